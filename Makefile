@@ -1,0 +1,61 @@
+# Every target makes what it needs first, in .venv; nothing outside this folder is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check bench test-fastapi test-fastapi-ends clean
+.DELETE_ON_ERROR:
+.PRECIOUS: .venv-fastapi/%/.test
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: .venv/.test ## Serve app_examples/hello.py on 127.0.0.1:8000
+	@echo "Serving app_examples/hello.py; Ctrl-C stops it. In another terminal:"
+	@echo "  curl 'http://127.0.0.1:8000/sync?name=you'"
+	@echo "  curl http://127.0.0.1:8000/async"
+	@exec $(BIN)/ingress run app_examples.hello:hello --app-dir . --host 127.0.0.1 --port 8000
+
+test: .venv/.test ## Run the tests
+	@$(BIN)/python -m pytest
+
+check: .venv/.dev ## Lint, format, types and floors
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: .venv/.test ## Compare with plain FastAPI, side by side in one run (needs wrk)
+	@$(BIN)/python -m benchmarks
+
+test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions
+
+test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the oldest and the newest
+
+test-fastapi-%: .venv-fastapi/%/.test
+	@echo "FastAPI $*: $$(.venv-fastapi/$*/bin/python -c 'import fastapi; print(fastapi.__version__)')"
+	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py
+
+clean: ## Remove the environments and caches
+	@rm -rf .venv .venv-fastapi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# The stamps: an environment is made again when pyproject.toml changed.
+.venv/.test: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Making .venv ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[test]"
+	@touch $@
+
+.venv/.dev: .venv/.test
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+.venv-fastapi/%/.test: pyproject.toml
+	@echo "Making .venv-fastapi/$* ..."
+	@$(PYTHON) -m venv .venv-fastapi/$*
+	@.venv-fastapi/$*/bin/python -m pip install -qq --disable-pip-version-check \
+		-e ".[test]" "fastapi$(if $(filter-out newest,$*),==$(subst .x,.*,$*))"
+	@touch $@
