@@ -1,0 +1,76 @@
+"""Which replica the running code belongs to.
+
+It is a context variable, so it holds in the request's task, in tasks it starts, in the worker
+threads of the replica, in `asyncio.to_thread` and in `run_in_executor`. Only a thread the user
+starts by hand does not have it, because Python gives it an empty context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from ingress.exceptions import RayServeException
+from ingress.execution import ExecutionPlan
+from ingress.types import ReplicaID
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaContext:
+    """The replica that runs the current code.
+
+    `servable_object` is the user's instance, `None` while its constructor runs. The underscored
+    fields are the framework's: the replica's own ASGI app, and the plan of each callable that app
+    calls.
+    """
+
+    replica_id: ReplicaID
+    servable_object: Any = None
+    _asgi_app: Any = None
+    _plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
+
+    @property
+    def app_name(self) -> str:
+        return self.replica_id.deployment_id.app_name
+
+    @property
+    def deployment(self) -> str:
+        return self.replica_id.deployment_id.name
+
+    @property
+    def replica_tag(self) -> str:
+        return self.replica_id.unique_id
+
+
+REPLICA: ContextVar[ReplicaContext] = ContextVar("ingress_replica")
+
+
+def get_replica_context() -> ReplicaContext:
+    """Return the replica the caller runs in. Raises `RayServeException` outside of one."""
+    replica = REPLICA.get(None)
+    if replica is not None:
+        return replica
+    message = (
+        "`serve.get_replica_context()` may only be called from within a deployment: in its "
+        "constructor, in its methods and endpoints, and in what they call."
+    )
+    if threading.current_thread() is not threading.main_thread() and not _has_running_loop():
+        message += (
+            f" This is the thread {threading.current_thread().name!r}; a thread you start yourself "
+            "begins with an empty context. Start it with "
+            "`Thread(target=contextvars.copy_context().run, args=(function,))`, or use "
+            "`asyncio.to_thread`, which does that."
+        )
+    raise RayServeException(message)
+
+
+def _has_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""Every error and warning a user can catch.
+
+    Exception
+    └─ RayServeException                  500
+       ├─ BackPressureError               503  the deployment's queue is full
+       ├─ DeploymentUnavailableError      503  it failed to start, or was deleted
+       ├─ ReplicaUnavailableError         503  the replica went away under the call
+       ├─ RequestCancelledError           499  the caller cancelled it
+       ├─ RequestCycleError               500  it waits for a slot its own callers hold
+       ├─ StreamClosedError               499  the stream's other end is gone
+       └─ UserCodeExit                    500  user code raised what is not an `Exception`
+
+    Warning
+    ├─ UserWarning
+    │  ├─ SyncMethodOnEventLoopWarning    a `def` method runs on the event loop
+    │  └─ OptionNotActedOnWarning         an option is recorded and has no effect yet
+    └─ DeprecationWarning                 max_concurrent_queries
+
+`status_code` is the HTTP status the proxy answers with; it reads nothing else. Mistakes of the
+caller are `TypeError` and `ValueError`, raised where the mistake is made. The names are Ray
+Serve's where Ray Serve has one.
+"""
+
+from __future__ import annotations
+
+
+class RayServeException(Exception):
+    """The root of every error of the framework."""
+
+    status_code: int = 500
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class BackPressureError(RayServeException):
+    """The request was refused because `max_queued_requests` others already wait."""
+
+    status_code = 503
+
+    def __init__(
+        self, num_queued_requests: int, max_queued_requests: int, deployment: str = ""
+    ) -> None:
+        super().__init__(num_queued_requests, max_queued_requests, deployment)
+        self.num_queued_requests = num_queued_requests
+        self.max_queued_requests = max_queued_requests
+        self.deployment = deployment
+
+    def __str__(self) -> str:
+        where = f" on '{self.deployment}'; raise it or add replicas" if self.deployment else ""
+        return (
+            f"Request dropped due to backpressure (num_queued_requests={self.num_queued_requests}, "
+            f"max_queued_requests={self.max_queued_requests}){where}."
+        )
+
+
+class DeploymentUnavailableError(RayServeException):
+    """The deployment failed to start or was deleted."""
+
+    status_code = 503
+
+
+class ReplicaUnavailableError(RayServeException):
+    """The replica's event loop is gone; the call was not answered by user code."""
+
+    status_code = 503
+
+
+class RequestCancelledError(RayServeException):
+    """The call was cancelled by its caller."""
+
+    status_code = 499
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"Request {self.request_id} was cancelled."
+
+
+class RequestCycleError(RayServeException):
+    """The call can never start: every slot it could take is held by a call that waits for it."""
+
+
+class StreamClosedError(RayServeException, OSError):
+    """The consumer of a stream is gone. An `OSError`, as ASGI's `send` raises after a disconnect."""
+
+    status_code = 499
+
+
+class UserCodeExit(RayServeException):
+    """User code raised something that is not an `Exception`, such as `SystemExit`.
+
+    It becomes this error before it leaves the task it was raised in, because a `SystemExit` or
+    `KeyboardInterrupt` that reaches an event loop ends that loop. The original is `__cause__`.
+    """
+
+    def __init__(self, original: BaseException, where: str = "user code") -> None:
+        super().__init__(original, where)
+        self.original = original
+        self.where = where
+
+    def __str__(self) -> str:
+        name = type(self.original).__name__
+        return f"{self.where} raised {name}, which is not an Exception; the request failed"
+
+
+class SyncMethodOnEventLoopWarning(UserWarning):
+    """A `def` method of a deployment runs on the event loop and blocks it while it runs."""
+
+
+
+class OptionNotActedOnWarning(UserWarning):
+    """A deployment option was given, validated and recorded, but has no effect yet."""

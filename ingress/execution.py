@@ -1,0 +1,269 @@
+"""Where user code runs.
+
+Every call into user code starts on the replica's user event loop. An `async def` stays there; a
+`def` may move to a worker thread. The choice is made here and nowhere else, so what the plan says
+is what happens.
+
+    role                           async def     def
+    METHOD     of a deployment     event loop    as RAY_SERVE_RUN_SYNC_IN_THREADPOOL says
+    ENDPOINT   of a FastAPI app    event loop    threadpool
+    LIFECYCLE  __init__, __del__   event loop    event loop
+    BATCH      @serve.batch        event loop    threadpool
+
+A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
+returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import warnings
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import CodeType
+from typing import Any, Protocol, TypeVar
+
+from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
+
+logger = logging.getLogger("ingress")
+
+T = TypeVar("T")
+
+
+class Role(Enum):
+    """What a callable is to the framework."""
+
+    METHOD = "method"
+    ENDPOINT = "endpoint"
+    LIFECYCLE = "lifecycle"
+    BATCH = "batch"
+
+
+class Kind(Enum):
+    """How a callable is written."""
+
+    FUNCTION = "def"
+    COROUTINE = "async def"
+    GENERATOR = "def generator"
+    ASYNC_GENERATOR = "async def generator"
+
+    @property
+    def is_async(self) -> bool:
+        return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
+
+
+class ExecutionMode(Enum):
+    """Where a call runs; the values are the words users read."""
+
+    EVENT_LOOP = "event loop"
+    THREADPOOL = "threadpool"
+
+
+class ThreadPool(Protocol):
+    """What `execution` asks of worker threads; `threads.WorkerPool` is one."""
+
+    async def run(self, func: Callable[[], T]) -> T: ...
+
+    def stream(self, items: Generator[Any, Any, Any]) -> AsyncGenerator[Any, None]: ...
+
+
+@dataclass(slots=True)
+class ExecutionPlan:
+    """Where one callable runs, and why. Made once per replica, used by every request."""
+
+    func: Callable[..., Any]
+    kind: Kind
+    mode: ExecutionMode
+    reason: str
+    name: str
+    pool: ThreadPool
+    warns: bool = False
+
+    async def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function in its mode, then await its result if that is awaitable."""
+        try:
+            if self.kind is Kind.COROUTINE:
+                return await self.func(*args, **kwargs)
+            if self.mode is ExecutionMode.THREADPOOL:
+                result = await self.pool.run(partial(self.func, *args, **kwargs))
+            else:
+                if self.warns:
+                    self._warn()
+                result = self.func(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        except Exception:
+            raise
+        except BaseException as error:
+            raise contained(error, self.name) from error
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Yield the items of the generator the function returns.
+
+        Raises `TypeError` if it returns anything else.
+        """
+        if self.kind is Kind.GENERATOR:
+            if self.warns:
+                self._warn()
+            items = self.func(*args, **kwargs)  # runs nothing of its body yet
+        elif self.kind is Kind.ASYNC_GENERATOR:
+            items = self.func(*args, **kwargs)
+        else:
+            items = await self.run(*args, **kwargs)
+        if not is_generator(items):
+            raise TypeError(
+                f"Called method '{self.name}' with `handle.options(stream=True)` but it did not "
+                "return a generator."
+            )
+        async with aclosing(self.iterate(items)) as stream:
+            async for item in stream:
+                yield item
+
+    async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
+        """Yield what a generator the function returned yields, and close it at the end.
+
+        A sync generator of a threadpool plan keeps one thread and one context for its whole life.
+        """
+        delivering = False
+        try:
+            if not inspect.isasyncgen(items) and self.mode is ExecutionMode.EVENT_LOOP:
+                with closing(items):
+                    for item in items:
+                        delivering = True
+                        yield item
+                        delivering = False
+                return
+            stream = items if inspect.isasyncgen(items) else self.pool.stream(items)
+            async with aclosing(stream):
+                async for item in stream:
+                    delivering = True
+                    yield item
+                    delivering = False
+        except Exception:
+            raise
+        except BaseException as error:
+            if delivering and isinstance(error, GeneratorExit):
+                raise  # our consumer closes us; it is not the user's generator that raised it
+            raise contained(error, self.name) from error
+
+    def _warn(self) -> None:
+        """Warn of a `def` on the event loop, once per method and process."""
+        self.warns = False
+        code = code_of(self.func)
+        with _warned_lock:
+            if code in _warned:
+                return
+            _warned.add(code)
+        file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
+        text = (
+            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
+            f"'{self.name}' directly on the asyncio loop. In a future version, sync methods will "
+            "be run in a threadpool by default. While it runs, no other request of this replica "
+            "makes progress. Once the method and what it shares are thread-safe, opt in with "
+            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1; to stay on the loop, make it `async def`. "
+            f"({self.name} at {file}:{line})"
+        )
+        logger.warning("%s", text)
+        try:
+            warnings.warn_explicit(text, SyncMethodOnEventLoopWarning, file, line)
+        except SyncMethodOnEventLoopWarning:
+            pass  # `-W error` is for tests to see; the request it hit is not to blame
+
+
+_warned: set[CodeType | None] = set()
+_warned_lock = threading.Lock()
+
+
+def plan(
+    func: Callable[..., Any], role: Role, *, sync_in_threadpool: bool, pool: ThreadPool
+) -> ExecutionPlan:
+    """Decide where `func` runs. `sync_in_threadpool` is the flag; only METHOD reads it."""
+    written = kind(func)
+    warns = False
+    if written.is_async:
+        mode, reason = ExecutionMode.EVENT_LOOP, "async def"
+    elif role is Role.LIFECYCLE:
+        mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
+    elif role is Role.ENDPOINT:
+        mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
+    elif role is Role.BATCH:
+        mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
+    else:
+        mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
+        reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"
+        warns = not sync_in_threadpool and not _is_builtin(func)
+    return ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
+
+
+def kind(func: Callable[..., Any]) -> Kind:
+    """Return how `func` is written.
+
+    Looks through `partial`, bound methods and callable objects, not through `__wrapped__`: a sync
+    wrapper round an `async def` is a `def`.
+    """
+    func = _underlying(func)
+    if inspect.iscoroutinefunction(func) or asyncio.iscoroutinefunction(func):
+        return Kind.COROUTINE
+    if inspect.isasyncgenfunction(func):
+        return Kind.ASYNC_GENERATOR
+    if inspect.isgeneratorfunction(func):
+        return Kind.GENERATOR
+    return Kind.FUNCTION
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `value` is what calling a generator function gives, sync or async."""
+    return inspect.isgenerator(value) or inspect.isasyncgen(value)
+
+
+def contained(error: BaseException, where: str) -> BaseException:
+    """Return what may leave the task for an `error` that is not an `Exception`.
+
+    A cancellation somebody asked for goes on as it is, and so does the `GeneratorExit` of a
+    coroutine that is collected together with its loop. Everything else becomes `UserCodeExit`.
+    """
+    task = _current_task()
+    if task is None or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
+        return error
+    return UserCodeExit(error, where)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return `Class.method` or the function's name, without the scope it was defined in."""
+    func = _underlying(func)
+    name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
+
+def code_of(func: Callable[..., Any]) -> CodeType | None:
+    """Return the code object behind `func`, `None` for what is not written in Python."""
+    code = getattr(_underlying(func), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _underlying(func: Callable[..., Any]) -> Callable[..., Any]:
+    while True:
+        if isinstance(func, partial):
+            func = func.func
+        elif inspect.ismethod(func):
+            func = func.__func__
+        elif inspect.isroutine(func) or inspect.isclass(func):
+            return func
+        else:
+            func = type(func).__call__
+
+
+def _is_builtin(func: Callable[..., Any]) -> bool:
+    return code_of(func) is None
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

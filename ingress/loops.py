@@ -1,0 +1,295 @@
+"""Event loops with a home, and the one way to call into them.
+
+    EventLoopThread   a loop of ours in a thread of its own: it outlives what user code does to it
+    BorrowedLoop      somebody else's running loop, which we never stop
+    Mailbox           calls into one loop from any thread: one wake-up per burst, none lost
+
+Only this module, `threads` and `channel` reach across threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextvars import Context
+from typing import Any, Protocol, TypeVar
+
+try:
+    import uvloop as _uvloop
+except ImportError:  # Windows, or installed without the extra
+    _uvloop = None  # type: ignore[assignment,unused-ignore]
+
+logger = logging.getLogger("ingress")
+
+T = TypeVar("T")
+# How long a loop that is being closed waits for tasks that swallow their cancellation.
+_LAST_WORDS_S = 1.0
+
+OnDead = Callable[[Callable[..., Any], tuple[Any, ...]], None]
+
+
+def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Whoever waited on a loop that is gone is gone with it."""
+
+
+class Mailbox:
+    """Calls into one event loop. Thread-safe.
+
+    A hop costs a deque append; only the first post after a drain wakes the loop. If the loop is
+    closed or closing, every undelivered item goes to `on_dead(callback, args)` in the thread that
+    noticed, so that no caller waits for an answer that cannot come.
+    """
+
+    __slots__ = ("__weakref__", "_closed", "_context", "_items", "_loop", "_on_dead", "_woken")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_dead: OnDead = _drop) -> None:
+        self._loop = loop
+        self._on_dead = on_dead
+        self._items: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._woken = False
+        self._closed = False
+        # An empty context of its own: scheduled with the poster's, a drain would run everybody
+        # else's items with the first poster's variables.
+        self._context = Context()
+
+    def post(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Have `callback(*args)` called on the loop, after everything posted before it."""
+        self._items.append((callback, args))
+        # Race with `_drain`: it clears the flag *before* it looks how much there is. If the flag
+        # is still set here, that look is yet to come and will see this item.
+        if not self._woken and not self._closed:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._drain, context=self._context)
+            except (RuntimeError, ReferenceError):  # the loop is closed, or collected
+                self._closed = True
+        # Race with `close`: it sets the flag before it empties the deque, this looks at the flag
+        # after appending, so at least one of the two sees the item; `popleft` gives it to one.
+        if self._closed:
+            self._bury()
+
+    def close(self) -> None:
+        """Deliver nothing more: the loop has stopped. Called by the loop's owner."""
+        self._closed = True
+        self._bury()
+
+    def _drain(self) -> None:
+        self._woken = False
+        items = self._items
+        # Only what is here now: a flood that arrives meanwhile cannot keep the loop.
+        left = len(items)
+        try:
+            while left:
+                left -= 1
+                callback, args = items.popleft()
+                try:
+                    callback(*args)
+                except Exception as error:
+                    self._loop.call_exception_handler(
+                        {"message": f"{callback!r} posted to an event loop", "exception": error}
+                    )
+        except IndexError:
+            return  # `close` emptied the deque in another thread
+        finally:
+            if left > 0 and items:  # a `BaseException` is on its way out; the others still count
+                self._woken = True
+                self._loop.call_soon(self._drain, context=self._context)
+
+    def _bury(self) -> None:
+        while True:
+            try:
+                callback, args = self._items.popleft()
+            except IndexError:
+                return
+            self._on_dead(callback, args)
+
+
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = (
+    weakref.WeakKeyDictionary()
+)
+_mailboxes_lock = threading.Lock()
+
+
+class _LastUsed(threading.local):
+    loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
+    mailbox: Mailbox | None = None
+
+
+_last_used = _LastUsed()
+
+
+def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
+    """Return the loop's one mailbox for answers. What arrives after its end is dropped."""
+    last = _last_used
+    if last.mailbox is not None and last.loop is not None and last.loop() is loop:
+        return last.mailbox
+    with _mailboxes_lock:
+        mailbox = _mailboxes.get(loop)
+        if mailbox is None:
+            # The mailbox must not keep its own key alive, hence the weak proxy.
+            mailbox = _mailboxes[loop] = Mailbox(weakref.proxy(loop))
+    last.loop, last.mailbox = weakref.ref(loop), mailbox
+    return mailbox
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, if one does."""
+    return asyncio._get_running_loop()
+
+
+class Wakeup:
+    """Wake one waiter once, from any thread.
+
+    On a loop it is a future, elsewhere an `Event`; `wake` finds the way there.
+    """
+
+    __slots__ = ("_future", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._future: asyncio.Future[None] = loop.create_future()
+
+    def wake(self, *_: Any) -> None:
+        if running_loop() is self._loop:
+            self._set()
+        else:
+            mailbox_of(self._loop).post(self._set)
+
+    def _set(self) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def wait(self) -> Awaitable[None]:
+        return self._future
+
+
+class Home(Protocol):
+    """Where a component lives: a loop, whose thread it need not know."""
+
+    name: str
+    loop: asyncio.AbstractEventLoop
+    mailbox: Mailbox
+
+    def stop(self, timeout_s: float) -> bool: ...
+
+
+class BorrowedLoop:
+    """A running loop that belongs to somebody else; stopping it only stops our use of it."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, on_dead: OnDead = _drop) -> None:
+        self.name = name
+        self.loop = loop
+        self.mailbox = Mailbox(loop, on_dead)
+
+    def stop(self, timeout_s: float) -> bool:
+        self.mailbox.close()
+        return True
+
+
+class EventLoopThread:
+    """An event loop in its own daemon thread.
+
+    User code on it may call `loop.stop()` or let a `SystemExit` out of a task it started; the
+    thread then logs that and runs the loop again. Only `stop` ends it.
+    """
+
+    def __init__(self, name: str, on_dead: OnDead = _drop) -> None:
+        self.name = name
+        self.loop = _new_event_loop()
+        self.mailbox = Mailbox(self.loop, on_dead)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"EventLoopThread({self.name!r})"
+
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def stop(self, timeout_s: float) -> bool:
+        """Cancel what runs, close the loop and wait for the thread. Thread-safe, idempotent.
+
+        Returns False if user code still blocks the thread after `timeout_s`; the thread is then
+        left behind and ends when that code returns.
+        """
+        self._stopping = True
+        try:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        except RuntimeError:
+            pass  # already closed by an earlier stop
+        if not self.is_current():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self.mailbox.close()
+                return False
+        return True
+
+    def _main(self) -> None:
+        while not self._stopping:
+            try:
+                self.loop.run_forever()
+            except BaseException:
+                logger.exception("user code ended the event loop of %s; it runs again", self.name)
+            else:
+                if not self._stopping:
+                    logger.error("user code stopped the event loop of %s; it runs again", self.name)
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self._cancel_all_tasks()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        except BaseException:
+            logger.exception("while the event loop of %s was closed", self.name)
+        finally:
+            self.loop.close()
+            self.mailbox.close()
+
+    def _cancel_all_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            # Bounded: a task may swallow its cancellation, and this thread must end.
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_WORDS_S))
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    if _uvloop is not None:
+        loop: asyncio.AbstractEventLoop = _uvloop.new_event_loop()
+        return loop
+    return asyncio.new_event_loop()
+
+
+async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run `coroutine` on `loop` and await its result; cancellation travels along."""
+    if running_loop() is loop:
+        return await coroutine
+    return await asyncio.wrap_future(start_on(loop, coroutine))
+
+
+def run_blocking(
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, T],
+    timeout_s: float | None = None,
+) -> T:
+    """Run `coroutine` on `loop` from another thread and wait for its result."""
+    return start_on(loop, coroutine).result(timeout_s)
+
+
+def start_on(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]
+) -> Future[T]:
+    """Start `coroutine` on `loop`, from any thread. Raises `RuntimeError` if the loop is closed."""
+    try:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop)
+    except RuntimeError:
+        coroutine.close()
+        raise
+

@@ -1,0 +1,50 @@
+"""The small values that travel between the parts: identities and what is known of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import getrandbits
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentID:
+    """One deployment of one application; the key of its router."""
+
+    name: str
+    app_name: str = "default"
+
+    def __str__(self) -> str:
+        return f"Deployment(name='{self.name}', app='{self.app_name}')"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaID:
+    """One replica of a deployment; `unique_id` counts from 0 and is never used again."""
+
+    unique_id: str
+    deployment_id: DeploymentID
+
+    def __str__(self) -> str:
+        return f"{self.deployment_id.name}#{self.unique_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetadata:
+    """What is known of a request before user code sees it; it never changes on the way.
+
+    `route` is the HTTP path prefix the request came in by ("" for none).
+    """
+
+    request_id: str
+    deployment: DeploymentID
+    method_name: str = "__call__"
+    route: str = ""
+    multiplexed_model_id: str = ""
+    is_http_request: bool = False
+    is_streaming: bool = False
+
+
+def new_request_id() -> str:
+    """Return a random UUID (version 4) as text. Unique, not secret, and made in half a us."""
+    digits = f"{getrandbits(128):032x}"
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
