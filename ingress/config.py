@@ -1,0 +1,307 @@
+"""What a user configures in code, validated where it is written.
+
+Names, defaults and what is accepted: Ray 2.60.0, serve/config.py; how a mistake is refused:
+`ingress.options`. Our `max_ongoing_requests` default is the guide's 100 (Ray: 5). Everything is
+recorded; what has no effect yet is in `NOT_ACTED_ON`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, TypedDict
+
+from pydantic import Field, model_validator
+
+from ingress.options import (
+    ClassPath,
+    Fraction,
+    FunctionPath,
+    Json,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OngoingRequests,
+    Options,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    QueuedRequests,
+    Replicas,
+    is_number,
+)
+
+NOT_ACTED_ON: frozenset[str] = frozenset(
+    {
+        "autoscaling_config",
+        "backpressure_config",
+        "deployment_actors",
+        "gang_scheduling_config",
+        "graceful_shutdown_wait_loop_s",
+        "logging_config",
+        "max_constructor_retry_count",
+        "max_replicas_per_node",
+        "max_surge_percent",
+        "placement_group_bundle_label_selector",
+        "placement_group_bundles",
+        "placement_group_fallback_strategy",
+        "placement_group_strategy",
+        "request_router_config",
+        "rolling_update_percentage",
+    }
+)
+"""Deployment options without effect in this version. Of `ray_actor_options` only `num_cpus` has
+one, and `num_replicas="auto"` has none: `options_not_acted_on` knows these too."""
+
+
+class AutoscalingPolicy(Options):
+    """Who decides how many replicas there should be: a function or its import path."""
+
+    policy_function: FunctionPath = "ingress:default_autoscaling_policy"
+    policy_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class AutoscalingConfig(Options):
+    """How the number of replicas follows the load."""
+
+    min_replicas: NonNegativeInt = 1
+    initial_replicas: NonNegativeInt | None = None
+    max_replicas: PositiveInt = 1
+    target_ongoing_requests: PositiveFloat = 2
+    metrics_interval_s: PositiveFloat = 10.0
+    look_back_period_s: PositiveFloat = 30.0
+    smoothing_factor: PositiveFloat = 1.0
+    upscale_smoothing_factor: PositiveFloat | None = None
+    downscale_smoothing_factor: PositiveFloat | None = None
+    upscaling_factor: PositiveFloat | None = None
+    downscaling_factor: PositiveFloat | None = None
+    downscale_delay_s: NonNegativeFloat = 600.0
+    downscale_to_zero_delay_s: NonNegativeFloat | None = None
+    upscale_delay_s: NonNegativeFloat = 30.0
+    aggregation_function: Literal["mean", "max", "min"] = "mean"
+    policy: AutoscalingPolicy = Field(default_factory=AutoscalingPolicy)
+
+    @model_validator(mode="after")
+    def _replicas_in_order(self) -> Self:
+        low, start, high = self.min_replicas, self.initial_replicas, self.max_replicas
+        if high < low:
+            raise ValueError(
+                f"max_replicas ({high}) must be greater than or equal to min_replicas ({low}); "
+                "raise max_replicas or lower min_replicas"
+            )
+        if start is not None and not low <= start <= high:
+            raise ValueError(
+                f"initial_replicas ({start}) must be between min_replicas ({low}) and "
+                f"max_replicas ({high}); leave it out to start with min_replicas"
+            )
+        return self
+
+
+class BackpressureConfig(Options):
+    """How a request is refused when the queue is full."""
+
+    status_code: Literal[503, 429] = 503
+    retry_after_s: NonNegativeFloat | None = None
+
+
+class RequestRouterConfig(Options):
+    """Which replica gets the next request: a policy class or its import path."""
+
+    request_router_class: ClassPath = "ingress.request_router:PowerOfTwoChoicesRequestRouter"
+    request_router_kwargs: Json = Field(default_factory=dict)
+    request_routing_stats_period_s: PositiveFloat = 10.0
+    request_routing_stats_timeout_s: PositiveFloat = 30.0
+    initial_backoff_s: PositiveFloat = 0.025
+    backoff_multiplier: PositiveFloat = 2.0
+    max_backoff_s: PositiveFloat = 0.5
+
+
+class LoggingConfig(Options):
+    """What is logged, how and where."""
+
+    encoding: Literal["TEXT", "JSON"] = "TEXT"
+    log_level: str | int = "INFO"
+    logs_dir: str | None = None
+    enable_access_log: bool = True
+    additional_log_standard_attrs: list[str] = Field(default_factory=list)
+
+
+class HTTPOptions(Options):
+    """Where and how `serve.start` and `serve.run` listen.
+
+    `host=None` means no HTTP. A `host` that is left out is the environment's
+    `RAY_SERVE_DEFAULT_HTTP_HOST`, else 127.0.0.1; port 0 lets the system choose.
+    """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "middlewares": "it has been removed; add the middleware to the FastAPI app.",
+        "num_cpus": "it has been removed; the server has no CPUs of its own.",
+    }
+
+    host: str | None = "127.0.0.1"
+    port: Port = 8000
+    root_path: str = ""
+    root_url: str = ""
+    request_timeout_s: PositiveFloat | None = None
+    keep_alive_timeout_s: PositiveFloat = 90
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    location: Any = None
+
+    @model_validator(mode="after")
+    def _certificate_is_whole(self) -> Self:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError(
+                f"ssl_keyfile={self.ssl_keyfile!r} and ssl_certfile={self.ssl_certfile!r} must be "
+                "given together; give both, or neither for plain HTTP"
+            )
+        return self
+
+
+class DeploymentConfig(Options):
+    """The options of one deployment, without its name."""
+
+    belong_to: ClassVar[str] = "@serve.deployment"
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "route_prefix": "pass it to serve.run(app, route_prefix=...).",
+        "version": "it has been removed; leave it out.",
+    }
+
+    num_replicas: Replicas = 1
+    max_ongoing_requests: OngoingRequests = 100
+    max_queued_requests: QueuedRequests = -1
+    user_config: Json = None
+    graceful_shutdown_timeout_s: NonNegativeFloat = 20.0
+    graceful_shutdown_wait_loop_s: NonNegativeFloat = 2.0
+    health_check_period_s: PositiveFloat = 10.0
+    health_check_timeout_s: PositiveFloat = 30.0
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    backpressure_config: BackpressureConfig | None = None
+    autoscaling_config: AutoscalingConfig | None = None
+    request_router_config: RequestRouterConfig | None = None
+    logging_config: LoggingConfig | None = None
+    max_constructor_retry_count: PositiveInt = 20
+    max_replicas_per_node: PositiveInt | None = None
+    placement_group_bundles: list[dict[str, float]] | None = None
+    placement_group_strategy: str | None = None
+    placement_group_bundle_label_selector: list[dict[str, str]] | None = None
+    placement_group_fallback_strategy: list[dict[str, Any]] | None = None
+    gang_scheduling_config: Any = None
+    deployment_actors: Any = None
+    rolling_update_percentage: Fraction = 0.2
+    max_surge_percent: NonNegativeFloat = 0
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        return sorted(["name", *cls.model_fields])
+
+    @classmethod
+    def normalised(cls, given: dict[str, Any]) -> dict[str, Any]:
+        options = dict(given)
+        for name in ("num_replicas", "ray_actor_options"):
+            if options.get(name, ...) is None:
+                del options[name]
+        if "max_concurrent_queries" in options:
+            if "max_ongoing_requests" in options:
+                raise ValueError(
+                    "max_ongoing_requests and max_concurrent_queries are both given, and are one "
+                    "option; leave max_concurrent_queries out"
+                )
+            warnings.warn(
+                "max_concurrent_queries is deprecated; use max_ongoing_requests, the same option",
+                DeprecationWarning,
+                stacklevel=4,  # this, __init__, deployment() or .options(), the user's line
+            )
+            options["max_ongoing_requests"] = options.pop("max_concurrent_queries")
+        return options
+
+    @model_validator(mode="after")
+    def _replicas_have_one_source(self) -> Self:
+        is_manual = "num_replicas" in self.model_fields_set and self.num_replicas != "auto"
+        if is_manual and self.autoscaling_config is not None:
+            raise ValueError(
+                "Manually setting num_replicas is not allowed when autoscaling_config is "
+                f"provided, got num_replicas={self.num_replicas}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cpus_are_a_number(self) -> Self:
+        cpus = self.ray_actor_options.get("num_cpus", 1)
+        if not is_number(cpus) or cpus < 0:
+            raise ValueError(
+                f"ray_actor_options['num_cpus'] must be a number ≥ 0, got {cpus!r}; "
+                "leave it out for the default, 1"
+            )
+        return self
+
+    @property
+    def replica_count(self) -> int:
+        """How many replicas there are; "auto" and autoscaling are not acted on yet and give one."""
+        return 1 if self.num_replicas == "auto" else self.num_replicas
+
+    @property
+    def num_cpus(self) -> float:
+        """The CPUs a replica may use: `ray_actor_options["num_cpus"]`, default 1 as in Ray."""
+        return float(self.ray_actor_options.get("num_cpus", 1))
+
+    def updated(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a config with `options` on top of what was given to this one.
+
+        An option that cannot stand beside the recorded one takes its place.
+        """
+        recorded = {name: getattr(self, name) for name in self.model_fields_set}
+        for name, replaced in _TAKES_THE_PLACE_OF.items():
+            if name in options and options[name] != "auto" != recorded.get(replaced):
+                recorded.pop(replaced, None)
+        return recorded | dict(options)
+
+
+_TAKES_THE_PLACE_OF = {
+    "autoscaling_config": "num_replicas",
+    "num_replicas": "autoscaling_config",
+    "max_concurrent_queries": "max_ongoing_requests",
+}
+
+
+class DeploymentOptions(TypedDict, total=False):
+    """The keywords of `@deployment` and `.options`, for editors and type checkers."""
+
+    name: str
+    num_replicas: int | Literal["auto"] | None
+    max_ongoing_requests: int
+    max_concurrent_queries: int
+    max_queued_requests: int
+    user_config: Any
+    graceful_shutdown_timeout_s: float
+    graceful_shutdown_wait_loop_s: float
+    health_check_period_s: float
+    health_check_timeout_s: float
+    ray_actor_options: dict[str, Any] | None
+    backpressure_config: BackpressureConfig | dict[str, Any] | None
+    autoscaling_config: AutoscalingConfig | dict[str, Any] | None
+    request_router_config: RequestRouterConfig | dict[str, Any] | None
+    logging_config: LoggingConfig | dict[str, Any] | None
+    max_constructor_retry_count: int
+    max_replicas_per_node: int | None
+    placement_group_bundles: list[dict[str, float]] | None
+    placement_group_strategy: str | None
+    placement_group_bundle_label_selector: list[dict[str, str]] | None
+    placement_group_fallback_strategy: list[dict[str, Any]] | None
+    gang_scheduling_config: Any
+    deployment_actors: Any
+    rolling_update_percentage: float
+    max_surge_percent: float
+
+
+def options_not_acted_on(config: DeploymentConfig) -> list[str]:
+    """Return `option=value` for each option that was set, is not the default and does nothing."""
+    changed = config.changed()
+    silent = {name: value for name, value in changed.items() if name in NOT_ACTED_ON}
+    if changed.get("num_replicas") == "auto":
+        silent["num_replicas"] = "auto"
+    others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
+    if others:
+        silent["ray_actor_options"] = others
+    return [f"{name}={value!r}" for name, value in silent.items()]

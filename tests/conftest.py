@@ -1,0 +1,94 @@
+"""What every test may use, and what every test must leave behind: nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from ingress.settings import (
+    ROUTER_IN_SEPARATE_LOOP,
+    SYNC_IN_THREADPOOL,
+    USER_CODE_IN_SEPARATE_THREAD,
+    Settings,
+)
+
+GRACE_S = 2.0
+"""How long threads and file descriptors may take to go after a test."""
+
+CALL_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(params=["asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """The event loop of `async` tests. A test on uvloop asks for it:
+
+    `@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])`
+    """
+    return request.param
+
+
+@pytest.fixture(
+    params=itertools.product("01", repeat=3),
+    ids=lambda values: "sync{}-user{}-router{}".format(*values),
+)
+def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Each of the eight combinations of the flags, in the environment; returns what they mean.
+
+    The id's digits are sync in threadpool, user code in separate thread, router in separate loop.
+    """
+    names = (SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD, ROUTER_IN_SEPARATE_LOOP)
+    for name, value in zip(names, request.param, strict=True):
+        monkeypatch.setenv(name, value)
+    return Settings.from_environment()
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    """Let threads take turns after every few bytecodes, so that races happen."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[CALL_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread or a file descriptor behind.
+
+    An event loop that was not closed shows as its descriptors, and a task lives no longer than its
+    loop. A test that failed has told enough: it is not checked, and not held up.
+    """
+    before = _held()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (left := _held() - before) and not request.node.stash.get(CALL_FAILED, True):
+        assert time.monotonic() < deadline, f"left behind: {sorted(left)}"
+        time.sleep(0.01)
+
+
+def _held() -> set[str]:
+    """The threads and file descriptors of this process."""
+    held = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            held.add(f"fd {descriptor} {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        except OSError:  # the one that listed the folder
+            continue
+    return held

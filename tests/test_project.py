@@ -1,0 +1,71 @@
+"""The package as a whole: what its import costs, what it exports, what its texts say."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ingress
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "ingress").rglob("*.py"))
+TEXTS = ["*.md", "*.toml", "Makefile", ".ci/run"]
+FOLDERS = ["ingress", "app_examples", "tests", "benchmarks", "docs"]
+
+
+def test_importing_it_imports_none_of_the_heavy_libraries() -> None:
+    script = (
+        "import ingress, sys; print(*{'httpx', 'ray', 'rich', 'typer', 'uvicorn'} & {*sys.modules})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.split() == []
+
+
+def test_all_is_sorted_and_equals_what_is_importable() -> None:
+    importable = {
+        name
+        for name, value in vars(ingress).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and name != "annotations"  # of `from __future__`
+    }
+
+    assert ingress.__all__ == sorted(importable)
+
+
+def texts() -> Iterator[Path]:
+    for pattern in TEXTS:
+        yield from ROOT.glob(pattern)
+    for folder in FOLDERS:
+        yield from (path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py"))
+
+
+def test_no_text_says_to_install_the_unrelated_package_of_that_name() -> None:
+    wrong = re.compile(r"pip install\s+(-\S+\s+)*[\"']?ingress(?![\w-])")
+    told = [
+        str(path) for path in texts() if path != Path(__file__) and wrong.search(path.read_text())
+    ]
+
+    assert told == []
+    assert wrong.search('pip install -U "ingress[ray]"')
+    assert not wrong.search("pip install -e .  # fastapi-ingress")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_a_module_is_one_thing_of_less_than_400_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 400
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    functions = {name for name in ingress.__all__ if inspect.isfunction(getattr(ingress, name))}
+
+    assert functions.isdisjoint(path.stem for path in MODULES if path.name != "__init__.py")

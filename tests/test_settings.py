@@ -1,0 +1,61 @@
+"""`ingress.settings`: the environment, read when an engine starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from ingress.settings import (
+    ROUTER_IN_SEPARATE_LOOP,
+    SYNC_IN_THREADPOOL,
+    USER_CODE_IN_SEPARATE_THREAD,
+    Settings,
+)
+
+FLAGS = [
+    pytest.param(SYNC_IN_THREADPOOL, "run_sync_in_threadpool", False, id="sync-in-threadpool"),
+    pytest.param(
+        USER_CODE_IN_SEPARATE_THREAD, "run_user_code_in_separate_thread", True, id="user-code"
+    ),
+    pytest.param(ROUTER_IN_SEPARATE_LOOP, "run_router_in_separate_loop", True, id="router"),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "default"), FLAGS)
+def test_a_flag_is_its_default_unless_set_to_0_or_1(name: str, field: str, default: bool) -> None:
+    values = [Settings.from_environment(env) for env in ({}, {name: "0"}, {name: "1"})]
+
+    assert [getattr(settings, field) for settings in values] == [default, False, True]
+
+
+@pytest.mark.parametrize(("name", "field", "default"), FLAGS)
+@pytest.mark.parametrize("value", ["yes", "true", "", "2", " 1"])
+def test_another_value_of_a_flag_is_refused_by_name(
+    name: str, field: str, default: bool, value: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got {value!r}"):
+        Settings.from_environment({name: value})
+
+
+def test_settings_made_without_an_environment_are_its_defaults() -> None:
+    assert Settings() == Settings.from_environment({})
+
+
+def test_the_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for value in "10":
+        monkeypatch.setenv(SYNC_IN_THREADPOOL, value)
+        seen.append(Settings.from_environment().run_sync_in_threadpool)
+
+    assert seen == [True, False]
+
+
+def test_strings_are_taken_as_they_are_and_empty_ones_as_unset() -> None:
+    given = {"RAY_SERVE_DEFAULT_HTTP_HOST": "::1", "INGRESS_ENGINE": "ray"}
+    settings = Settings.from_environment(given)
+
+    assert (settings.http_host, settings.engine) == ("::1", "ray")
+    assert Settings.from_environment(dict.fromkeys(given, "")) == Settings()
+
+
+def test_the_flags_fixture_is_what_the_environment_says(flags: Settings) -> None:
+    assert flags == Settings.from_environment()
