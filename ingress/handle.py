@@ -1,0 +1,296 @@
+"""Calling a deployment from Python: from any loop, any thread, or outside of everything.
+
+    handle.remote(x)                   -> DeploymentResponse: `await` it, or `.result()` in a thread
+    handle.method.remote(x)            the same for a method
+    handle.options(stream=True)        -> DeploymentResponseGenerator: `async for`, or `for`
+
+Arguments and results pass by reference. A response given as an argument is resolved first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import aclosing
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
+
+from ingress.call import CURRENT_CALL, Call
+from ingress.channel import Channel, EndOfStream
+from ingress.exceptions import RequestCancelledError
+from ingress.loops import running_loop
+from ingress.router import Router
+from ingress.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.user_code import UserCode
+
+
+class Directory(Protocol):
+    """Where a handle finds its deployment, at every call: it may have been replaced since."""
+
+    def router(self, deployment_id: DeploymentID) -> Router: ...
+
+    def methods(self, deployment_id: DeploymentID) -> list[str] | None: ...
+
+    def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
+        """Call `then` once all of them are settled; wait for that on the router loop."""
+
+    def later(self, callback: Callable[[], Any]) -> None:
+        """Call `callback` on a loop of the framework's, soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandleOptions:
+    """What `handle.options` sets."""
+
+    method_name: str = "__call__"
+    stream: bool = False
+    multiplexed_model_id: str = ""
+
+
+class DeploymentHandle:
+    """Calls one deployment. Thread-safe, immutable, cheap to make."""
+
+    def __init__(
+        self,
+        deployment_id: DeploymentID,
+        directory: Directory,
+        options: HandleOptions = HandleOptions(),
+    ) -> None:
+        self._id = deployment_id
+        self._directory = directory
+        self._options = options
+
+    @property
+    def deployment_id(self) -> DeploymentID:
+        return self._id
+
+    @property
+    def deployment_name(self) -> str:
+        return self._id.name
+
+    @property
+    def app_name(self) -> str:
+        return self._id.app_name
+
+    def options(
+        self,
+        *,
+        method_name: str | None = None,
+        stream: bool | None = None,
+        multiplexed_model_id: str | None = None,
+    ) -> DeploymentHandle:
+        """Return a handle with other options; what is not given stays as it is."""
+        given = {
+            "method_name": method_name,
+            "stream": stream,
+            "multiplexed_model_id": multiplexed_model_id,
+        }
+        changed = {name: value for name, value in given.items() if value is not None}
+        return DeploymentHandle(self._id, self._directory, replace(self._options, **changed))
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the deployment; never blocks.
+
+        Returns a `DeploymentResponse`, or a `DeploymentResponseGenerator` with `stream=True`.
+        """
+        options = self._options
+        parent = CURRENT_CALL.get(None)
+        metadata = RequestMetadata(
+            request_id=new_request_id() if parent is None else parent.metadata.request_id,
+            deployment=self._id,
+            method_name=options.method_name,
+            route="" if parent is None else parent.metadata.route,
+            multiplexed_model_id=options.multiplexed_model_id,
+            is_streaming=options.stream,
+        )
+        call = Call(metadata, None, copy_context(), parent)
+        # Looked up now, so that a handle outlives a redeployment of what it calls.
+        router = self._directory.router(self._id)
+        responses = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Response)]
+        channel = Channel() if options.stream else None
+
+        def submit() -> None:
+            try:
+                resolved = [_resolved(arg) for arg in args]
+                named = {name: _resolved(arg) for name, arg in kwargs.items()}
+            except Exception as error:
+                call.settle(error=error)
+                return
+            method = options.method_name
+            if channel is None:
+                call.work = lambda user_code: user_code.call(method, resolved, named)
+            else:
+                call.work = lambda user_code: _pump(user_code, method, resolved, named, channel)
+            router.assign(call)
+
+        if not responses:
+            submit()
+        elif any(isinstance(response, DeploymentResponseGenerator) for response in responses):
+            raise RuntimeError(
+                "Streaming deployment handle results cannot be passed to downstream handle calls. "
+                "If you have a use case requiring this feature, iterate here and pass the items."
+            )
+        else:
+            self._directory.when_resolved(responses, submit)
+        if channel is None:
+            return DeploymentResponse(call)
+        return DeploymentResponseGenerator(call, channel, self._directory)
+
+    def __getattr__(self, name: str) -> DeploymentHandle:
+        if not name.startswith("_"):
+            methods = self._directory.methods(self._id)
+            if methods is None or name in methods:
+                return self.options(method_name=name)
+            raise AttributeError(
+                f"deployment '{self._id.name}' has no method '{name}'; it has {methods}"
+            )
+        raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
+
+    def __repr__(self) -> str:
+        return f"DeploymentHandle(deployment='{self._id.name}', app='{self._id.app_name}')"
+
+    def __copy__(self) -> DeploymentHandle:
+        return self
+
+    def __deepcopy__(self, memo: object) -> DeploymentHandle:
+        return self
+
+
+class _Response:
+    """What one and many answers have in common."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    @property
+    def request_id(self) -> str:
+        return self._call.metadata.request_id
+
+    def cancel(self) -> None:
+        """Cancel the request, wherever it is. Without effect once it is answered."""
+        self._call.cancel()
+
+    def cancelled(self) -> bool:
+        """Whether the request was cancelled before it was answered."""
+        return isinstance(self._call.error, RequestCancelledError)
+
+
+class DeploymentResponse(_Response):
+    """One answer that is on its way; await it as often as you like."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        try:
+            await self._call.wait()
+        except asyncio.CancelledError:
+            self._call.cancel()  # nobody is left to take the answer
+            raise
+        return self._call.outcome()
+
+    def result(self, *, timeout_s: float | None = None) -> Any:
+        """Wait for the answer in a thread and return it.
+
+        Raises what user code raised, `TimeoutError` after `timeout_s` (the request goes on), and
+        `RuntimeError` inside a running event loop, which it would block.
+        """
+        _refuse_in_loop("await response")
+        if not self._call.wait_blocking(timeout_s):
+            raise TimeoutError(f"Timed out waiting for the result after {timeout_s} s.")
+        return self._call.outcome()
+
+    def __repr__(self) -> str:
+        return f"DeploymentResponse(request_id='{self.request_id}', {_state(self._call)})"
+
+
+class DeploymentResponseGenerator(_Response):
+    """Many answers that are on their way; iterate with `async for`, or with `for` in a thread."""
+
+    def __init__(self, call: Call, channel: Channel, directory: Directory) -> None:
+        super().__init__(call)
+        self._channel = channel
+        self._directory = directory
+        call.when_settled(lambda call: _end(channel, call.error))
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self._channel.get()
+        except EndOfStream:
+            raise StopAsyncIteration from None
+        except asyncio.CancelledError:
+            self._call.cancel()
+            raise
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        _refuse_in_loop("`async for` or `await response.__anext__()`", quote=False)
+        try:
+            return self._channel.get_blocking()
+        except EndOfStream:
+            raise StopIteration from None
+
+    async def aclose(self) -> None:
+        """Take no more items; the generator behind is closed where it runs."""
+        self._call.cancel()
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(
+            "`DeploymentResponseGenerator` cannot be awaited directly. Use `async for` or "
+            "`await response.__anext__() instead`."
+        )
+
+    def result(self, *, timeout_s: float | None = None) -> NoReturn:
+        raise TypeError(
+            "`DeploymentResponseGenerator` has no single result. Use `for` or `async for`."
+        )
+
+    def __del__(self) -> None:
+        # Abandoned half-way: nobody will take the rest, and its producer waits for room. Not here:
+        # the collector may run this in a thread that holds the very lock `cancel` needs.
+        if not self._call.settled:
+            self._directory.later(self._call.cancel)
+
+    def __repr__(self) -> str:
+        return f"DeploymentResponseGenerator(request_id='{self.request_id}', {_state(self._call)})"
+
+
+def _end(channel: Channel, error: BaseException | None) -> None:
+    channel.finish(error)
+    if isinstance(error, RequestCancelledError):
+        channel.close()  # what was not taken yet never will be
+
+
+async def _pump(
+    user_code: UserCode, method: str, args: list[Any], kwargs: dict[str, Any], channel: Channel
+) -> None:
+    """Run on the replica: put what the method yields into the channel."""
+    async with aclosing(user_code.stream(method, args, kwargs)) as items:
+        async for item in items:
+            size = len(item) if isinstance(item, str | bytes) else 0
+            await channel.put(item, size)
+
+
+def _resolved(arg: Any) -> Any:
+    return arg._call.outcome() if isinstance(arg, DeploymentResponse) else arg
+
+
+def _refuse_in_loop(instead: str, *, quote: bool = True) -> None:
+    if running_loop() is not None:
+        instead = f"`{instead}`" if quote else instead
+        raise RuntimeError(
+            "Sync methods should not be called from within an `asyncio` event loop. "
+            f"Use {instead} instead."
+        )
+
+
+def _state(call: Call) -> str:
+    if not call.settled:
+        return "pending"
+    return "failed" if call.error is not None else "done"

@@ -1,0 +1,230 @@
+"""One replica: the user's instance, its loop, its worker threads and the calls it runs.
+
+    submit -> _begin -> a task that runs `call.work(user_code)` -> slot released, call settled
+
+Two threads meet here: whoever submits, and the user loop. They meet in the mailbox only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from time import monotonic
+from typing import Any
+
+from ingress import execution
+from ingress.asgi import BoundApp
+from ingress.call import CURRENT_CALL, Call
+from ingress.context import REPLICA, ReplicaContext
+from ingress.counters import Latency
+from ingress.exceptions import ReplicaUnavailableError
+from ingress.execution import ExecutionPlan, Role
+from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
+from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
+from ingress.types import ReplicaID
+from ingress.user_code import UserCode
+
+logger = logging.getLogger("ingress")
+
+
+class ReplicaState(Enum):
+    """The words of Ray Serve's status."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+
+
+class Replica:
+    """Lives on its user loop; `submit` and `cancel` are thread-safe.
+
+    `borrowed` is the loop to live on when user code has no thread of its own. `release` gives a
+    slot back to the router; `ongoing`, `max_ongoing` and `position` are the router's, under its
+    lock.
+    """
+
+    def __init__(
+        self,
+        replica_id: ReplicaID,
+        func_or_class: Callable[..., Any],
+        bound_app: BoundApp | None,
+        *,
+        max_ongoing: int,
+        num_cpus: float,
+        sync_in_threadpool: bool,
+        release: Callable[[Replica, Call], None],
+        borrowed: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.replica_id = replica_id
+        self.state = ReplicaState.STARTING
+        self.latencies: dict[str, Latency] = {}
+        self.unhealthy_reason = ""
+        self.max_ongoing = max_ongoing
+        self.ongoing = 0
+        self.position = -1
+        self._release = release
+        self._sync_in_threadpool = sync_in_threadpool
+        name = str(replica_id)
+        on_dead: OnDead = self._on_dead
+        self._home = (
+            EventLoopThread(name, on_dead)
+            if borrowed is None
+            else BorrowedLoop(name, borrowed, on_dead)
+        )
+        self.loop = self._home.loop
+        self._pool = WorkerPool(self._home, max_ongoing + RESERVED_THREADS)
+        self._executor: LoopExecutor | None = None
+        if borrowed is None:  # a borrowed loop's executor is its lender's, see `LocalEngine`
+            # Source: Ray 2.60.0, replica.py: 5 threads for the default of one CPU.
+            workers = min(32, max(1, math.ceil(num_cpus)) + 4)
+            self._executor = LoopExecutor(f"{name}-executor", workers, self.loop)
+            self._home.mailbox.post(self.loop.set_default_executor, self._executor)
+        self.context = ReplicaContext(replica_id)
+        self.user_code = UserCode(func_or_class, bound_app, self.context, self.make_plan)
+        self._calls: dict[Call, asyncio.Task[Any] | None] = {}
+
+    def __repr__(self) -> str:
+        return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
+
+    def make_plan(self, func: Callable[..., Any], role: Role) -> ExecutionPlan:
+        return execution.plan(
+            func, role, sync_in_threadpool=self._sync_in_threadpool, pool=self._pool
+        )
+
+    async def start(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
+    ) -> None:
+        """Make the replica ready, on its own loop. Raises what the user's code raises."""
+        await run_on(self.loop, self.user_code.start(args, kwargs, user_config))
+        self.state = ReplicaState.RUNNING
+
+    def submit(self, call: Call) -> None:
+        """Run a call that holds one of our slots. Thread-safe."""
+        if running_loop() is self.loop:
+            self._begin(call)
+        else:
+            self._home.mailbox.post(self._begin, call)
+
+    def cancel(self, call: Call) -> None:
+        """Cancel what a call runs, if it still does. Thread-safe."""
+        if running_loop() is self.loop:
+            self._cancel(call)
+        else:
+            self._home.mailbox.post(self._cancel, call)
+
+    def _begin(self, call: Call) -> None:
+        if call.settled:  # cancelled on its way here: never started
+            self.release(call)
+            return
+        # A drain runs in an empty context; the task gets the request's own.
+        task = self.loop.create_task(self._run(call), context=call.context)
+        self._calls[call] = task
+
+    def _cancel(self, call: Call) -> None:
+        task = self._calls.get(call)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, call: Call) -> None:
+        try:
+            value = await self.serve(call)
+        except asyncio.CancelledError:
+            # Settled already if the caller asked for it; otherwise the replica is being stopped.
+            call.settle(error=self._gone())
+        except Exception as error:
+            if not call.settle(error=error):
+                logger.warning("%s failed after it was cancelled", self.replica_id, exc_info=error)
+        else:
+            call.settle(value)
+
+    async def serve(self, call: Call) -> Any:
+        """Run a call that holds one of our slots in the current task, then give the slot back."""
+        self._calls[call] = asyncio.current_task()
+        replica_token = REPLICA.set(self.context)
+        call_token = CURRENT_CALL.set(call)
+        begin = monotonic()
+        failed = True
+        try:
+            assert call.work is not None
+            value = await call.work(self.user_code)
+            failed = False
+            return value
+        except Exception:
+            raise
+        except BaseException as error:
+            raise execution.contained(error, str(self.replica_id)) from error
+        finally:
+            CURRENT_CALL.reset(call_token)
+            REPLICA.reset(replica_token)
+            latency = self.latencies.get(call.route)
+            if latency is None:
+                latency = self.latencies[call.route] = Latency()
+            latency.add((monotonic() - begin) * 1e3, is_error=failed)
+            del self._calls[call]
+            self.release(call)
+
+    def release(self, call: Call) -> None:
+        """Give a call's slot back: its work has really ended, or will never begin."""
+        self._release(self, call)
+
+    async def check_health(self) -> None:
+        """Ask the user's code, on the user loop. Raises what it raises."""
+        await run_on(self.loop, self.user_code.check_health())
+
+    async def stop(self, timeout_s: float) -> None:
+        """Cancel what runs, run the user's shutdown code, end loop and threads, within a time.
+
+        What does not end by then is left behind in its daemon thread, and said so.
+        """
+        deadline = monotonic() + timeout_s
+        self.state = ReplicaState.STOPPING
+        try:
+            if not self.loop.is_closed():  # a lender may have closed it without a word
+                async with asyncio.timeout(timeout_s):
+                    await run_on(self.loop, self._wind_down())
+        except TimeoutError:
+            logger.error("%s did not stop within %.1f s; left behind", self.replica_id, timeout_s)
+        except Exception:
+            logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
+        self._pool.shutdown()
+        if self._executor is not None:
+            self._executor.shutdown()
+        # In a thread, because these wait, and the control loop has other replicas to look after.
+        await asyncio.to_thread(self._join, deadline)
+        for call in list(self._calls):
+            call.settle(error=self._gone())
+        self.state = ReplicaState.STOPPED
+
+    async def _wind_down(self) -> None:
+        tasks = [task for task in self._calls.values() if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.user_code.stop()
+
+    def _join(self, deadline: float) -> None:
+        joins = [("worker threads", self._pool.join), ("event loop", self._home.stop)]
+        if self._executor is not None:
+            joins.append(("executor threads", self._executor.join))
+        stuck = [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]
+        if stuck:
+            logger.error("%s left its %s behind, stuck", self.replica_id, " and ".join(stuck))
+
+    def _on_dead(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Fail a call that can no longer reach our loop."""
+        for call in args:
+            if isinstance(call, Call) and callback == self._begin:
+                self.release(call)
+                call.settle(error=self._gone())
+
+    def _gone(self) -> ReplicaUnavailableError:
+        return ReplicaUnavailableError(
+            f"Replica {self.replica_id} of {self.replica_id.deployment_id} was stopped before it "
+            "answered; send the request again if that is safe."
+        )
+

@@ -1,0 +1,119 @@
+"""From a plain deployment's return value, or an exception, to an HTTP response.
+
+    Response (Starlette)   sent as it is
+    None                   200 text/plain, empty
+    bytes                  200 text/plain
+    str                    200 text/plain; charset=utf-8
+    a generator            200, one chunk an item: text if the first is str or bytes, else JSON lines
+    anything else          200 application/json, by FastAPI's `jsonable_encoder`
+
+    HTTPException          its status, headers and {"detail": ...}
+    RayServeException      its `status_code`, its message as text
+    any other              500 "Internal Server Error"
+
+Source: Ray 2.60.0, http_util.py; complete responses carry a content-length, generators stream and
+`HTTPException` keeps its status, which Ray does not do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi.encoders import jsonable_encoder
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Send
+
+from ingress.exceptions import RayServeException
+
+TEXT = "text/plain; charset=utf-8"
+
+
+def to_response(value: Any) -> Response:
+    """Return the response for a complete value. Raises `TypeError` if it cannot be JSON."""
+    if isinstance(value, Response):
+        return value
+    if value is None:
+        return _bare(b"", b"text/plain")
+    if isinstance(value, bytes):
+        return _bare(value, b"text/plain")
+    if isinstance(value, str):
+        return _bare(value.encode(), TEXT.encode())
+    return _bare(_to_json(value).encode(), b"application/json")
+
+
+async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:
+    """Send what a generator yields, each item as soon as it is there, and close it.
+
+    An error before the first item is raised before anything is sent, so it still becomes a 500.
+    """
+    async with aclosing(items):
+        try:
+            item = await anext(items)
+        except StopAsyncIteration:
+            item = b""
+        is_text = isinstance(item, str | bytes)
+        media_type = TEXT if is_text else "application/jsonl"
+        headers = [(b"content-type", media_type.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(_body(_chunk(item, is_text=is_text)))
+        async for item in items:
+            await send(_body(_chunk(item, is_text=is_text)))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
+
+
+def _chunk(item: Any, *, is_text: bool) -> bytes:
+    if not is_text:
+        return _to_json(item).encode() + b"\n"
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str):
+        return item.encode()
+    raise TypeError(
+        f"a generator whose first item is text must go on with str or bytes, got "
+        f"{type(item).__name__}"
+    )
+
+
+def error_response(error: BaseException) -> Response:
+    """Return what the client of a failed request sees; nothing of the error's inside."""
+    if isinstance(error, HTTPException):
+        if error.status_code in (204, 304):
+            return Response(status_code=error.status_code, headers=error.headers)
+        return JSONResponse(
+            {"detail": error.detail}, status_code=error.status_code, headers=error.headers
+        )
+    if isinstance(error, RayServeException) and error.status_code != 500:
+        return Response(error.message, error.status_code, media_type="text/plain")
+    return _bare(b"Internal Server Error", None, status=500)
+
+
+def _bare(body: bytes, content_type: bytes | None, status: int = 200) -> Response:
+    response = Response(body, status)
+    headers = [(b"content-length", b"%d" % len(body))]
+    if content_type is not None:
+        headers.append((b"content-type", content_type))
+    response.raw_headers = headers
+    return response
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(jsonable_encoder(value, custom_encoder=_encoders()), separators=(",", ":"))
+
+
+def _encoders() -> dict[Any, Callable[[Any], Any]]:
+    """Return what Ray adds to FastAPI's encoders, for libraries that are in use already."""
+    encoders: dict[Any, Callable[[Any], Any]] = {Exception: str}
+    if numpy := sys.modules.get("numpy"):
+        encoders[numpy.ndarray] = encoders[numpy.generic] = lambda array: array.tolist()
+    if pandas := sys.modules.get("pandas"):
+        encoders[pandas.DataFrame] = lambda frame: frame.to_dict(orient="records")
+    return encoders

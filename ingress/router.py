@@ -1,0 +1,196 @@
+"""A deployment's queue: who gets which replica's slot, and when.
+
+    assign    reserve a slot, or stand at the end of the queue, or be refused: one critical section
+    release   hand the slot to the first who waits, in the same section
+
+A request that finds others waiting always stands behind them, and a free slot never meets a
+waiting request, so the order of service is the order of arrival. The lock is held for a few lines
+of plain arithmetic, never while another is taken, and no callback runs under it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from ingress.call import Call
+from ingress.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCycleError,
+)
+from ingress.replica import Replica
+from ingress.request_router import PowerOfTwoChoicesRequestRouter
+from ingress.types import DeploymentID
+
+
+class Router:
+    """Thread-safe; one per deployment, for all its callers.
+
+    `max_queued_requests` is -1 for no limit.
+    """
+
+    def __init__(self, deployment_id: DeploymentID, max_queued_requests: int = -1) -> None:
+        self.deployment_id = deployment_id
+        self.max_queued_requests = max_queued_requests
+        self.num_requests = 0  # accepted so far: `serve_num_router_requests`
+        self.replicas: list[Replica] = []
+        self._policy = PowerOfTwoChoicesRequestRouter()
+        self._lock = threading.Lock()
+        self._available: list[Replica] = []  # the replicas with a free slot, in no order
+        self._waiting: OrderedDict[Call, None] = OrderedDict()
+        self._refuses: str | None = None
+
+    @property
+    def num_queued(self) -> int:
+        """How many wait for a slot: `serve_deployment_queued_queries`."""
+        return len(self._waiting)
+
+    @property
+    def num_ongoing(self) -> int:
+        return sum(replica.ongoing for replica in self.replicas)
+
+    def assign(self, call: Call) -> None:
+        """Start the call on a replica, now or when its turn comes, or settle it as refused."""
+        refused: Exception | None = None
+        replica: Replica | None = None
+        with self._lock:
+            if self._refuses is not None:
+                refused = DeploymentUnavailableError(self._refuses)
+            elif self._available:
+                self.num_requests += 1
+                replica = self._policy.choose(self._available)
+                replica.ongoing += 1
+                call.holds_slot = True
+                if replica.ongoing == replica.max_ongoing:
+                    self._remove_available(replica)
+            elif 0 <= self.max_queued_requests <= len(self._waiting):
+                refused = BackPressureError(
+                    len(self._waiting), self.max_queued_requests, self.deployment_id.name
+                )
+            else:
+                self.num_requests += 1
+                call.queue = self
+                self._waiting[call] = None
+        if replica is not None:
+            call.start(replica)
+        elif refused is not None:
+            call.settle(error=refused)
+        elif call.settled:  # cancelled while it was on its way into the queue
+            self.withdraw(call)
+        elif call.is_awaited:
+            self.check_cycle(call)
+
+    def release(self, replica: Replica, call: Call) -> None:
+        """Take back the slot of a call whose work has ended, and hand it to who waits first."""
+        following: Call | None = None
+        with self._lock:
+            call.holds_slot = False
+            if self._waiting and replica.position != _REMOVED:
+                following, _ = self._waiting.popitem(last=False)
+                following.holds_slot = True
+            else:
+                replica.ongoing -= 1
+                if replica.position == _FULL:
+                    self._add_available(replica)
+        if following is not None:
+            following.start(replica)
+
+    def withdraw(self, call: Call) -> bool:
+        """Take a cancelled call out of the queue. Returns False if it does not wait here."""
+        with self._lock:
+            return self._waiting.pop(call, _ABSENT) is None
+
+    def check_cycle(self, call: Call) -> None:
+        """Fail a waiting call if every slot is held by a call that waits for one.
+
+        Only calls that somebody awaits count: a holder whose child nobody waits for will end. And
+        a holder counts once, however many of its descendants wait.
+        """
+        with self._lock:
+            if call not in self._waiting or not self._holders_above(call):
+                return
+            stuck: set[Call] = set()
+            for waiting in self._waiting:
+                if waiting.is_awaited:
+                    stuck |= self._holders_above(waiting)
+            if not stuck or len(stuck) < sum(replica.ongoing for replica in self.replicas):
+                return
+            del self._waiting[call]
+        call.settle(error=RequestCycleError(self._describe_cycle(call)))
+
+    def add(self, replica: Replica) -> None:
+        """Begin to use a replica that is ready; those who wait get its slots at once."""
+        started: list[Call] = []
+        with self._lock:
+            self.replicas.append(replica)
+            replica.position = _FULL
+            while self._waiting and replica.ongoing < replica.max_ongoing:
+                call, _ = self._waiting.popitem(last=False)
+                call.holds_slot = True
+                replica.ongoing += 1
+                started.append(call)
+            if replica.ongoing < replica.max_ongoing:
+                self._add_available(replica)
+        for call in started:
+            call.start(replica)
+
+    def remove(self, replica: Replica) -> None:
+        """Give a replica nothing more; what it runs goes on."""
+        with self._lock:
+            if replica.position >= 0:
+                self._remove_available(replica)
+            replica.position = _REMOVED
+            self.replicas.remove(replica)
+
+    def refuse(self, reason: str) -> None:
+        """Settle every new call and all who wait as unavailable."""
+        with self._lock:
+            self._refuses = reason
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for call in waiting:
+            call.settle(error=DeploymentUnavailableError(reason))
+
+    def _add_available(self, replica: Replica) -> None:
+        replica.position = len(self._available)
+        self._available.append(replica)
+
+    def _remove_available(self, replica: Replica) -> None:
+        """Remove in constant time: the last takes the place of the one that goes."""
+        last = self._available.pop()
+        if last is not replica:
+            last.position = replica.position
+            self._available[last.position] = last
+        replica.position = _FULL
+
+    def _holders_above(self, call: Call) -> set[Call]:
+        """Return the ancestors of a call that hold a slot of this deployment."""
+        holders = set()
+        ancestor = call.parent
+        while ancestor is not None:
+            if ancestor.holds_slot and ancestor.metadata.deployment == self.deployment_id:
+                holders.add(ancestor)
+            ancestor = ancestor.parent
+        return holders
+
+    def _describe_cycle(self, call: Call) -> str:
+        chain = [self.deployment_id.name]
+        ancestor = call.parent
+        while ancestor is not None:
+            chain.append(ancestor.metadata.deployment.name)
+            if ancestor.metadata.deployment == self.deployment_id:
+                break
+            ancestor = ancestor.parent
+        return (
+            f"This call of '{self.deployment_id.name}' can never start: all slots of "
+            f"'{self.deployment_id.name}' are held by calls that wait for one, in the cycle "
+            f"{' -> '.join(reversed(chain))}. Raise max_ongoing_requests or num_replicas of "
+            f"'{self.deployment_id.name}', or break the cycle."
+        )
+
+
+# Values of `Replica.position` other than an index into `_available`.
+_FULL = -1
+_REMOVED = -2
+_ABSENT = object()
