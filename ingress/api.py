@@ -1,0 +1,111 @@
+"""`serve.run` and friends: one line each, to the current engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ingress.config import HTTPOptions
+from ingress.context import get_replica_context
+from ingress.declaration import Application, Deployment
+from ingress.engines import current_engine
+from ingress.exceptions import RayServeException
+from ingress.handle import DeploymentHandle
+from ingress.schema import ServeStatus
+
+
+def start(http_options: HTTPOptions | dict[str, Any] | None = None) -> None:
+    """Start the HTTP server before any application. It then stays until `shutdown`.
+
+    `http_options` say where `run` listens; `host=None` means no HTTP. Raises `RuntimeError` if the
+    address cannot be bound.
+    """
+    if isinstance(http_options, dict):
+        http_options = HTTPOptions(**http_options)
+    current_engine().start(http_options)
+
+
+def run(
+    target: Application,
+    blocking: bool = False,
+    name: str = "default",
+    route_prefix: str | None = "/",
+) -> DeploymentHandle:
+    """Start an application and return a handle to it once all its replicas are ready.
+
+    It is served over HTTP under `route_prefix`, `None` for not at all. An application of the same
+    name is replaced: it stops when the new one is ready. `blocking` returns only on Ctrl-C, after
+    shutting everything down. Raises `RuntimeError`, from what user code raised, if a replica does
+    not start.
+    """
+    _check_target(target)
+    if not isinstance(name, str) or not name:
+        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
+    _check_route_prefix(route_prefix)
+    handle = current_engine().run(target, name, route_prefix)
+    if blocking:
+        try:
+            threading.Event().wait()
+        finally:
+            shutdown()
+    return handle
+
+
+def delete(name: str) -> None:
+    """Drain and stop an application. Without effect if there is none of that name."""
+    current_engine().delete(name)
+
+
+def shutdown() -> None:
+    """Drain and stop everything that runs in this process."""
+    current_engine().shutdown()
+
+
+def status() -> ServeStatus:
+    """Return what runs, in the shape of Ray Serve; empty when nothing does."""
+    return current_engine().status()
+
+
+def get_app_handle(name: str) -> DeploymentHandle:
+    """Return a handle to an application. Raises `RayServeException` if there is none."""
+    return current_engine().app_handle(name)
+
+
+def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> DeploymentHandle:
+    """Return a handle to one deployment, by default of the caller's own application.
+
+    Raises `RayServeException` outside of a deployment without `app_name`, `KeyError` if there is
+    no such deployment.
+    """
+    if app_name is None:
+        try:
+            app_name = get_replica_context().app_name
+        except RayServeException:
+            raise RayServeException(
+                "get_deployment_handle() outside of a deployment needs the application's name: "
+                f"get_deployment_handle({deployment_name!r}, app_name='default')."
+            ) from None
+    return current_engine().deployment_handle(deployment_name, app_name)
+
+
+def _check_target(target: Any) -> None:
+    if isinstance(target, Application):
+        return
+    expects = "`serve.run` expects an `Application` returned by `Deployment.bind()`."
+    if isinstance(target, Deployment):
+        raise TypeError(f"{expects} Got the deployment {target.name!r}; use {target.name}.bind().")
+    raise TypeError(f"{expects} Got {target!r} of type {type(target).__name__}.")
+
+
+def _check_route_prefix(prefix: str | None) -> None:
+    """Raise `ValueError`, in Ray's words, for a prefix that is none."""
+    if prefix is None:
+        return
+    if not isinstance(prefix, str) or not prefix.startswith("/"):
+        raise ValueError(
+            f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/')."
+        )
+    if prefix != "/" and prefix.endswith("/"):
+        raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
+    if "{" in prefix or "}" in prefix:
+        raise ValueError(f"Invalid route_prefix {prefix!r}, may not contain wildcards.")

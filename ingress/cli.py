@@ -1,0 +1,249 @@
+"""`ingress run` and `ingress openapi`: the command line.
+
+Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
+stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging.config
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+import uvicorn
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ingress import api
+from ingress.build import build
+from ingress.config import HTTPOptions
+from ingress.declaration import Application, Deployment
+from ingress.engines import current_engine
+from ingress.execution import Role, plan
+from ingress.settings import Settings
+
+app = typer.Typer(
+    name="ingress",
+    help="FastAPI classes on a pool of replicas, in one process.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+GRACEFUL_S = 20  # for the requests that run when a worker process is told to stop
+WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
+
+Target = Annotated[
+    str, typer.Argument(metavar="MODULE:APP", help="The bound application, such as main:hello.")
+]
+AppDir = Annotated[
+    Path, typer.Option(help="Where MODULE is looked for.", file_okay=False, exists=True)
+]
+
+
+@app.callback()
+def _main() -> None:
+    """FastAPI classes on a pool of replicas, in one process."""
+
+
+@app.command()
+def run(
+    target: Target,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on.  [default: 127.0.0.1]", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = 8000,
+    reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes; each has all the replicas.")
+    ] = 1,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Serve an application over HTTP until Ctrl-C.
+
+    [dim]ingress run main:hello --port 9000[/dim]
+
+    Ctrl-C (or SIGTERM) drains: what runs may end, new requests are refused. A second one stops at
+    once.
+    """
+    application = _load(target, app_dir)
+    settings = _settings()
+    host = host or settings.http_host
+    logging.config.dictConfig(_LOGGING)
+    if reload or workers > 1:
+        _print_plan(application, settings)
+        uvicorn.run(
+            target,
+            host=host,
+            port=port,
+            reload=reload,
+            workers=workers,
+            app_dir=str(app_dir),
+            timeout_graceful_shutdown=GRACEFUL_S,
+            timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
+        )
+        return
+    _serve(application, HTTPOptions(host=host, port=port), settings)
+
+
+@app.command()
+def openapi(
+    target: Target,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file.", dir_okay=False)
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Write the OpenAPI schema of an application, without starting it."""
+    application = _load(target, app_dir)
+    try:
+        schema = json.dumps(application.openapi(), indent=2)
+    except TypeError as error:
+        _fail(str(error))
+    if output is None:
+        typer.echo(schema)
+    else:
+        output.write_text(schema + "\n")
+
+
+def main() -> None:
+    """Run the command line: the console script `ingress`."""
+    app()
+
+
+def _serve(application: Application, options: HTTPOptions, settings: Settings) -> None:
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():  # the second: whatever is left, the user has said it twice
+            os._exit(128 + number)
+        stop.set()
+
+    # Set even if they are ignored: a shell does that to the jobs it starts in the background.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    try:
+        api.start(options)
+        api.run(application)
+    except Exception as error:
+        api.shutdown()
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            if not isinstance(error.__cause__, OSError):
+                raise  # user code raised it: its traceback is what one needs to see
+        _fail(str(error))
+    _print_plan(application, settings)
+    console.print(
+        f"Application 'default' is ready at {current_engine().url()} (Ctrl-C to stop)",
+        highlight=False,
+    )
+    stop.wait()
+    console.print("Stopping: waiting for what runs. Ctrl-C again stops at once.", highlight=False)
+    api.shutdown()
+
+
+def _load(target: str, app_dir: Path) -> Application:
+    """Import what `MODULE:APP` names. Ends the program, with one line, if it is no application."""
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
+        _fail(
+            f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
+            "main:hello"
+        )
+    sys.path.insert(0, str(app_dir.resolve()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        _fail(
+            f"there is no module {module_name!r} in {app_dir.resolve()}; check the spelling, or "
+            "say where it is with --app-dir"
+        )
+    found: Any = module
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+            there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
+            _fail(f"module {module_name!r} has no attribute {attribute!r}; {there}")
+    if isinstance(found, Application):
+        return found
+    if isinstance(found, Deployment):
+        _fail(f"{target!r} is the deployment {found.name!r}; bind it: x = {found.name}.bind(...)")
+    hint = "decorate its class with @serve.deployment and bind it"
+    if callable(found) and not isinstance(found, type):
+        bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+        if bound:
+            hint = f"did you mean {module_name}:{bound[0]}?"
+    _fail(
+        f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
+    )
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name} object"
+
+
+def _settings() -> Settings:
+    try:
+        return Settings.from_environment()
+    except ValueError as error:
+        _fail(str(error))
+
+
+def _print_plan(application: Application, settings: Settings) -> None:
+    """Print where each deployment and each route runs."""
+    flag = settings.run_sync_in_threadpool
+    deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
+    callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
+    for each in build(application, "default").deployments:
+        config = each.deployment.config
+        queue = config.max_queued_requests
+        deployments.add_row(
+            each.name,
+            str(config.replica_count),
+            str(config.max_ongoing_requests),
+            "no limit" if queue < 0 else str(queue),
+        )
+        target = each.deployment.func_or_class
+        if each.is_asgi:
+            for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
+                made = plan(route.func, Role.ENDPOINT, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
+                methods = "WS" if route.is_websocket else " ".join(route.methods)
+                callables.add_row(
+                    f"{methods} {route.path}", made.name, made.kind.value, made.mode.value
+                )
+        elif each.deployment is application.deployment:
+            call = target.__call__ if isinstance(target, type) else target
+            made = plan(call, Role.METHOD, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
+            callables.add_row("any /", made.name, made.kind.value, made.mode.value)
+    console.print(deployments, Text(), callables, Text(), sep="\n", end="")
+
+
+def _fail(message: str) -> Any:
+    Console(stderr=True).print(f"[red]Error:[/red] {message}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+_LOGGING: dict[str, Any] = {
+    **uvicorn.config.LOGGING_CONFIG,
+    "loggers": {
+        **uvicorn.config.LOGGING_CONFIG["loggers"],
+        "ingress": {"handlers": ["default"], "level": "INFO", "propagate": False},
+        "uvicorn": {"handlers": ["default"], "level": "WARNING", "propagate": False},
+        "uvicorn.error": {"level": "WARNING"},
+    },
+}

@@ -1,0 +1,267 @@
+"""Make the replicas that run match the application that was deployed.
+
+    deploy   children first: each deployment's replicas side by side; all of them, or none
+    health   every period each replica is asked; the answer is in `status`
+    stop     callers first: drain, then shut down
+
+Lives on the control loop, where no user code runs while user code has loops of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from ingress.asgi import BoundApp
+from ingress.build import BuiltApplication, BuiltDeployment, fill
+from ingress.handle import DeploymentHandle
+from ingress.proxy import HTTPProxy
+from ingress.replica import Replica, ReplicaState
+from ingress.router import Router
+from ingress.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ReplicaDetails,
+)
+from ingress.settings import Settings
+from ingress.types import DeploymentID, ReplicaID
+
+logger = logging.getLogger("ingress")
+
+LAST_WORDS_S = 1.5  # for the user's shutdown code and the joining of threads, after the drain
+
+MakeHandle = Callable[[DeploymentID], DeploymentHandle]
+
+
+@dataclass(eq=False, slots=True)
+class RunningDeployment:
+    """One deployment's router and replicas. Owned by the control loop."""
+
+    built: BuiltDeployment
+    router: Router
+    bound_app: BoundApp | None
+    replicas: list[Replica] = field(default_factory=list)
+    health: asyncio.Task[None] | None = None
+
+    def status(self) -> DeploymentStatusOverview:
+        unhealthy = [replica for replica in self.replicas if replica.unhealthy_reason]
+        starting = any(replica.state is ReplicaState.STARTING for replica in self.replicas)
+        status = DeploymentStatus.UPDATING if starting else DeploymentStatus.HEALTHY
+        message = ""
+        if unhealthy:
+            status = DeploymentStatus.UNHEALTHY
+            message = "; ".join(f"{each.replica_id}: {each.unhealthy_reason}" for each in unhealthy)
+        return DeploymentStatusOverview(
+            status=status,
+            status_trigger="CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED",
+            replica_states=dict(Counter(replica.state.value for replica in self.replicas)),
+            message=message,
+            requests=self.router.num_requests,
+            queued=self.router.num_queued,
+            replicas=[
+                ReplicaDetails(
+                    replica.replica_id.unique_id,
+                    replica.state.value,
+                    replica.ongoing,
+                    replica.unhealthy_reason,
+                    dict(replica.latencies),
+                )
+                for replica in self.replicas
+            ],
+        )
+
+
+@dataclass(eq=False, slots=True)
+class RunningApplication:
+    """One application, its deployments in build order: the last is the one requests come to."""
+
+    name: str
+    route_prefix: str | None
+    proxy: HTTPProxy
+    deployments: dict[str, RunningDeployment] = field(default_factory=dict)
+    status: ApplicationStatus = ApplicationStatus.DEPLOYING
+    message: str = ""
+    deployed_at_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
+
+    @property
+    def ingress(self) -> RunningDeployment:
+        return list(self.deployments.values())[-1]
+
+    def overview(self) -> ApplicationStatusOverview:
+        deployments = {name: each.status() for name, each in self.deployments.items()}
+        unhealthy = any(each.status is DeploymentStatus.UNHEALTHY for each in deployments.values())
+        status = self.status
+        if status is ApplicationStatus.RUNNING and unhealthy:
+            status = ApplicationStatus.UNHEALTHY
+        return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
+
+    @property
+    def graceful_shutdown_timeout_s(self) -> float:
+        """The longest any of its deployments asks for."""
+        return max(
+            each.built.deployment.config.graceful_shutdown_timeout_s
+            for each in self.deployments.values()
+        )
+
+
+class Controller:
+    """Owned by the control loop. `routers` is read from everywhere."""
+
+    def __init__(
+        self, settings: Settings, routers: dict[DeploymentID, Router], make_handle: MakeHandle
+    ) -> None:
+        self._settings = settings
+        self._routers = routers
+        self._make_handle = make_handle
+
+    async def deploy(
+        self,
+        application: BuiltApplication,
+        route_prefix: str | None,
+        proxy: HTTPProxy,
+        serving_loop: asyncio.AbstractEventLoop,
+    ) -> RunningApplication:
+        """Start every replica and return the application once all are ready.
+
+        Raises `RuntimeError` with the deployment's name, from what the user's code raised; nothing
+        of the application is left running then. `serving_loop` is what replicas live on when user
+        code has no thread of its own.
+        """
+        running = RunningApplication(application.name, route_prefix, proxy)
+        replaced = dict(self._routers)
+        try:
+            for built in application.deployments:
+                await self._start(running, built, serving_loop)
+        except BaseException as error:
+            await self.stop(running, timeout_s=0.0)
+            for deployment in running.deployments.values():
+                deployment_id = deployment.router.deployment_id
+                if deployment_id in replaced:
+                    self._routers[deployment_id] = replaced[deployment_id]
+            if isinstance(error, DeployError):
+                raise RuntimeError(
+                    f"Deploying application '{application.name}' failed: {error}"
+                ) from error.__cause__
+            raise
+        running.status = ApplicationStatus.RUNNING
+        return running
+
+    async def _start(
+        self,
+        running: RunningApplication,
+        built: BuiltDeployment,
+        serving_loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        config = built.deployment.config
+        cls = built.deployment.func_or_class
+        bound_app = cls.__ingress_spec__.bind(cls) if built.is_asgi else None  # type: ignore[attr-defined]
+        deployment_id = DeploymentID(built.name, running.name)
+        router = Router(deployment_id, config.max_queued_requests)
+        deployment = RunningDeployment(built, router, bound_app)
+        running.deployments[built.name] = deployment
+        separate = self._settings.run_user_code_in_separate_thread
+        for number in range(config.replica_count):
+            deployment.replicas.append(
+                Replica(
+                    ReplicaID(str(number), deployment_id),
+                    cls,
+                    bound_app,
+                    max_ongoing=config.max_ongoing_requests,
+                    num_cpus=config.num_cpus,
+                    sync_in_threadpool=self._settings.run_sync_in_threadpool,
+                    release=router.release,
+                    borrowed=None if separate else serving_loop,
+                )
+            )
+        starts = (self._start_replica(deployment, replica) for replica in deployment.replicas)
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise DeployError(
+                    f"deployment '{built.name}' failed to start: {type(error).__name__}: {error}"
+                ) from error
+        # From here on handles find it, among them those of its parents, whose constructors come next.
+        self._routers[deployment_id] = router
+        deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
+
+    async def _start_replica(self, deployment: RunningDeployment, replica: Replica) -> None:
+        args, kwargs = fill(
+            deployment.built.init_args,
+            deployment.built.init_kwargs,
+            lambda name: self._make_handle(
+                DeploymentID(name, replica.replica_id.deployment_id.app_name)
+            ),
+        )
+        await replica.start(args, kwargs, deployment.built.deployment.config.user_config)
+        deployment.router.add(replica)
+
+    async def _watch(self, deployment: RunningDeployment) -> None:
+        """Ask each replica for its health, again and again; one question to a replica at a time."""
+        config = deployment.built.deployment.config
+        while True:
+            await asyncio.sleep(config.health_check_period_s)
+            await asyncio.gather(
+                *(_ask(replica, config.health_check_timeout_s) for replica in deployment.replicas)
+            )
+
+    async def stop(self, running: RunningApplication, timeout_s: float | None = None) -> bool:
+        """Let what runs end, then stop every replica. Returns False if somebody did already.
+
+        `timeout_s` is for the first part, by default what the deployments ask for; the second
+        takes at most `LAST_WORDS_S` more.
+        """
+        if running.status is ApplicationStatus.DELETING:
+            return False
+        running.status = ApplicationStatus.DELETING
+        if timeout_s is None:
+            timeout_s = running.graceful_shutdown_timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        await running.proxy.drain(running.name, timeout_s)
+        # Callers before those they call, so that what is in flight can still reach its children.
+        for deployment in reversed(list(running.deployments.values())):
+            if deployment.health is not None:
+                deployment.health.cancel()
+            await _drained(deployment.router, deadline)
+            deployment.router.refuse(
+                f"{deployment.router.deployment_id} is unavailable because it was stopped."
+            )
+            for replica in list(deployment.router.replicas):
+                deployment.router.remove(replica)
+            left_s = max(0.3, deadline + LAST_WORDS_S - loop.time())
+            await asyncio.gather(*(each.stop(left_s) for each in deployment.replicas))
+            if self._routers.get(deployment.router.deployment_id) is deployment.router:
+                del self._routers[deployment.router.deployment_id]
+        return True
+
+
+class DeployError(Exception):
+    """A deployment did not start; the user's exception is the cause."""
+
+
+async def _ask(replica: Replica, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            await replica.check_health()
+    except Exception as error:
+        replica.unhealthy_reason = (
+            f"check_health did not answer within {timeout_s} s"
+            if limit.expired()
+            else f"check_health raised {type(error).__name__}: {error}"
+        )
+        logger.warning("%s: %s", replica.replica_id, replica.unhealthy_reason)
+    else:
+        replica.unhealthy_reason = ""
+
+
+async def _drained(router: Router, deadline: float) -> None:
+    """Wait until nothing waits or runs, or the deadline has come."""
+    loop = asyncio.get_running_loop()
+    while (router.num_queued or router.num_ongoing) and loop.time() < deadline:
+        await asyncio.sleep(0.005)

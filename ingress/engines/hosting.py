@@ -1,0 +1,171 @@
+"""An `Application` as an ASGI app: who starts it, and who stops it.
+
+    lifespan (uvicorn, `with TestClient`)      started and stopped by it, on its loop
+    a first request without lifespan           started once, however many come first; stopped by
+                                               `await application.aclose()`, `serve.shutdown()`
+                                               or at exit
+    `FastAPI(lifespan=application.lifespan)`   as the parent app's lifespan says
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+import weakref
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from threading import Lock
+
+from starlette.types import Receive, Scope, Send
+
+from ingress.build import build
+from ingress.controller import RunningApplication
+from ingress.declaration import Application
+from ingress.engines.local import LocalEngine
+from ingress.loops import Wakeup, run_on, start_on
+from ingress.proxy import HTTPProxy, RouteTable
+from ingress.schema import ApplicationStatus
+
+
+class Hosted:
+    """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
+
+    def __init__(self, engine: LocalEngine, application: Application) -> None:
+        self._engine = engine
+        self._application = application
+        self._lock = Lock()
+        self._proxy = HTTPProxy()
+        self._running: RunningApplication | None = None
+        self._starting: Future[None] | None = None
+        self._lender: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def proxy(self) -> HTTPProxy | None:
+        """The way in, while the application runs."""
+        running = self._running
+        if running is None or running.status is ApplicationStatus.DELETING:
+            return None
+        if self._lender is not None and self._lender.is_closed():
+            return None
+        return self._proxy
+
+    async def start(self, lender: asyncio.AbstractEventLoop | None = None) -> None:
+        """Start the application unless it runs. Every caller waits for the same start.
+
+        `lender` is the loop that user code may live on; without one it gets a loop of ours,
+        because a loop that did not promise to stay is never borrowed.
+        """
+        with self._lock:
+            if self.proxy is not None:
+                return
+            if self._starting is None:
+                threads = self._engine.acquire()
+                self._starting = start_on(threads.control.loop, self._start(lender))
+                self._starting.add_done_callback(self._started)
+            starting = self._starting
+        # By a wake-up of our own, because the start must survive the cancellation of any of those
+        # who wait for it.
+        wakeup = Wakeup(asyncio.get_running_loop())
+        starting.add_done_callback(wakeup.wake)
+        await wakeup.wait()
+        starting.result()
+
+    async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
+        """Run on the control loop."""
+        previous, self._running = self._running, None
+        if previous is not None:  # its loop is gone, and nobody told us
+            await self._engine.abandon_application(previous)
+        engine = self._engine
+        self._proxy = HTTPProxy()
+        running = await engine.start_application(
+            build(self._application, engine.free_name()),
+            "/",
+            self._proxy,
+            engine.threads.user_loop if lender is None else lambda: lender,
+        )
+        self._proxy.table = RouteTable({"/": running.ingress.router})
+        self._running, self._lender = running, lender
+
+    def _started(self, starting: Future[None]) -> None:
+        with self._lock:
+            self._starting = None  # the next request tries again, if this one failed
+        if starting.cancelled() or starting.exception() is not None:
+            self._engine.release()
+
+    async def stop(self) -> None:
+        """Stop the application, if it runs."""
+        with self._lock:
+            running, self._running = self._running, None
+        if running is None or running.status is ApplicationStatus.DELETING:
+            return
+        running.proxy.is_draining = True
+        control = self._engine.threads.control
+        if await run_on(control.loop, self._engine.stop_application(running)):
+            self._engine.release()
+
+
+class Hosting:
+    """The `ApplicationHost`: every application that is served as an ASGI app in this process."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._hosted: weakref.WeakKeyDictionary[Application, Hosted] = weakref.WeakKeyDictionary()
+        self._lock = Lock()
+
+    def __call__(
+        self, application: Application, scope: Scope, receive: Receive, send: Send
+    ) -> Awaitable[None]:
+        hosted = self._hosted.get(application)
+        if hosted is not None and scope["type"] != "lifespan":
+            proxy = hosted.proxy
+            if proxy is not None:
+                return proxy(scope, receive, send)
+        return self._serve(self._get(application), scope, receive, send)
+
+    async def _serve(self, hosted: Hosted, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(hosted, receive, send)
+            return
+        proxy = None
+        while proxy is None:
+            await hosted.start()
+            proxy = hosted.proxy
+        await proxy(scope, receive, send)
+
+    async def close(self, application: Application) -> None:
+        await self._get(application).stop()
+
+    @asynccontextmanager
+    async def lifespan(self, application: Application) -> AsyncIterator[None]:
+        hosted = self._get(application)
+        await hosted.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            await hosted.stop()
+
+    def _get(self, application: Application) -> Hosted:
+        with self._lock:
+            hosted = self._hosted.get(application)
+            if hosted is None:
+                # Holds the application through a weak reference only, as its key does.
+                hosted = self._hosted[application] = Hosted(self._engine, application)
+            return hosted
+
+
+async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
+    """Answer the lifespan protocol: start on the loop that sent it, and stop."""
+    await receive()
+    try:
+        await hosted.start(asyncio.get_running_loop())
+    except BaseException:
+        # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
+        await send({"type": "lifespan.startup.failed", "message": traceback.format_exc()})
+        raise
+    try:
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+    finally:
+        await hosted.stop()
+    await send({"type": "lifespan.shutdown.complete"})

@@ -1,0 +1,350 @@
+"""Applications in this process.
+
+    ingress-control   the controller, health checks, and what has no loop of its own
+    ingress-router    calls that wait for something else than a slot (flag)
+    ingress-http      uvicorn, if `serve.run` serves HTTP
+    ingress-user      the serving loop where no server lends one (user code without own threads)
+
+The threads start with the first application and end with the last, so nothing is left behind, and
+an engine that starts again reads the environment again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ingress.build import BuiltApplication, build
+from ingress.config import HTTPOptions
+from ingress.controller import Controller, RunningApplication
+from ingress.declaration import Application
+from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.loops import EventLoopThread, mailbox_of, run_blocking, running_loop
+from ingress.proxy import HTTPProxy, RouteTable
+from ingress.router import Router
+from ingress.schema import ServeStatus
+from ingress.server import HTTPServer
+from ingress.settings import Settings
+from ingress.threads import LoopExecutor, lend_executor
+from ingress.types import DeploymentID
+from ingress.user_code import public_methods
+
+CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
+JOIN_S = 1.0
+
+
+class EngineThreads:
+    """The engine's own loops, from the first application to the last."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.control = EventLoopThread("ingress-control")
+        self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
+        self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
+        self.router = (
+            EventLoopThread("ingress-router") if settings.run_router_in_separate_loop else None
+        )
+        self._user: EventLoopThread | None = None
+
+    def user_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the serving loop for where no server lends one."""
+        if self._user is None:
+            self._user = EventLoopThread("ingress-user")
+        return self._user.loop
+
+    def waiting_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop on which a call of the current thread waits for its arguments."""
+        if self.router is not None:
+            return self.router.loop
+        return running_loop() or self.control.loop
+
+    def stop(self) -> None:
+        self._executor.shutdown()
+        self._executor.join(JOIN_S)
+        for home in (self._user, self.router, self.control):
+            if home is not None:
+                home.stop(JOIN_S)
+
+
+class LocalEngine:
+    """One per process; a `handle.Directory`. Thread-safe.
+
+    The tables of routers and applications are changed on the control loop and read everywhere.
+    `_lock` guards the threads and their count; `_operations` makes `run`, `delete` and `shutdown`
+    take turns.
+    """
+
+    def __init__(self) -> None:
+        self.routers: dict[DeploymentID, Router] = {}
+        self.applications: dict[str, RunningApplication] = {}
+        self._lock = threading.Lock()
+        self._operations = threading.RLock()
+        self._users = 0
+        self._threads: EngineThreads | None = None
+        self._controller: Controller | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        # What `serve.run` serves over HTTP.
+        self._http_options = HTTPOptions()
+        self._is_started = False
+        self._proxy = HTTPProxy()
+        self._server: HTTPServer | None = None
+
+    # The threads, counted.
+
+    @property
+    def threads(self) -> EngineThreads:
+        assert self._threads is not None, "the caller holds an `acquire`"
+        return self._threads
+
+    def acquire(self) -> EngineThreads:
+        """Count one more user of the threads, and start them for the first."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = EngineThreads(Settings.from_environment())
+                self._controller = Controller(self._threads.settings, self.routers, self.handle)
+            self._users += 1
+            return self._threads
+
+    def release(self) -> None:
+        """Count one user less; the last one ends the threads."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.stop()
+
+    # One application, on the control loop; the caller holds an `acquire`.
+
+    async def start_application(
+        self,
+        built: BuiltApplication,
+        route_prefix: str | None,
+        proxy: HTTPProxy,
+        serving_loop: Callable[[], asyncio.AbstractEventLoop],
+    ) -> RunningApplication:
+        assert self._threads is not None
+        assert self._controller is not None
+        if self._threads.settings.run_user_code_in_separate_thread:
+            loop = self._threads.control.loop  # nobody will live there
+        else:
+            loop = serving_loop()
+            lend_executor(loop)
+        running = await self._controller.deploy(built, route_prefix, proxy, loop)
+        self.applications[built.name] = running
+        return running
+
+    async def stop_application(self, running: RunningApplication) -> bool:
+        """Stop an application. Returns True if this was the call that did, and has to `release`."""
+        assert self._controller is not None
+        if not await self._controller.stop(running):
+            return False
+        if self.applications.get(running.name) is running:
+            del self.applications[running.name]
+        return True
+
+    async def abandon_application(self, running: RunningApplication) -> None:
+        """Stop an application whose loop is gone: nothing of it can still end well."""
+        assert self._controller is not None
+        if await self._controller.stop(running, timeout_s=0.0):
+            self.applications.pop(running.name, None)
+            self.release()
+
+    def free_name(self) -> str:
+        """Return the name of the next application that is served without one."""
+        name, number = "default", 0
+        while name in self.applications:
+            number += 1
+            name = f"default_{number}"
+        return name
+
+    # `serve.run` and friends: from a thread without a running loop.
+
+    def start(self, http_options: HTTPOptions | None) -> None:
+        with self._operations:
+            if http_options is not None:
+                self._http_options = http_options
+            if self._is_started:
+                return
+            threads = self.acquire()
+            try:
+                self._start_http(threads)
+            except BaseException:
+                self.release()
+                raise
+            self._is_started = True
+
+    def run(
+        self, application: Application, name: str, route_prefix: str | None
+    ) -> DeploymentHandle:
+        built = build(application, name)
+        with self._operations:
+            self._refuse_prefix_of_another(name, route_prefix)
+            previous = self.applications.get(name)
+            threads = self.acquire()
+            try:
+                if route_prefix is not None:
+                    self._start_http(threads)
+                running = run_blocking(
+                    threads.control.loop,
+                    self.start_application(
+                        built, route_prefix, self._proxy, self._serving_loop
+                    ),
+                )
+            except BaseException:
+                self._stop_http_if_unused()
+                self.release()
+                raise
+            self._update_routes()
+            if previous is not None:
+                self._stop(previous, threads)
+            return self.handle(running.ingress.router.deployment_id)
+
+    def delete(self, name: str) -> None:
+        with self._operations:
+            running = self.applications.get(name)
+            threads = self._threads
+            if running is None or threads is None:
+                return
+            self._update_routes(without=running)
+            self._stop(running, threads)
+
+    def shutdown(self) -> None:
+        with self._operations:
+            threads = self._threads
+            if threads is None:
+                return
+            for running in self.applications.values():
+                running.proxy.is_draining = True
+            stopped = run_blocking(threads.control.loop, self._stop_all())
+            stopped += self._is_started
+            self._is_started = False
+            self._update_routes()
+            self._stop_http_if_unused()
+            self._proxy = HTTPProxy()
+            for _ in range(stopped):
+                self.release()
+
+    async def _stop_all(self) -> int:
+        stops = (self.stop_application(each) for each in list(self.applications.values()))
+        return sum(await asyncio.gather(*stops))
+
+    def _stop(self, running: RunningApplication, threads: EngineThreads) -> None:
+        stopped = run_blocking(threads.control.loop, self.stop_application(running))
+        self._stop_http_if_unused()
+        if stopped:
+            self.release()
+
+    def status(self) -> ServeStatus:
+        proxies = {} if self._server is None else {self._server.url: "HEALTHY"}
+        applications = list(self.applications.items())
+        return ServeStatus(proxies, {name: running.overview() for name, running in applications})
+
+    def url(self) -> str | None:
+        """Return where `serve.run` serves HTTP, if it does."""
+        return None if self._server is None else self._server.url
+
+    def _serving_loop(self) -> asyncio.AbstractEventLoop:
+        assert self._threads is not None
+        return self._threads.user_loop() if self._server is None else self._server.home.loop
+
+    def _start_http(self, threads: EngineThreads) -> None:
+        options = self._http_options
+        if self._server is not None or options.host is None:
+            return
+        is_given = "host" in options.model_fields_set
+        server = HTTPServer(
+            self._proxy, options, options.host if is_given else threads.settings.http_host
+        )
+        self._server = server
+        run_blocking(threads.control.loop, server.start())
+
+    def _stop_http_if_unused(self) -> None:
+        server, threads = self._server, self._threads
+        if server is None or threads is None or self._is_started or self._proxy.table.routes:
+            return
+        self._server = None
+        run_blocking(threads.control.loop, server.stop())
+
+    def _update_routes(self, without: RunningApplication | None = None) -> None:
+        self._proxy.table = RouteTable(
+            {
+                running.route_prefix: running.ingress.router
+                for running in self.applications.values()
+                if running.proxy is self._proxy
+                and running.route_prefix is not None
+                and running is not without
+            }
+        )
+
+    def _refuse_prefix_of_another(self, name: str, route_prefix: str | None) -> None:
+        for other in self.applications.values():
+            if other.name == name or other.proxy is not self._proxy:
+                continue
+            if route_prefix is not None and other.route_prefix == route_prefix:
+                raise RayServeException(
+                    f'Prefix {route_prefix} is being used by application "{other.name}". '
+                    f'Failed to deploy application "{name}". Give it another route_prefix.'
+                )
+
+    # Handles.
+
+    def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
+        return DeploymentHandle(deployment_id, self)
+
+    def app_handle(self, name: str) -> DeploymentHandle:
+        running = self.applications.get(name)
+        if running is None:
+            raise RayServeException(
+                f"Application '{name}' does not exist. Running: {sorted(self.applications)}."
+            )
+        return self.handle(running.ingress.router.deployment_id)
+
+    def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle:
+        deployment_id = DeploymentID(deployment_name, app_name)
+        if deployment_id not in self.routers:
+            known = sorted(str(each) for each in self.routers)
+            raise KeyError(f"{deployment_id} does not exist. Running: {known}.")
+        return self.handle(deployment_id)
+
+    def router(self, deployment_id: DeploymentID) -> Router:
+        try:
+            return self.routers[deployment_id]
+        except KeyError:
+            raise DeploymentUnavailableError(
+                f"{deployment_id} is unavailable because it is not deployed."
+            ) from None
+
+    def methods(self, deployment_id: DeploymentID) -> list[str] | None:
+        """Return what a handle may call by name; `None` for a function, which has any name."""
+        router = self.router(deployment_id)
+        for replica in router.replicas:
+            instance = replica.context.servable_object
+            if isinstance(instance, type(lambda: None)):
+                return None
+            return public_methods(instance)
+        return []
+
+    def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
+        threads = self._threads
+        assert threads is not None
+        mailbox_of(threads.waiting_loop()).post(self._wait_for, responses, then)
+
+    def later(self, callback: Callable[[], Any]) -> None:
+        threads = self._threads
+        if threads is not None:
+            threads.control.mailbox.post(callback)
+
+    def _wait_for(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
+        async def wait() -> None:
+            for response in responses:  # they all run already
+                await response._call.wait()
+            then()
+
+        task = asyncio.get_running_loop().create_task(wait())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,359 @@
+"""One HTTP request or WebSocket between the server's loop and the replica's.
+
+    the server's loop                                the user loop
+    respond()  <-- complete response: one post ----- _Bridge.send()     start and body together
+               <-- Channel ------------------------- _Bridge.send()     a stream, item by item
+    _pump()    --- Channel ------------------------> _Bridge.receive()  body, messages, disconnect
+
+If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
+`send` and `receive` go straight to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import copy_context
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.call import Call, Runner
+from ingress.channel import Channel, EndOfStream
+from ingress.exceptions import StreamClosedError
+from ingress.loops import Mailbox, mailbox_of, running_loop
+from ingress.router import Router
+from ingress.types import RequestMetadata
+from ingress.user_code import UserCode
+
+YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
+_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+
+class Exchange(Call):
+    """A request's call, as the server's loop sees it; what runs elsewhere is in `_Bridge`.
+
+    Every field below belongs to the server's loop. Other threads reach it by `_post` only, in
+    order: a response is there before the end of its call.
+    """
+
+    __slots__ = (
+        "_assigned_here",
+        "_chunks",
+        "_disconnected",
+        "_ended",
+        "_event",
+        "_first",
+        "_has_body",
+        "_inbound",
+        "_is_complete",
+                "_loop",
+        "_mailbox",
+        "_outbound",
+        "_pump_task",
+        "_receive",
+        "_receiving",
+        "_response",
+        "_send",
+        "is_http",
+        "scope",
+        "started",
+    )
+
+    def __init__(
+        self,
+        metadata: RequestMetadata,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        has_body: bool,
+    ) -> None:
+        super().__init__(metadata, self._work, copy_context())
+        self.scope = scope
+        self.started = False
+        self._receive = receive
+        self._send = send
+        self._has_body = has_body
+        self.is_http = scope["type"] == "http"
+        self._loop = asyncio.get_running_loop()
+        self._mailbox: Mailbox = mailbox_of(self._loop)
+        self._event: asyncio.Future[None] | None = None
+        self._assigned_here = False
+        self._ended = False
+        self._first: Message | None = None
+        self._response: tuple[Message, Message] | None = None
+        self._outbound: Channel | None = None
+        self._inbound: Channel | None = None
+        self._pump_task: asyncio.Task[None] | None = None
+        self._receiving = False
+        self._disconnected = False
+        self._is_complete = False
+        self._chunks = 0
+        self.when_settled(self._settled)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer has begun and has no known end: a stream or a WebSocket."""
+        return self.started and not self._is_complete
+
+    async def respond(self, router: Router) -> None:
+        """Have the request served and send the answer. Raises what the call failed with."""
+        if self._has_body:
+            # Before it takes a slot: a slow upload must not hold one.
+            self._first = await self._receive()
+            if self._first["type"] == "http.disconnect":
+                return
+        router.assign(self)
+        try:
+            while True:
+                if self._assigned_here:
+                    self._assigned_here = False
+                    await self._serve_here()
+                elif self._response is not None:
+                    (start, body), self._response = self._response, None
+                    await self._start(start)
+                    self._is_complete = True
+                    await self._send(body)
+                elif self._outbound is not None:
+                    outbound, self._outbound = self._outbound, None
+                    await self._forward(outbound)
+                elif self._ended:
+                    break
+                else:
+                    self._event = self._loop.create_future()
+                    await self._event
+        except asyncio.CancelledError:
+            self.cancel()
+            if not self._disconnected:  # then it was us, through `_on_disconnect`
+                raise
+        finally:
+            if self._pump_task is not None:
+                self._pump_task.cancel()
+        if self.error is not None and not self._disconnected:
+            raise self.error
+
+    def start(self, runner: Runner) -> None:
+        """Begin on the replica whose slot it was given. Thread-safe, called once."""
+        self.runner = runner
+        if runner.loop is self._loop:
+            self._post(self._assign_here)
+        else:
+            runner.submit(self)
+
+    def _post(self, callback: Any, *args: Any) -> None:
+        if running_loop() is self._loop:
+            callback(*args)
+        else:
+            self._mailbox.post(callback, *args)
+
+    def _wake(self) -> None:
+        if self._event is not None and not self._event.done():
+            self._event.set_result(None)
+
+    def _assign_here(self) -> None:
+        self._assigned_here = True
+        self._wake()
+
+    def _settled(self, _: Call) -> None:
+        self._post(self._end)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def complete(self, start: Message, body: Message) -> None:
+        self._response = start, body
+        self._wake()
+
+    def open(self, outbound: Channel, inbound: Channel) -> None:
+        self._outbound = outbound
+        # A stream's client may leave at any time: read on from the server to notice.
+        self.pump_into(inbound)
+        self._wake()
+
+    async def _start(self, message: Message) -> None:
+        """Send the start of a response, with the request's id among its headers."""
+        self.started = True
+        headers = list(message.get("headers", ()))
+        for name, _ in headers:
+            if name == b"x-request-id":
+                break
+        else:
+            headers.append((b"x-request-id", self.metadata.request_id.encode()))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def _forward(self, outbound: Channel) -> None:
+        """Send a stream, message by message, at the client's pace."""
+        async for message in outbound:
+            if message["type"] == "http.response.start":
+                await self._start(message)
+            else:
+                self.started = True
+                self._is_complete = self.is_http and not message.get("more_body")
+                await self._send(message)
+
+    # Watching for what the client sends.
+
+    def pump_into(self, inbound: Channel) -> None:
+        """Begin to read from the server for user code; the first channel counts."""
+        if self._pump_task is None:
+            self._inbound = inbound
+            self._pump_task = self._loop.create_task(self._pump(inbound))
+
+    async def _pump(self, inbound: Channel) -> None:
+        """Pass on what the server receives, as fast as user code takes it."""
+        expected = self._has_body or not self.is_http
+        while True:
+            message = await self._receive()
+            if message["type"].endswith(".disconnect"):
+                break
+            if expected:
+                await inbound.put(message, len(message.get("body") or message.get("bytes") or b""))
+        if not self.is_http:
+            await inbound.put(message)
+        inbound.finish()
+        self._on_disconnect()
+
+    def _on_disconnect(self) -> None:
+        """Stop a request whose client is gone; what runs after the response runs on."""
+        if self._ended or self._is_complete:
+            return
+        self._disconnected = True
+        if self._outbound is not None:
+            self._outbound.close()
+        if self.is_http:
+            self.cancel()
+
+    # Serving on this very loop.
+
+    async def _serve_here(self) -> None:
+        assert self.runner is not None
+        if self.settled:  # cancelled while it waited for its slot
+            self.runner.release(self)
+            return
+        try:
+            await self.runner.serve(self)
+        except Exception as error:
+            self.settle(error=error)
+        else:
+            self.settle()
+
+    async def _send_here(self, message: Message) -> None:
+        if self._disconnected:
+            raise StreamClosedError("the client of this request is gone")
+        if message["type"] == "http.response.start":
+            await self._start(message)
+            return
+        self.started = True
+        if message.get("more_body"):
+            if not self._receiving:  # else user code reads, and will see the client leave
+                self.pump_into(self._inbound or Channel())
+            self._chunks += 1
+            if self._chunks % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        else:
+            self._is_complete = True
+        await self._send(message)
+
+    async def _receive_here(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        if self._inbound is not None:
+            return await _take(self._inbound)
+        self._receiving = True
+        try:
+            message = await self._receive()
+        finally:
+            self._receiving = False
+        if message["type"] == "http.disconnect" and not self._is_complete:
+            self._disconnected = True
+        return message
+
+    # The user's side.
+
+    async def _work(self, user_code: UserCode) -> None:
+        """What the replica runs, in a task on its loop."""
+        if running_loop() is not self._loop:
+            bridge = _Bridge(self, self._mailbox, self._first if self._has_body else _NO_BODY)
+            try:
+                await user_code.http(self.scope, bridge.receive, bridge.send)
+            finally:
+                bridge.finish()
+        elif self.is_http:
+            await user_code.http(self.scope, self._receive_here, self._send_here)
+        else:
+            await user_code.http(self.scope, self._receive, self._send)
+
+
+class _Bridge:
+    """What user code on another loop calls as `receive` and `send`. Owned by the user loop."""
+
+    __slots__ = ("_chunks", "_exchange", "_first", "_inbound", "_mailbox", "_outbound", "_start")
+
+    def __init__(self, exchange: Exchange, mailbox: Mailbox, first: Message | None) -> None:
+        self._exchange = exchange
+        self._mailbox = mailbox
+        self._first = first if exchange.is_http else None
+        self._inbound: Channel | None = None
+        self._outbound: Channel | None = None
+        self._start: Message | None = None
+        self._chunks = 0
+
+    async def receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        return await _take(self._open_inbound())
+
+    async def send(self, message: Message) -> None:
+        if self._outbound is not None:
+            await self._put(message)
+        elif message["type"] == "http.response.start":
+            self._start = message
+            for name, _ in message.get("headers", ()):
+                if name == b"content-length":
+                    return  # the body is on its way; they travel together
+            await self._stream()  # else this may be all for a while, and the client wants it now
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            if self._start is None:
+                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+            self._mailbox.post(self._exchange.complete, self._start, message)
+            self._start = None
+        else:
+            await self._stream()
+            await self._put(message)
+
+    def finish(self) -> None:
+        if self._outbound is not None:
+            self._outbound.finish()
+
+    async def _stream(self) -> None:
+        """From here on the response goes message by message."""
+        self._outbound = Channel()
+        if self._start is not None:
+            await self._outbound.put(self._start)
+        self._mailbox.post(self._exchange.open, self._outbound, self._open_inbound())
+
+    async def _put(self, message: Message) -> None:
+        assert self._outbound is not None
+        size = len(message.get("body") or message.get("bytes") or message.get("text") or b"")
+        await self._outbound.put(message, size)
+        self._chunks += 1
+        if self._chunks % YIELD_EVERY == 0:
+            await asyncio.sleep(0)
+
+    def _open_inbound(self) -> Channel:
+        if self._inbound is None:
+            self._inbound = Channel()
+            self._mailbox.post(self._exchange.pump_into, self._inbound)
+        return self._inbound
+
+
+async def _take(inbound: Channel) -> Message:
+    """Return the next message; after the last one the client is gone, as often as one asks."""
+    try:
+        return await inbound.get()  # type: ignore[no-any-return]
+    except EndOfStream:
+        return {"type": "http.disconnect"}

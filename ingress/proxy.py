@@ -1,0 +1,235 @@
+"""HTTP and WebSocket in, responses out.
+
+    path -> route (longest prefix) -> metadata -> Exchange -> Router -> ... -> response
+    /-/healthz, /-/routes             answered here
+
+Source of paths, texts and headers: Ray 2.60.0, proxy.py and proxy_router.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.exchange import Exchange
+from ingress.responses import error_response
+from ingress.router import Router
+from ingress.types import RequestMetadata, new_request_id
+
+HEALTHZ = "/-/healthz"
+ROUTES = "/-/routes"
+
+STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
+
+# What our `send` and `receive` promise user code: after a disconnect `send` raises an `OSError`.
+_ASGI = {"version": "3.0", "spec_version": "2.4"}
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where requests under one prefix go. `prefix` is "/" or begins, and does not end, with it."""
+
+    prefix: str
+    router: Router
+
+
+class RouteTable:
+    """Prefix to application, longest first. Replaced as a whole, so any thread may read it."""
+
+    def __init__(self, routers: Mapping[str, Router] | None = None) -> None:
+        self.routes = {prefix: Route(prefix, each) for prefix, each in (routers or {}).items()}
+        self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
+
+    def match(self, path: str) -> Route | None:
+        """Return the route of a path: its prefix is followed by the end or a slash."""
+        for route in self._ordered:
+            prefix = route.prefix
+            if prefix == "/" or path == prefix or path.startswith(prefix + "/"):
+                return route
+        return None
+
+
+class HTTPProxy:
+    """An ASGI application. Runs on whichever loop calls it, so several may at once."""
+
+    def __init__(self) -> None:
+        self.table = RouteTable()
+        self.is_draining = False
+        # Added to and taken from on any loop; `drain` reads it.
+        self._in_flight: set[Exchange] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        root_path: str = scope.get("root_path", "")
+        if root_path and path.startswith(root_path):
+            path = path[len(root_path) :] or "/"
+        if path.startswith("/-/") and scope["type"] == "http":
+            response = self._builtin(path, scope)
+            if response is not None:
+                await response(scope, receive, _with_request_id(send, new_request_id()))
+                return
+        route = self.table.match(path)
+        if route is None or self.is_draining:
+            await self._refuse(path, scope, receive, send)
+            return
+
+        request_id = None
+        has_body = False
+        model_id = ""
+        headers = scope["headers"]
+        for name, value in headers:
+            if name in _INTERESTING:
+                if name == b"x-request-id":
+                    if _REQUEST_ID.fullmatch(value):
+                        request_id = value.decode()
+                elif name == b"content-length":
+                    has_body = value != b"0"
+                elif name == b"transfer-encoding":
+                    has_body = True
+                else:
+                    model_id = value.decode("latin-1")
+        if request_id is None:
+            request_id = new_request_id()
+            headers = [pair for pair in headers if pair[0] != b"x-request-id"]
+            headers.append((b"x-request-id", request_id.encode()))
+        inner = {**scope, "asgi": _ASGI, "headers": headers}
+        if route.prefix != "/":
+            inner["root_path"] = root_path + route.prefix
+        metadata = RequestMetadata(
+            request_id,
+            route.router.deployment_id,
+            route=route.prefix,
+            multiplexed_model_id=model_id,
+            is_http_request=True,
+        )
+        exchange = Exchange(metadata, inner, receive, send, has_body=has_body)
+        self._in_flight.add(exchange)
+        try:
+            await exchange.respond(route.router)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if exchange.started or not await self._answer(error, exchange, receive, send):
+                raise  # as Starlette does, so that the server logs it and cuts what had begun
+        finally:
+            self._in_flight.discard(exchange)
+
+    async def _answer(
+        self, error: Exception, exchange: Exchange, receive: Receive, send: Send
+    ) -> bool:
+        """Tell the client that its request failed. Returns False if that needs a look."""
+        status = getattr(error, "status_code", 500)
+        if not exchange.is_http:
+            if status != 500:
+                await send({"type": "websocket.close", "code": 1013, "reason": str(error)[:100]})
+            return bool(status != 500)
+        response = error_response(error)
+        send = _with_request_id(send, exchange.metadata.request_id)
+        await response(exchange.scope, receive, send)
+        return response.status_code != 500
+
+    async def drain(self, app_name: str, timeout_s: float) -> None:
+        """Let an application's requests end, and cancel those that do not. On any loop.
+
+        A stream has no end of its own to wait for: it is cancelled after `STREAM_GRACE_S`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        grace = loop.time() + min(STREAM_GRACE_S, timeout_s)
+        while in_flight := self._in_flight_of(app_name):
+            now = loop.time()
+            for exchange in in_flight:
+                if now >= deadline or (now >= grace and exchange.is_stream):
+                    exchange.cancel()
+            if now >= deadline:
+                return
+            await asyncio.sleep(0.01)
+
+    def _in_flight_of(self, app_name: str) -> list[Exchange]:
+        return [
+            exchange
+            for exchange in list(self._in_flight)
+            if exchange.metadata.deployment.app_name == app_name
+        ]
+
+    def _builtin(self, path: str, scope: Scope) -> Response | None:
+        if path == HEALTHZ:
+            if self.is_draining:
+                return PlainTextResponse("This node is being drained.", 503)
+            if not self.table.routes:
+                return PlainTextResponse("Route table is not populated yet.", 503)
+            return PlainTextResponse("success")
+        if path == ROUTES and _is_local(scope):
+            apps = {
+                prefix: route.router.deployment_id.app_name
+                for prefix, route in self.table.routes.items()
+            }
+            return Response(json.dumps(apps), media_type="application/json")
+        return None
+
+    async def _refuse(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1001 if self.is_draining else 1000})
+            return
+        response = (
+            PlainTextResponse("This node is being drained.", 503, {"connection": "close"})
+            if self.is_draining
+            else PlainTextResponse(
+                f"Path '{path}' not found. Ping http://.../-/routes for available routes.", 404
+            )
+        )
+        await response(scope, receive, _with_request_id(send, new_request_id()))
+
+
+_INTERESTING = frozenset(
+    (
+        b"content-length",
+        b"serve-multiplexed-model-id",
+        b"serve_multiplexed_model_id",
+        b"transfer-encoding",
+        b"x-request-id",
+    )
+)
+
+
+def _with_request_id(send: Send, request_id: str) -> Send:
+    async def send_with_request_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_with_request_id
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether a request was sent on this machine to this machine, by the name of this machine.
+
+    The Host header is looked at too: a web page that has its own name resolve to 127.0.0.1 reaches
+    the loopback address through its reader's browser, but cannot send another Host.
+    """
+    server = scope.get("server")
+    address = server[0] if server else ""
+    host = next((value for name, value in scope["headers"] if name == b"host"), b"")
+    name = host.decode("latin-1")
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    over_socket_file = server is None or server[1] is None
+    return (over_socket_file or _is_loopback(address)) and _is_loopback(name)
+
+
+def _is_loopback(name: str) -> bool:
+    if name in ("localhost", "testserver"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False

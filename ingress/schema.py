@@ -1,0 +1,74 @@
+"""What `serve.status()` returns, in the shape of Ray Serve 2.60's `ServeStatus`.
+
+The counts are read from their owners when one asks: `requests` and `queued` from the deployment's
+router, `ongoing` and `latency_ms` from its replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ingress.counters import Latency
+
+
+class ApplicationStatus(str, Enum):
+    """The words of Ray Serve."""
+
+    NOT_STARTED = "NOT_STARTED"
+    DEPLOYING = "DEPLOYING"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    RUNNING = "RUNNING"
+    UNHEALTHY = "UNHEALTHY"
+    DELETING = "DELETING"
+
+
+class DeploymentStatus(str, Enum):
+    """The words of Ray Serve."""
+
+    UPDATING = "UPDATING"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDetails:
+    """One replica: its state, what it runs now, and how long its requests took, by route."""
+
+    replica_id: str
+    state: str
+    ongoing: int
+    unhealthy_reason: str
+    latency_ms: dict[str, Latency]
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatusOverview:
+    """One deployment. `requests` were accepted so far; `queued` wait for a slot now."""
+
+    status: DeploymentStatus
+    status_trigger: str
+    replica_states: dict[str, int]
+    message: str
+    requests: int = 0
+    queued: int = 0
+    replicas: list[ReplicaDetails] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationStatusOverview:
+    """One application. `last_deployed_time_s` is Unix time."""
+
+    status: ApplicationStatus
+    message: str
+    last_deployed_time_s: float
+    deployments: dict[str, DeploymentStatusOverview]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeStatus:
+    """Everything that runs; empty when nothing does. `proxies` has the HTTP server's address."""
+
+    proxies: dict[str, str] = field(default_factory=dict)
+    applications: dict[str, ApplicationStatusOverview] = field(default_factory=dict)
+    target_capacity: float | None = None

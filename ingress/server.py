@@ -1,0 +1,99 @@
+"""uvicorn in a thread of its own, for `serve.run` and `ingress run`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from ingress.config import HTTPOptions
+from ingress.loops import EventLoopThread, run_on
+from ingress.proxy import HTTPProxy
+
+if TYPE_CHECKING:
+    import uvicorn
+
+
+class HTTPServer:
+    """Serves an `HTTPProxy` on one address, on the loop `ingress-http`."""
+
+    def __init__(self, proxy: HTTPProxy, options: HTTPOptions, host: str) -> None:
+        self.proxy = proxy
+        self._options = options
+        self._socket = _bind(host, options.port)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self.home = EventLoopThread("ingress-http")
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        scheme = "https" if self._options.ssl_certfile else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Accept connections."""
+        await run_on(self.home.loop, self._start())
+
+    async def _start(self) -> None:
+        import uvicorn
+
+        options = self._options
+        config = uvicorn.Config(
+            self.proxy,
+            lifespan="off",  # the applications have lifespans of their own
+            log_config=None,
+            access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
+            root_path=options.root_path,
+            timeout_keep_alive=int(options.keep_alive_timeout_s),
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile_password=options.ssl_keyfile_password,
+            ssl_ca_certs=options.ssl_ca_certs,
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[self._socket])
+        )
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise RuntimeError(f"uvicorn did not start on {self.url}")
+            await asyncio.sleep(0.001)
+
+    async def stop(self) -> None:
+        """Close the connections and end the thread, within a second. The requests have ended."""
+        try:
+            if self._server is not None:
+                await run_on(self.home.loop, self._stop())
+        finally:
+            self._socket.close()
+            self.home.stop(timeout_s=1.0)
+
+    async def _stop(self) -> None:
+        assert self._server is not None
+        assert self._serving is not None
+        self._server.should_exit = True
+        done, _ = await asyncio.wait([self._serving], timeout=0.6)
+        if not done:
+            self._server.force_exit = True
+            await asyncio.wait([self._serving], timeout=0.3)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)  # uvicorn's backlog; now, so that a second server is refused at once
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(
+            f"Failed to bind to address '{host}:{port}': {error.strerror}; stop what listens "
+            "there, or choose another port"
+        ) from error
+    listener.setblocking(False)
+    return listener
