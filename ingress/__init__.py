@@ -1,7 +1,4 @@
-"""Ray Serve's programming model at FastAPI speed, in one process.
-
-    import ingress as serve
-"""
+"""Ray Serve's programming model at FastAPI speed, in one process: `import ingress as serve`."""
 
 from ingress import exceptions
 from ingress.api import (

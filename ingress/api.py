@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
+from types import FrameType
 from typing import Any
 
 from ingress.config import HTTPOptions
@@ -12,6 +16,10 @@ from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.schema import ServeStatus
+
+logger = logging.getLogger("ingress")
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start(http_options: HTTPOptions | dict[str, Any] | None = None) -> None:
@@ -34,21 +42,42 @@ def run(
     """Start an application and return a handle to it once all its replicas are ready.
 
     It is served over HTTP under `route_prefix`, `None` for not at all. An application of the same
-    name is replaced: it stops when the new one is ready. `blocking` returns only on Ctrl-C, after
-    shutting everything down. Raises `RuntimeError`, from what user code raised, if a replica does
-    not start.
+    name is replaced: it stops when the new one is ready. `blocking` returns on Ctrl-C or SIGTERM,
+    after shutting everything down. Raises `RuntimeError`, from what user code raised, if a replica
+    does not start.
     """
     _check_target(target)
-    if not isinstance(name, str) or not name:
-        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
+    _check_name(name)
     _check_route_prefix(route_prefix)
     handle = current_engine().run(target, name, route_prefix)
     if blocking:
-        try:
-            threading.Event().wait()
-        finally:
-            shutdown()
+        serve_until_signal()
     return handle
+
+
+def serve_until_signal() -> None:
+    """Wait for Ctrl-C or SIGTERM, then drain and stop everything. A second signal ends at once.
+
+    In a thread other than the main one, which gets no signals, waits for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():  # the second: whatever is left, the user has said it twice
+            os._exit(128 + number)
+        stop.set()
+
+    # Set even where they are ignored: a shell does that to the jobs it starts in the background.
+    previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
+    try:
+        stop.wait()
+        logger.info("stopping: waiting for what runs; a second signal stops at once")
+        shutdown()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def delete(name: str) -> None:
@@ -97,14 +126,17 @@ def _check_target(target: Any) -> None:
     raise TypeError(f"{expects} Got {target!r} of type {type(target).__name__}.")
 
 
-def _check_route_prefix(prefix: str | None) -> None:
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
+
+
+def _check_route_prefix(prefix: Any) -> None:
     """Raise `ValueError`, in Ray's words, for a prefix that is none."""
     if prefix is None:
         return
     if not isinstance(prefix, str) or not prefix.startswith("/"):
-        raise ValueError(
-            f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/')."
-        )
+        raise ValueError(f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/').")
     if prefix != "/" and prefix.endswith("/"):
         raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
     if "{" in prefix or "}" in prefix:

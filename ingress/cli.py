@@ -9,12 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging.config
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -66,9 +62,7 @@ def run(
     ] = None,
     port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = 8000,
     reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Processes; each has all the replicas.")
-    ] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; each has all the replicas.")] = 1,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Serve an application over HTTP until Ctrl-C.
@@ -111,7 +105,7 @@ def openapi(
     try:
         schema = json.dumps(application.openapi(), indent=2)
     except TypeError as error:
-        _fail(str(error))
+        raise _error(str(error)) from None
     if output is None:
         typer.echo(schema)
     else:
@@ -124,40 +118,27 @@ def main() -> None:
 
 
 def _serve(application: Application, options: HTTPOptions, settings: Settings) -> None:
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():  # the second: whatever is left, the user has said it twice
-            os._exit(128 + number)
-        stop.set()
-
-    # Set even if they are ignored: a shell does that to the jobs it starts in the background.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
     try:
         api.start(options)
         api.run(application)
     except Exception as error:
         api.shutdown()
-        if isinstance(error, RuntimeError) and error.__cause__ is not None:
-            if not isinstance(error.__cause__, OSError):
-                raise  # user code raised it: its traceback is what one needs to see
-        _fail(str(error))
+        if error.__cause__ is not None and not isinstance(error.__cause__, OSError):
+            raise  # user code raised it: its traceback is what one needs to see
+        raise _error(str(error)) from None
     _print_plan(application, settings)
     console.print(
         f"Application 'default' is ready at {current_engine().url()} (Ctrl-C to stop)",
         highlight=False,
     )
-    stop.wait()
-    console.print("Stopping: waiting for what runs. Ctrl-C again stops at once.", highlight=False)
-    api.shutdown()
+    api.serve_until_signal()
 
 
 def _load(target: str, app_dir: Path) -> Application:
     """Import what `MODULE:APP` names. Ends the program, with one line, if it is no application."""
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
-        _fail(
+        raise _error(
             f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
             "main:hello"
         )
@@ -167,10 +148,10 @@ def _load(target: str, app_dir: Path) -> Application:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
-        _fail(
+        raise _error(
             f"there is no module {module_name!r} in {app_dir.resolve()}; check the spelling, or "
             "say where it is with --app-dir"
-        )
+        ) from None
     found: Any = module
     for name in attribute.split("."):
         try:
@@ -178,19 +159,19 @@ def _load(target: str, app_dir: Path) -> Application:
         except AttributeError:
             bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
             there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
-            _fail(f"module {module_name!r} has no attribute {attribute!r}; {there}")
+            raise _error(
+                f"module {module_name!r} has no attribute {attribute!r}; {there}"
+            ) from None
     if isinstance(found, Application):
         return found
     if isinstance(found, Deployment):
-        _fail(f"{target!r} is the deployment {found.name!r}; bind it: x = {found.name}.bind(...)")
+        raise _error(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
     hint = "decorate its class with @serve.deployment and bind it"
     if callable(found) and not isinstance(found, type):
         bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
         if bound:
             hint = f"did you mean {module_name}:{bound[0]}?"
-    _fail(
-        f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
-    )
+    raise _error(f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}")
 
 
 def _article(name: str) -> str:
@@ -201,7 +182,7 @@ def _settings() -> Settings:
     try:
         return Settings.from_environment()
     except ValueError as error:
-        _fail(str(error))
+        raise _error(str(error)) from None
 
 
 def _print_plan(application: Application, settings: Settings) -> None:
@@ -233,9 +214,9 @@ def _print_plan(application: Application, settings: Settings) -> None:
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
 
 
-def _fail(message: str) -> Any:
+def _error(message: str) -> typer.Exit:
     Console(stderr=True).print(f"[red]Error:[/red] {message}", highlight=False, soft_wrap=True)
-    raise typer.Exit(1)
+    return typer.Exit(1)
 
 
 _LOGGING: dict[str, Any] = {

@@ -186,7 +186,7 @@ class Controller:
                 raise DeployError(
                     f"deployment '{built.name}' failed to start: {type(error).__name__}: {error}"
                 ) from error
-        # From here on handles find it, among them those of its parents, whose constructors come next.
+        # From here on handles find it; the constructors of its parents, which come next, may call.
         self._routers[deployment_id] = router
         deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
 
@@ -263,5 +263,6 @@ async def _ask(replica: Replica, timeout_s: float) -> None:
 async def _drained(router: Router, deadline: float) -> None:
     """Wait until nothing waits or runs, or the deadline has come."""
     loop = asyncio.get_running_loop()
-    while (router.num_queued or router.num_ongoing) and loop.time() < deadline:
+    # Polled, so that no request pays for an event that is of use once.
+    while (router.num_queued or router.num_ongoing) and loop.time() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.005)

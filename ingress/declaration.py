@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
@@ -25,9 +25,9 @@ from ingress.config import DeploymentConfig, DeploymentOptions
 class ApplicationHost(Protocol):
     """Who serves an application that is used as an ASGI app."""
 
-    async def __call__(
+    def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Answer one connection, starting the application first if nobody did."""
 
     async def close(self, application: Application) -> None:

@@ -85,7 +85,7 @@ class RequestCycleError(RayServeException):
 
 
 class StreamClosedError(RayServeException, OSError):
-    """The consumer of a stream is gone. An `OSError`, as ASGI's `send` raises after a disconnect."""
+    """The consumer of a stream is gone; an `OSError`, as ASGI wants it of `send`."""
 
     status_code = 499
 
@@ -109,7 +109,6 @@ class UserCodeExit(RayServeException):
 
 class SyncMethodOnEventLoopWarning(UserWarning):
     """A `def` method of a deployment runs on the event loop and blocks it while it runs."""
-
 
 
 class OptionNotActedOnWarning(UserWarning):

@@ -46,7 +46,7 @@ class Exchange(Call):
         "_has_body",
         "_inbound",
         "_is_complete",
-                "_loop",
+        "_loop",
         "_mailbox",
         "_outbound",
         "_pump_task",

@@ -20,9 +20,9 @@ from contextvars import Context
 from typing import Any, Protocol, TypeVar
 
 try:
-    import uvloop as _uvloop
+    from uvloop import new_event_loop
 except ImportError:  # Windows, or installed without the extra
-    _uvloop = None  # type: ignore[assignment,unused-ignore]
+    from asyncio import new_event_loop  # type: ignore[assignment,unused-ignore]
 
 logger = logging.getLogger("ingress")
 
@@ -200,7 +200,7 @@ class EventLoopThread:
 
     def __init__(self, name: str, on_dead: OnDead = _drop) -> None:
         self.name = name
-        self.loop = _new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = new_event_loop()
         self.mailbox = Mailbox(self.loop, on_dead)
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -260,13 +260,6 @@ class EventLoopThread:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_WORDS_S))
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    if _uvloop is not None:
-        loop: asyncio.AbstractEventLoop = _uvloop.new_event_loop()
-        return loop
-    return asyncio.new_event_loop()
-
-
 async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     """Run `coroutine` on `loop` and await its result; cancellation travels along."""
     if running_loop() is loop:
@@ -283,13 +276,10 @@ def run_blocking(
     return start_on(loop, coroutine).result(timeout_s)
 
 
-def start_on(
-    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]
-) -> Future[T]:
+def start_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     """Start `coroutine` on `loop`, from any thread. Raises `RuntimeError` if the loop is closed."""
     try:
         return asyncio.run_coroutine_threadsafe(coroutine, loop)
     except RuntimeError:
         coroutine.close()
         raise
-

@@ -227,4 +227,3 @@ class Replica:
             f"Replica {self.replica_id} of {self.replica_id.deployment_id} was stopped before it "
             "answered; send the request again if that is safe."
         )
-

@@ -4,7 +4,7 @@
     None                   200 text/plain, empty
     bytes                  200 text/plain
     str                    200 text/plain; charset=utf-8
-    a generator            200, one chunk an item: text if the first is str or bytes, else JSON lines
+    a generator            200, a chunk an item: text if the first is str or bytes, else JSON lines
     anything else          200 application/json, by FastAPI's `jsonable_encoder`
 
     HTTPException          its status, headers and {"detail": ...}

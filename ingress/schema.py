@@ -7,12 +7,12 @@ router, `ongoing` and `latency_ms` from its replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from ingress.counters import Latency
 
 
-class ApplicationStatus(str, Enum):
+class ApplicationStatus(StrEnum):
     """The words of Ray Serve."""
 
     NOT_STARTED = "NOT_STARTED"
@@ -23,7 +23,7 @@ class ApplicationStatus(str, Enum):
     DELETING = "DELETING"
 
 
-class DeploymentStatus(str, Enum):
+class DeploymentStatus(StrEnum):
     """The words of Ray Serve."""
 
     UPDATING = "UPDATING"

@@ -179,7 +179,17 @@ class WorkerPool:
 class _Work:
     """One call in a worker thread and its way back."""
 
-    __slots__ = ("context", "done", "error", "finished", "func", "loop", "mailbox", "result", "scope")
+    __slots__ = (
+        "context",
+        "done",
+        "error",
+        "finished",
+        "func",
+        "loop",
+        "mailbox",
+        "result",
+        "scope",
+    )
 
     def __init__(
         self, func: Callable[[], Any], loop: asyncio.AbstractEventLoop, mailbox: Mailbox

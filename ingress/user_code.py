@@ -145,9 +145,8 @@ class UserCode:
 
     def _plan(self, method: str) -> ExecutionPlan:
         """Make the plan of a method at its first call."""
-        if not inspect.isclass(self._func_or_class):
-            target = self._func_or_class  # a function deployment has just the one
-        else:
+        target: Any = self._func_or_class  # a function deployment has just the one
+        if inspect.isclass(target):
             target = getattr(self._instance, method, None)
             if not callable(target):
                 raise RayServeException(

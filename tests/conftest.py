@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ingress.loops import EventLoopThread
 from ingress.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
@@ -23,6 +24,10 @@ GRACE_S = 2.0
 """How long threads and file descriptors may take to go after a test."""
 
 CALL_FAILED = pytest.StashKey[bool]()
+
+
+# libuv keeps one pipe a process for its signals, from its first loop on: nobody's leak.
+EventLoopThread("first loop").stop(GRACE_S)
 
 
 @pytest.fixture(params=["asyncio"])

@@ -13,7 +13,7 @@ __all__ = ["Engine", "current_engine"]
 
 _local = LocalEngine()
 Application._host = Hosting(_local)
-atexit.register(_local.shutdown)
+atexit.register(_local.shutdown, timeout_s=0.0)  # nobody is left to wait for an answer
 
 
 def current_engine() -> LocalEngine:

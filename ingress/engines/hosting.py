@@ -1,10 +1,10 @@
 """An `Application` as an ASGI app: who starts it, and who stops it.
 
-    lifespan (uvicorn, `with TestClient`)      started and stopped by it, on its loop
-    a first request without lifespan           started once, however many come first; stopped by
-                                               `await application.aclose()`, `serve.shutdown()`
-                                               or at exit
-    `FastAPI(lifespan=application.lifespan)`   as the parent app's lifespan says
+lifespan (uvicorn, `with TestClient`)      started and stopped by it, on its loop
+a first request without lifespan           started once, however many come first; stopped by
+                                           `await application.aclose()`, `serve.shutdown()`
+                                           or at exit
+`FastAPI(lifespan=application.lifespan)`   as the parent app's lifespan says
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import traceback
 import weakref
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from threading import Lock
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -115,7 +116,7 @@ class Hosting:
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
-    ) -> Awaitable[None]:
+    ) -> Coroutine[Any, Any, None]:
         hosted = self._hosted.get(application)
         if hosted is not None and scope["type"] != "lifespan":
             proxy = hosted.proxy

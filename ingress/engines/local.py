@@ -138,10 +138,12 @@ class LocalEngine:
         self.applications[built.name] = running
         return running
 
-    async def stop_application(self, running: RunningApplication) -> bool:
+    async def stop_application(
+        self, running: RunningApplication, timeout_s: float | None = None
+    ) -> bool:
         """Stop an application. Returns True if this was the call that did, and has to `release`."""
         assert self._controller is not None
-        if not await self._controller.stop(running):
+        if not await self._controller.stop(running, timeout_s):
             return False
         if self.applications.get(running.name) is running:
             del self.applications[running.name]
@@ -191,9 +193,7 @@ class LocalEngine:
                     self._start_http(threads)
                 running = run_blocking(
                     threads.control.loop,
-                    self.start_application(
-                        built, route_prefix, self._proxy, self._serving_loop
-                    ),
+                    self.start_application(built, route_prefix, self._proxy, self._serving_loop),
                 )
             except BaseException:
                 self._stop_http_if_unused()
@@ -213,14 +213,15 @@ class LocalEngine:
             self._update_routes(without=running)
             self._stop(running, threads)
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Stop everything. Requests have `timeout_s` to end, by default what deployments say."""
         with self._operations:
             threads = self._threads
             if threads is None:
                 return
             for running in self.applications.values():
                 running.proxy.is_draining = True
-            stopped = run_blocking(threads.control.loop, self._stop_all())
+            stopped = run_blocking(threads.control.loop, self._stop_all(timeout_s))
             stopped += self._is_started
             self._is_started = False
             self._update_routes()
@@ -229,8 +230,9 @@ class LocalEngine:
             for _ in range(stopped):
                 self.release()
 
-    async def _stop_all(self) -> int:
-        stops = (self.stop_application(each) for each in list(self.applications.values()))
+    async def _stop_all(self, timeout_s: float | None) -> int:
+        applications = list(self.applications.values())
+        stops = (self.stop_application(each, timeout_s) for each in applications)
         return sum(await asyncio.gather(*stops))
 
     def _stop(self, running: RunningApplication, threads: EngineThreads) -> None:

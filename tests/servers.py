@@ -1,0 +1,200 @@
+"""A server in a process of its own, and a client that sees the bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ingress.settings import (
+    ROUTER_IN_SEPARATE_LOOP,
+    SYNC_IN_THREADPOOL,
+    USER_CODE_IN_SEPARATE_THREAD,
+)
+
+ROOT = Path(__file__).parent.parent
+INGRESS = [sys.executable, "-c", "from ingress.cli import main; main()"]
+UVICORN = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", "0"]
+PATIENCE_S = 20.0
+"""How long anything may take before it counts as hanging."""
+
+_ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
+
+
+def environment(folder: Path, *, sync: str = "0", separate: str = "1") -> dict[str, str]:
+    """The environment of a process: the flags, and the folder and ours to import from."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "200",
+        SYNC_IN_THREADPOOL: sync,
+        USER_CODE_IN_SEPARATE_THREAD: separate,
+        ROUTER_IN_SEPARATE_LOOP: separate,
+    }
+
+
+class ServerProcess:
+    """A process whose output is kept in a file."""
+
+    def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
+        self._log = folder / f"output-{time.monotonic_ns()}.txt"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
+        """Wait until the output has it. Fails if the process ends before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := re.search(pattern, self.output)):
+            assert self.process.poll() is None, f"ended early:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in:\n{self.output}"
+            time.sleep(0.005)
+        return found
+
+    @property
+    def port(self) -> int:
+        return int(self.wait_for(_ADDRESS)[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        """Wait until the process has ended and return its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"alive after {timeout_s} s:\n{self.output}") from None
+
+
+@contextmanager
+def process(command: list[str], folder: Path, environ: dict[str, str]) -> Iterator[ServerProcess]:
+    """Run a command; whatever is left of it at the end is killed."""
+    server = ServerProcess(command, folder, environ)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+
+
+@dataclass
+class Answer:
+    """What came back over one connection, byte for byte."""
+
+    raw: bytes
+    status: int = field(init=False)
+    headers: dict[str, str] = field(init=False)
+    body: bytes = field(init=False)
+    is_complete: bool = field(init=False)
+    """Whether the body ended as its headers promised; if not, the connection was cut."""
+
+    def __post_init__(self) -> None:
+        head, found, rest = self.raw.partition(b"\r\n\r\n")
+        self.status, self.headers, self.body, self.is_complete = 0, {}, b"", False
+        if not found:
+            return
+        line, *fields = head.decode("latin-1").split("\r\n")
+        self.status = int(line.split()[1])
+        for each in fields:
+            name, _, value = each.partition(":")
+            self.headers[name.lower()] = value.strip()
+        if self.headers.get("transfer-encoding") == "chunked":
+            self._read_chunks(rest)
+        else:
+            self.body = rest
+            self.is_complete = len(rest) == int(self.headers.get("content-length", "0"))
+
+    def _read_chunks(self, rest: bytes) -> None:
+        while rest:
+            size, found, rest = rest.partition(b"\r\n")
+            if not found:
+                return
+            if int(size, 16) == 0:
+                self.is_complete = True
+                return
+            self.body += rest[: int(size, 16)]
+            rest = rest[int(size, 16) + 2 :]
+
+
+class Connection:
+    """One connection. Every wait is bounded: a hang is a failure."""
+
+    def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.connect(("127.0.0.1", port))
+        self.received = b""
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def request(
+        self, path: str, *, method: str = "GET", headers: str = "Connection: close\r\n"
+    ) -> None:
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n"
+        self.send(head.encode("latin-1"))
+
+    def receive_until(self, expected: bytes) -> bytes:
+        """Receive until it is there. Fails at the end of the connection."""
+        while expected not in self.received:
+            data = self.socket.recv(65536)
+            assert data, f"the connection ended without {expected!r}: {self.received!r}"
+            self.received += data
+        return self.received
+
+    def receive_all(self) -> bytes:
+        """Receive until the connection ends, cleanly or not."""
+        try:
+            while data := self.socket.recv(65536):
+                self.received += data
+        except ConnectionResetError:
+            pass
+        return self.received
+
+    def answer(self) -> Answer:
+        return Answer(self.receive_all())
+
+    def reset(self) -> None:
+        """Close with RST instead of FIN."""
+        self.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+        )
+        self.socket.close()
+
+
+def get(port: int, path: str, headers: str = "") -> Answer:
+    """Send one request over a connection of its own."""
+    with Connection(port) as connection:
+        connection.request(path, headers=headers + "Connection: close\r\n")
+        return connection.answer()
+
+
+def write_module(folder: Path, name: str, source: str) -> None:
+    (folder / f"{name}.py").write_text(source)

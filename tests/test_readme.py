@@ -1,0 +1,133 @@
+"""Every block of the README is run: Python as it stands, commands as they are typed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from ingress.exceptions import SyncMethodOnEventLoopWarning
+from tests.servers import running_ingress
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+CONSOLE = [text for language, text in BLOCKS if language == "console"]
+
+
+def python_block(name: str) -> str:
+    block: str
+    (block,) = [text for text in PYTHON if text.startswith(f"# {name}.py\n")]
+    return block
+
+
+@pytest.fixture
+def readme_module(tmp_path: Path) -> Iterator[object]:
+    """Import a named Python block as the file its first line says it is."""
+
+    def load(name: str) -> ModuleType:
+        path = tmp_path / f"{name}.py"
+        path.write_text(python_block(name))
+        spec = importlib.util.spec_from_file_location(f"readme_{name}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in [name for name in sys.modules if name.startswith("readme_")]:
+        del sys.modules[name]
+
+
+def test_every_block_has_a_test() -> None:
+    named = [text for text in PYTHON if re.match(r"# \w+\.py\n", text)]
+
+    assert [language for language, _ in BLOCKS if language not in ("python", "console")] == ["text"]
+    assert len(named) == 2
+    assert len(PYTHON) == 3
+    assert len(CONSOLE) == 4
+
+
+def test_the_first_application_answers_what_curl_shows(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(python_block("hello"))
+    (session,) = [text for text in CONSOLE if text.startswith("$ curl")]
+    shown = re.findall(r"^\$ curl (\S+)\n(.+)$", session, re.MULTILINE)
+    assert len(shown) == 2
+    (command,) = [text for text in CONSOLE if text.startswith("$ ingress run")]
+
+    with running_ingress(*shlex.split(command)[3:], cwd=tmp_path) as server:
+        for url, answer in shown:
+            response = httpx.get(url.replace("http://127.0.0.1:8000", server.url))
+            assert (response.status_code, response.text) == (200, answer)
+        where = httpx.get(f"{server.url}/where").json()
+
+    assert re.fullmatch(r"Hello#[01]-worker-\d+", where)
+
+
+def test_deployments_call_each_other(readme_module: object) -> None:
+    module = readme_module("shout")  # type: ignore[operator]
+
+    with TestClient(module.shout) as client:
+        assert client.get("/shout", params={"text": "hey"}).json() == "HEY!!!"
+
+
+def test_the_handle_block_runs_as_it_stands(tmp_path: Path) -> None:
+    (block,) = [text for text in PYTHON if not re.match(r"# \w+\.py\n", text)]
+    path = tmp_path / "block.py"
+    path.write_text(block)
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=30
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("target", re.findall(r"^\$ make (\w+)", README, re.MULTILINE))
+def test_the_make_targets_exist(target: str) -> None:
+    subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_install_command_installs_this_project() -> None:
+    (command,) = [text for text in CONSOLE if "pip install" in text]
+
+    assert command == "$ python -m pip install -e .\n"
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert 'name = "fastapi-ingress"' in pyproject
+
+
+def test_the_warning_is_quoted_as_it_is_issued(recwarn: pytest.WarningsRecorder) -> None:
+    (quoted,) = [text for language, text in BLOCKS if language == "text"]
+    begins = " ".join(quoted.split()).removesuffix(" ...")
+    script = (
+        "import ingress as serve\n"
+        "class Model:\n"
+        "    def __call__(self): return 1\n"
+        "handle = serve.run(serve.deployment(Model).bind(), route_prefix=None)\n"
+        "assert handle.remote().result() == 1\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
+    )
+
+    assert f"{SyncMethodOnEventLoopWarning.__name__}: {begins}" in done.stderr
+
+
+def test_the_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
