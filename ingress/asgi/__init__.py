@@ -1,0 +1,20 @@
+"""FastAPI and other ASGI apps on the replicas of a deployment.
+
+    spec          the decorator; what it records; the app bound once per deployment
+    apps          the clone of the app each replica gets
+    routes        the clone of the route tree, endpoints wrapped
+    dependencies  `Depends(...)` on the replica's threads and instance
+    methods       whose function it is, and what runs for it
+    state         `app.state`, one per replica
+    replica_app   the ASGI app of one replica
+    lifespan      its start-up and shutdown
+    guard         failures stay inside their request
+
+Only these modules touch FastAPI's route internals.
+"""
+
+from ingress.asgi.replica_app import ReplicaApp
+from ingress.asgi.routes import RouteInfo
+from ingress.asgi.spec import BoundApp, IngressSpec, ingress
+
+__all__ = ["BoundApp", "IngressSpec", "ReplicaApp", "RouteInfo", "ingress"]

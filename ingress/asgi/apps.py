@@ -1,0 +1,150 @@
+"""An app bound to a class, and the clone of it that each replica gets."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
+
+from ingress.asgi.guard import Guard, guarded
+from ingress.asgi.methods import Methods, Target
+from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
+from ingress.asgi.state import ReplicaState, view_of
+from ingress.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+)
+
+TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
+
+_apps_lock = threading.RLock()
+"""Held while a user's app is read or changed. Two deployments may share one app and be built in two
+threads: both would replace its `state`, or one would read the routes the other has just swapped in
+for `app.openapi`."""
+
+
+class BoundRoutes:
+    """An app with its routes bound to a class. Thread-safe: nothing changes once it is made.
+
+    `targets` is what a replica makes plans for, `infos` what there is to show.
+    """
+
+    def __init__(self, app: ASGIApp, cls: type) -> None:
+        self.app = app
+        self.targets: list[Target] = []
+        self.infos: list[RouteInfo] = []
+        self._custom_schema: dict[str, Any] | None = None
+        if not isinstance(app, Starlette):
+            return
+        methods = Methods(cls)
+        tree = RouteTree(methods)
+        with _apps_lock:
+            check_routes(app.routes, methods)
+            self._view = view_of(app)
+            self._router = tree.clone(app.router)
+            if isinstance(app, FastAPI):
+                self._webhooks = tree.clone(app.webhooks)
+        self.targets = tree.targets
+        self.infos = list(route_infos(self._router.routes))
+
+    def clone(self) -> ASGIApp:
+        """Return the app of one replica; it shares the bound routes and nothing that changes."""
+        # Without the lock: what `_custom_openapi` changes for a while is replaced here.
+        app = self.app
+        if not isinstance(app, Starlette):
+            return Guard(app)
+        clone: Any = copy.copy(app)
+        clone.router = copy.copy(self._router)
+        clone.router.routes = list(self._router.routes)
+        clone.router.middleware_stack = rebased(
+            self._router.middleware_stack, self._router.app, clone.router.app
+        )
+        clone.state = ReplicaState(self._view)
+        clone.middleware_stack = None
+        clone.user_middleware = guarded(app.user_middleware)
+        clone.exception_handlers = _with_our_handlers(app.exception_handlers)
+        if isinstance(app, FastAPI):
+            clone.webhooks = self._webhooks
+            clone.openapi_schema = None
+            clone.router.routes = _with_own_docs(clone)
+            if "openapi" in vars(app):
+                clone.openapi = self._custom_openapi
+        return clone  # type: ignore[no-any-return]
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the schema. Raises `TypeError` if the app is not a FastAPI."""
+        if not isinstance(self.app, FastAPI):
+            raise TypeError(
+                "Only a FastAPI app has an OpenAPI schema; this app's type is "
+                f"{type(self.app).__name__}."
+            )
+        clone: Any = self.clone()
+        schema: dict[str, Any] = clone.openapi()
+        return schema
+
+    def _custom_openapi(self) -> dict[str, Any]:
+        """Call the user's `app.openapi = custom`, once.
+
+        It closes over the user's app, so that app shows the bound routes while it runs.
+        """
+        app: Any = self.app
+        with _apps_lock:
+            if self._custom_schema is None:
+                routes, schema = app.router.routes, app.openapi_schema
+                app.router.routes, app.openapi_schema = self._router.routes, None
+                try:
+                    self._custom_schema = vars(app)["openapi"]()
+                finally:
+                    app.router.routes, app.openapi_schema = routes, schema
+            return self._custom_schema
+
+
+def docs_path(app: object) -> str | None:
+    """Return the path of FastAPI's interactive documentation, `None` if there is none."""
+    return app.docs_url if isinstance(app, FastAPI) and app.openapi_url else None
+
+
+async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
+    """Answer for a deployment behind this one that cannot take the request now."""
+    assert isinstance(error, RayServeException)
+    if isinstance(connection, WebSocket):
+        await connection.close(TRY_AGAIN_LATER, reason=error.message[:100])
+        return None
+    return PlainTextResponse(error.message, status_code=error.status_code)
+
+
+def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:
+    """Return the exception handlers and ours, where the user has none for the error or its base."""
+    ours: dict[Any, Callable[..., Any]] = {}
+    for error in (BackPressureError, DeploymentUnavailableError):
+        if handlers.keys().isdisjoint((error, RayServeException)):
+            ours[error] = answer_unavailable
+    return {**handlers, **ours}
+
+
+def _with_own_docs(clone: Any) -> list[BaseRoute]:
+    """Return the clone's routes with FastAPI's documentation routes made again, in their places.
+
+    Those of the user's app show the user's app.
+    """
+    routes: list[BaseRoute] = clone.router.routes
+    clone.router.routes = []
+    clone.setup()
+    own = {_identity(route): route for route in clone.router.routes}
+    return [own.get(_identity(route), route) for route in routes]
+
+
+def _identity(route: BaseRoute) -> tuple[Any, ...]:
+    if type(route) is not Route:
+        return (id(route),)
+    return (route.path, route.endpoint.__module__, getattr(route.endpoint, "__qualname__", ""))

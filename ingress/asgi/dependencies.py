@@ -1,0 +1,159 @@
+"""What `Depends(...)` calls, moved to the replica's own threads and instance.
+
+    what it calls                           becomes
+    `def`, a class, an object with a        a `LiftedFunction`: runs as the replica plans it
+      `def __call__`
+    a method of the deployment's class      the same; with `yield`, its `self` is bound
+    `async def`, `yield`, a security scheme left to FastAPI
+
+FastAPI would run a plain `def` dependency with AnyIO, whose hop to a thread costs as much as the
+rest of the request on a loop that is not the main thread's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Any, get_args, get_origin
+
+from fastapi import params
+from fastapi.dependencies.models import Dependant
+from fastapi.dependencies.utils import get_typed_signature
+from fastapi.security.base import SecurityBase
+
+from ingress.asgi.methods import Methods, Target, kind_for_fastapi
+from ingress.context import REPLICA
+from ingress.execution import Kind
+
+
+class Lifted:
+    """Stands for a dependency, and equals it.
+
+    So the user's `app.dependency_overrides`, whose keys are the original callables, finds it, and
+    FastAPI's cache of one request sees one dependency and not two. `__signature__` is for FastAPI,
+    which analyses a dependency again at each request once there are overrides.
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], target: Target, signature: inspect.Signature
+    ) -> None:
+        self._original = original
+        self._target = target
+        self._func = target.func
+        self.__signature__ = signature
+        self.__name__ = getattr(original, "__name__", type(original).__name__)
+        self.__qualname__ = getattr(original, "__qualname__", type(original).__qualname__)
+        self.__module__ = original.__module__
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._original == (other._original if isinstance(other, Lifted) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __repr__(self) -> str:
+        return repr(self._original)
+
+
+class LiftedFunction(Lifted):
+    """Runs as the current replica plans it."""
+
+    async def __call__(self, **values: Any) -> Any:
+        return await REPLICA.get()._plans[self._func].run(**values)
+
+
+class LiftedGenerator(Lifted):
+    """A method with `yield`, bound to the current replica's instance and run by FastAPI.
+
+    It cannot be handed on through a plan's stream: an exception of the endpoint must arrive at the
+    user's `yield`.
+    """
+
+    def __call__(self, **values: Any) -> Generator[Any, None, None]:
+        bound = self._target.bound_to(REPLICA.get().servable_object)
+        with contextmanager(bound)(**values) as value:
+            yield value
+
+
+class LiftedAsyncGenerator(Lifted):
+    """As `LiftedGenerator`, written `async def`."""
+
+    async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
+        bound = self._target.bound_to(REPLICA.get().servable_object)
+        async with asynccontextmanager(bound)(**values) as value:
+            yield value
+
+
+class Dependencies:
+    """Lifts the dependencies of one deployment's routes; `targets` is what a replica must plan."""
+
+    def __init__(self, methods: Methods) -> None:
+        self._methods = methods
+        self._lifted: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.targets: list[Target] = []
+
+    def lift(self, dependant: Dependant) -> None:
+        """Replace what the dependant's dependencies call, at any depth."""
+        dependant.dependencies[:] = [self._replaced(each) for each in dependant.dependencies]
+
+    def _replaced(self, dependant: Dependant) -> Dependant:
+        self.lift(dependant)
+        assert dependant.call is not None  # for types
+        call = self._call(dependant.call)
+        if call is dependant.call:
+            return dependant
+        known = inspect.signature(call).parameters
+        return dataclasses.replace(  # a new one: older FastAPIs cache what they find out of `call`
+            dependant,
+            call=call,
+            query_params=[field for field in dependant.query_params if field.name in known],
+        )
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        if original not in self._lifted:
+            self._lifted[original] = self._make(original)
+        return self._lifted[original]
+
+    def _make(self, original: Any) -> Callable[..., Any]:
+        target = self._methods.target(original)
+        kind = kind_for_fastapi(target.func)
+        is_method = target.descriptor is not None
+        is_lifted = is_method or kind is Kind.FUNCTION
+        if not is_lifted or isinstance(original, SecurityBase):
+            return original  # type: ignore[no-any-return]
+        signature = self._signature(original, skip_first=target.takes_self)
+        if kind is Kind.GENERATOR:
+            return LiftedGenerator(original, target, signature)
+        if kind is Kind.ASYNC_GENERATOR:
+            return LiftedAsyncGenerator(original, target, signature)
+        self.targets.append(target)
+        return LiftedFunction(original, target, signature)
+
+    def _signature(self, original: Callable[..., Any], *, skip_first: bool) -> inspect.Signature:
+        parameters = get_typed_signature(original).parameters.values()
+        return inspect.Signature(
+            [self._parameter(each) for each in list(parameters)[1 if skip_first else 0 :]]
+        )
+
+    def _parameter(self, parameter: inspect.Parameter) -> inspect.Parameter:
+        """Return the parameter with the callable of its `Depends` lifted.
+
+        What is in an `Annotated` becomes a default, which means the same to FastAPI: `typing` keeps
+        one `Annotated` for equal arguments, and would give the original back. Keyword-only, because
+        a default may then come before a parameter without one.
+        """
+        parameter = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        annotated, *metadata = (
+            get_args(parameter.annotation)
+            if get_origin(parameter.annotation) is Annotated
+            else (parameter.annotation,)
+        )
+        for value in (parameter.default, *metadata):
+            if isinstance(value, params.Depends) and value.dependency is not None:
+                lifted = copy.copy(value)
+                object.__setattr__(lifted, "dependency", self._call(value.dependency))  # frozen
+                return parameter.replace(annotation=annotated, default=lifted)
+        return parameter

@@ -1,0 +1,81 @@
+"""What keeps a failure of user code inside the request it belongs to.
+
+    ReplicaApp -> ServerErrorMiddleware -> Guard -> m1 -> Guard -> m2 -> Guard -> routes
+
+Starlette calls user code that `execution` does not see: middleware, exception handlers, streamed
+bodies, background tasks, `yield` dependencies. Two things go wrong there without a guard on each
+side of every middleware. `BaseHTTPMiddleware`, which `@app.middleware("http")` is, runs the app
+below it in a task of its own, and a `SystemExit` or `KeyboardInterrupt` that leaves a task ends the
+event loop. And it ends a stream that failed half-way as if it had been complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ingress.execution import contained
+
+ANSWER = "ingress.answer"
+"""The key under which the scope carries the request's `Answer`."""
+
+
+class Answer:
+    """One response on its way out. Owned by the task of its request.
+
+    `failure` is the error of an app that had sent a part of its response. Whatever a middleware
+    then makes of it, the end of the body is withheld: the client sees a connection that was cut,
+    not a response that is complete.
+    """
+
+    __slots__ = ("_send", "failure")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.failure: BaseException | None = None
+
+    async def send(self, message: Message) -> None:
+        if self.failure is not None:
+            if message["type"] == "http.response.start" and message["status"] >= 500:
+                self.failure = None  # the failed part was kept back; this answer tells of it
+            elif message["type"] == "http.response.body" and not message.get("more_body"):
+                return
+        await self._send(message)
+
+
+class Guard:
+    """An ASGI middleware that lets only an `Exception` out, and notes a response that failed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_half_sent = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal is_half_sent
+            await send(message)  # first: a middleware that raises here has not taken the message
+            is_half_sent = message["type"] == "http.response.start" or bool(
+                message.get("more_body")
+            )
+
+        try:
+            await self.app(scope, receive, watched_send)
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else contained(error, "the ASGI app")
+            answer: Answer | None = scope.get(ANSWER)
+            # Who cancels a part of the request (a middleware with a timeout) answers for it.
+            is_failed = is_half_sent and not isinstance(failure, asyncio.CancelledError)
+            if is_failed and answer is not None:
+                answer.failure = failure
+            if failure is error:
+                raise
+            raise failure from error
+
+
+def guarded(middleware: list[Middleware]) -> list[Any]:
+    """Return the middleware with a guard before, between and after."""
+    return [Middleware(Guard), *(each for m in middleware for each in (m, Middleware(Guard)))]

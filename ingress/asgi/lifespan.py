@@ -1,0 +1,98 @@
+"""The ASGI lifespan of one replica's app: start-up, shutdown, and what it yields."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message
+
+from ingress.context import ReplicaContext
+from ingress.exceptions import RayServeException
+from ingress.execution import contained
+
+logger = logging.getLogger("ingress")
+
+
+class Lifespan:
+    """Owned by the user event loop.
+
+    Start-up and shutdown run in one task, because a lifespan is one context manager and what it
+    opened (a task group, a context variable) must be closed in the task that opened it. `state` is
+    what it yielded; each request gets a copy.
+    """
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self.state: dict[str, Any] = {}
+        self._context = context
+        self._task: asyncio.Task[None] | None = None
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._answered: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._failed: str | None = None
+        self._is_up = False
+
+    async def startup(self) -> None:
+        """Run the app's start-up. `REPLICA` is set. Raises what the start-up raises."""
+        app = self._context._asgi_app
+        self._answered = asyncio.get_running_loop().create_future()
+        self._messages.put_nowait({"type": "lifespan.startup"})
+        self._task = asyncio.create_task(self._run(app), name="lifespan")
+        try:
+            await self._answered
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        if self._is_up:
+            return
+        if self._failed is not None or (self._error is not None and isinstance(app, Starlette)):
+            self._raise("start-up")
+        logger.debug("%r does not support lifespan and is served without", app)
+
+    async def shutdown(self) -> None:
+        """Run the app's shutdown, once and if it has started up. Raises what it raises."""
+        if self._task is None or not self._is_up:
+            return
+        self._is_up = False
+        self._messages.put_nowait({"type": "lifespan.shutdown"})
+        await self._task
+        if self._failed is not None or self._error is not None:
+            self._raise("shutdown")
+
+    async def _run(self, app: ASGIApp) -> None:
+        scope = {
+            "type": "lifespan",
+            "asgi": {"version": "3.0", "spec_version": "2.0"},
+            "state": self.state,
+        }
+        try:
+            await app(scope, self._messages.get, self._send)
+        except Exception as error:
+            self._error = error
+        except BaseException as error:
+            # A `SystemExit` must not leave the task: it would end the loop.
+            self._error = contained(error, "the lifespan")
+            if self._error is error:
+                raise
+            self._error.__cause__ = error
+        finally:
+            self._answer()
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "lifespan.startup.complete":
+            self._is_up = True
+            self._answer()
+        elif message["type"] in ("lifespan.startup.failed", "lifespan.shutdown.failed"):
+            # Starlette raises next what it has put into words here; a raw app may just return.
+            self._failed = message.get("message", "")
+
+    def _answer(self) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    def _raise(self, phase: str) -> None:
+        if self._error is not None:
+            raise self._error
+        raise RayServeException(f"The ASGI app's lifespan {phase} failed: {self._failed}")

@@ -1,0 +1,163 @@
+"""Which functions of an app belong to a class, and what runs for them on a replica.
+
+    the function is                                          so
+    a method of the class or of a base of it                 bound to the replica's instance
+      and a class below its definer redefines the name       the redefinition runs instead
+    a method of another class (its first parameter: `self`)  absent from this deployment
+    anything else                                            runs as it is
+
+The class is known by the name of the body a function was written in, as tracebacks show it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ingress.exceptions import RayServeException
+from ingress.execution import Kind, kind
+
+GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What runs for a function that was given to FastAPI.
+
+    `func` is the key of its plan. `descriptor` is what binds it to an instance: the function
+    itself, a `staticmethod` or a `classmethod`; `None` if it belongs to no class. `takes_self`
+    says whether the function *given to FastAPI* has a first parameter that is not the caller's.
+    """
+
+    func: Callable[..., Any]
+    descriptor: Any = None
+    takes_self: bool = False
+
+    def bound_to(self, instance: Any) -> Callable[..., Any]:
+        if self.descriptor is None:
+            return self.func
+        bound: Callable[..., Any] = self.descriptor.__get__(instance, type(instance))
+        return bound
+
+
+class Methods:
+    """The class of a deployment, as the owner of functions it gave to an app."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self._classes = [base for base in cls.__mro__ if base is not object]
+
+    def owns(self, func: Any) -> bool:
+        return self._definer(func) is not None
+
+    def is_foreign(self, func: Any) -> bool:
+        """Whether `func` is an ordinary method of another class, so nothing here can run it."""
+        return (
+            _class_name(func) is not None
+            and not self.owns(func)
+            and next(iter(inspect.signature(func).parameters), None) == "self"
+        )
+
+    def target(self, func: Callable[..., Any]) -> Target:
+        """Return what runs for `func`.
+
+        Not `getattr(instance, name)`: two routes whose methods share a name would both run the
+        second, a decorator above `@app.get` would run here and not in FastAPI, and a `__private`
+        name would not be found. Raises `TypeError` if an override takes other parameters.
+        """
+        definer = self._definer(func)
+        if definer is None:
+            return Target(func)
+        takes_self = not isinstance(_descriptor(definer, func), staticmethod)
+        for cls in self._classes:
+            if cls is definer:
+                return Target(func, _descriptor(cls, func), takes_self)
+            if func.__name__ in vars(cls):
+                return self._override(cls, func, takes_self)
+        raise AssertionError("the definer is in the MRO")  # pragma: no cover
+
+    def check(self, func: Callable[..., Any]) -> None:
+        """Refuse a method of the class which no request could be given to."""
+        definer = self._definer(func)
+        if definer is None or isinstance(_descriptor(definer, func), staticmethod):
+            return
+        parameters = list(inspect.signature(func).parameters.values())
+        if not parameters or parameters[0].kind not in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            raise RayServeException(
+                "Methods in FastAPI class-based view must have ``self`` as their first argument. "
+                f"{func.__qualname__}{inspect.signature(func)} has none: add it, or make the "
+                "method a @staticmethod."
+            )
+        for parameter in parameters[1:]:
+            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+                raise TypeError(
+                    f"{func.__qualname__}{inspect.signature(func)}: FastAPI passes parameters by "
+                    f"name, and '{parameter.name}' is positional-only. Remove the '/'."
+                )
+
+    def _override(self, cls: type, func: Callable[..., Any], takes_self: bool) -> Target:
+        override = vars(cls)[func.__name__]
+        impl = getattr(override, "__func__", override)
+        expected = _parameters(func, skip_first=takes_self)
+        if not callable(impl) or expected != _parameters(
+            impl, skip_first=not isinstance(override, staticmethod)
+        ):
+            given = inspect.signature(impl) if callable(impl) else f" = {impl!r}"
+            raise TypeError(
+                f"{cls.__qualname__}.{func.__name__}{given} overrides the route "
+                f"{func.__qualname__}{inspect.signature(func)} and must take the same parameters. "
+                "Give it those, or another name and a route of its own."
+            )
+        return Target(impl, override, takes_self)
+
+    def _definer(self, func: Any) -> type | None:
+        name = _class_name(func)
+        if name is None:
+            return None
+        for cls in self._classes:
+            # The name says it, also for a function that a decorator has replaced in the class.
+            # The function itself says it, also for a class that was renamed.
+            if f"{cls.__module__}.{cls.__qualname__}" == name or _descriptor(cls, func) is not func:
+                return cls
+            if any(value is func for value in vars(cls).values()):
+                return cls
+        return None
+
+
+def kind_for_fastapi(func: Callable[..., Any]) -> Kind:
+    """Return how FastAPI thinks `func` is written: it looks through `__wrapped__`, too."""
+    outer = kind(func)
+    if outer is not Kind.FUNCTION:
+        return outer
+    while isinstance(func, partial):
+        func = func.func
+    if not (inspect.isroutine(func) or inspect.isclass(func)):
+        func = type(func).__call__
+    return kind(inspect.unwrap(func))
+
+
+def _class_name(func: Any) -> str | None:
+    """Return the module and qualified name of the class body a Python function was written in."""
+    if not inspect.isfunction(func):
+        return None
+    head = func.__qualname__.rpartition(".")[0]
+    return None if not head or head.endswith("<locals>") else f"{func.__module__}.{head}"
+
+
+def _descriptor(cls: type, func: Any) -> Any:
+    """Return the `staticmethod` or `classmethod` that holds `func` in the class, else `func`."""
+    for value in vars(cls).values():
+        if isinstance(value, (staticmethod, classmethod)) and value.__func__ is func:
+            return value
+    return func
+
+
+def _parameters(func: Callable[..., Any], *, skip_first: bool) -> list[str]:
+    parameters = list(inspect.signature(func).parameters.values())[1 if skip_first else 0 :]
+    return [each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY]

@@ -1,0 +1,87 @@
+"""The ASGI app of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ingress.asgi.apps import BoundRoutes
+from ingress.asgi.guard import ANSWER, Answer
+from ingress.asgi.lifespan import Lifespan
+from ingress.context import ReplicaContext
+from ingress.execution import ExecutionPlan, Role, contained
+
+BUILDER_METHOD = "__serve_build_asgi_app__"
+
+MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
+
+
+class ReplicaApp:
+    """Owned by the user event loop.
+
+    In this order: made, the constructor runs, `attach`, `lifespan.startup`, requests,
+    `lifespan.shutdown`.
+    """
+
+    def __init__(
+        self,
+        cls: type,
+        builder: Callable[[], ASGIApp] | None,
+        routes: BoundRoutes | None,
+        context: ReplicaContext,
+        make_plan: MakePlan,
+    ) -> None:
+        self._cls = cls
+        self._builder = builder
+        self._routes = routes
+        self._context = context
+        self._make_plan = make_plan
+        self.lifespan = Lifespan(context)
+        if routes is not None:
+            # Before the constructor, so that `app.state` is the replica's in there.
+            context._asgi_app = routes.clone()
+
+    async def attach(self, instance: Any) -> None:
+        """Bind the endpoints to the instance; build the app first if it is built per replica."""
+        if self._routes is None:
+            self._routes = BoundRoutes(await self._build(instance), self._cls)
+            self._context._asgi_app = self._routes.clone()
+        for target in self._routes.targets:
+            self._context._plans[target.func] = self._make_plan(
+                target.bound_to(instance), Role.ENDPOINT
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request or WebSocket.
+
+        `REPLICA` is set. `send` raises an `OSError` once the client has gone, which is what ASGI
+        2.4 promises: Starlette then streams without a second task, from which an exit would leave.
+        Raises the exception of the app, and `UserCodeExit` for what is not an `Exception`.
+        """
+        answer = Answer(send)
+        scope[ANSWER] = answer
+        scope["asgi"] = {**scope.get("asgi", {"version": "3.0"}), "spec_version": "2.4"}
+        if self.lifespan.state:
+            scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
+        try:
+            await self._context._asgi_app(scope, receive, answer.send)
+        except Exception:
+            raise
+        except BaseException as error:
+            failure = contained(error, "the ASGI app")
+            if failure is error:
+                raise
+            raise failure from error
+        if answer.failure is not None:
+            raise answer.failure
+
+    async def _build(self, instance: Any) -> ASGIApp:
+        build = getattr(instance, BUILDER_METHOD, self._builder)
+        assert build is not None  # the decorator has seen to it
+        app: ASGIApp | None = await self._make_plan(build, Role.LIFECYCLE).run()
+        if not callable(app):
+            name = getattr(build, "__name__", repr(build))
+            raise TypeError(f"`{name}` must return an ASGI app. It returned {app!r}.")
+        return app

@@ -1,0 +1,277 @@
+"""The routes of the user's app, cloned for one deployment.
+
+The user's app keeps its routes. The clone has all of them in declared order, less the methods of
+other classes, and every endpoint is replaced by a wrapper that runs what the current replica plans
+for it. FastAPI analyses the wrapper as it would analyse the function it stands for.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import fastapi.routing
+from fastapi.datastructures import Default
+from fastapi.dependencies.utils import get_typed_return_annotation, get_typed_signature
+from fastapi.routing import APIRoute, APIWebSocketRoute
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
+
+from ingress.asgi.dependencies import Dependencies
+from ingress.asgi.guard import Guard, guarded
+from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
+from ingress.context import REPLICA
+from ingress.execution import Kind, kind
+
+IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
+"""An included router as a node of the tree. FastAPI below 0.137 copies its routes instead."""
+
+iter_route_contexts: Any = getattr(fastapi.routing, "iter_route_contexts", iter)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteInfo:
+    """One route, as `ingress run` prints it. `func` is what runs; `methods` is sorted."""
+
+    path: str
+    methods: tuple[str, ...]
+    name: str
+    kind: Kind
+    is_websocket: bool
+    func: Callable[..., Any]
+
+
+class RouteTree:
+    """Clones routers for one deployment.
+
+    `targets` is what a replica must make plans for. Used by one thread; what it made is not
+    changed any more and may be shared by all replicas.
+    """
+
+    def __init__(self, methods: Methods) -> None:
+        self._methods = methods
+        self._dependencies = Dependencies(methods)
+        self._routers: dict[int, Router] = {}
+        self._targets: dict[Callable[..., Any], Target] = {}
+
+    @property
+    def targets(self) -> list[Target]:
+        return [*self._targets.values(), *self._dependencies.targets]
+
+    def clone(self, router: Router) -> Router:
+        """Return the router with its endpoints wrapped and its dependencies lifted."""
+        cloned = self._router(router)
+        # This also fills FastAPI's caches of the included routes, which FastAPI 0.137 fills without
+        # a lock: the replicas' threads would race for it, and undo the lifting.
+        for served in served_routes(cloned.routes):
+            if (dependant := getattr(served, "dependant", None)) is not None:
+                self._dependencies.lift(dependant)
+        return cloned
+
+    def _router(self, router: Router) -> Router:
+        # By identity: a router that is included twice is two nodes over one clone.
+        known = self._routers.get(id(router))
+        if known is None:
+            known = self._routers[id(router)] = copy.copy(router)
+            routes = (self._route(route, router) for route in router.routes)
+            known.routes = [route for route in routes if route is not None]
+            known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
+        return known
+
+    def _route(self, route: Any, router: Any) -> Any:
+        if IncludedRouter is not None and isinstance(route, IncludedRouter):
+            inner = self._router(route.original_router)
+            context = dataclasses.replace(route.include_context, included_router=inner)
+            return IncludedRouter(original_router=inner, include_context=context)
+        if isinstance(route, Mount):
+            return guarded_mount(route)
+        if not isinstance(route, (APIRoute, APIWebSocketRoute)):
+            return route
+        if self._methods.is_foreign(route.endpoint):
+            return None
+        if getattr(route.endpoint, "__hash__", None) is None:
+            return route  # no key for a plan: FastAPI runs it
+        target = self._methods.target(route.endpoint)
+        self._targets[target.func] = target
+        if isinstance(route, APIWebSocketRoute):
+            # The route does not keep who may override its dependencies; its router does.
+            provider = getattr(router, "dependency_overrides_provider", None)
+            endpoint = wrapper(route.endpoint, target, streams=False)
+            return rebuilt(route, endpoint, dependency_overrides_provider=provider)
+        # A FastAPI without streaming endpoints takes the generator for an ordinary result.
+        streams = hasattr(route, "is_json_stream") and kind_for_fastapi(target.func) in GENERATORS
+        return rebuilt(route, wrapper(route.endpoint, target, streams=streams))
+
+
+def wrapper(original: Callable[..., Any], target: Target, *, streams: bool) -> Callable[..., Any]:
+    """Return the endpoint FastAPI sees in place of `original`.
+
+    It has no `__wrapped__`: FastAPI would look through it and take it for what it wraps.
+    """
+    func = target.func  # the hot path: one lookup, one call
+
+    if streams:
+
+        async def endpoint(**values: Any) -> AsyncGenerator[Any, None]:
+            async with aclosing(REPLICA.get()._plans[func].stream(**values)) as items:
+                async for item in items:
+                    yield item
+
+    else:
+
+        async def endpoint(**values: Any) -> Any:  # type: ignore[misc]
+            return await REPLICA.get()._plans[func].run(**values)
+
+    endpoint.__dict__.update(getattr(original, "__dict__", {}))  # what libraries marked it with
+    for name in ("__wrapped__", "__signature__"):
+        endpoint.__dict__.pop(name, None)
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(endpoint, name, getattr(original, name, getattr(endpoint, name)))
+    marked: Any = endpoint
+    marked.__ingress_func__ = func
+    marked.__signature__ = signature(original, takes_self=target.takes_self)
+    _point_errors_at(endpoint, original)
+    return endpoint
+
+
+def signature(original: Callable[..., Any], *, takes_self: bool) -> inspect.Signature:
+    """Return the signature FastAPI would find, annotations resolved in the user's module."""
+    parameters = list(get_typed_signature(original).parameters.values())
+    returned = inspect.signature(original).return_annotation
+    if returned is not inspect.Signature.empty:
+        returned = get_typed_return_annotation(original)
+    return inspect.Signature(parameters[1 if takes_self else 0 :], return_annotation=returned)
+
+
+def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
+    """Return a route of the same class and configuration with another endpoint.
+
+    A route keeps each parameter of its constructor in an attribute of the same name.
+    """
+    base = APIRoute if isinstance(route, APIRoute) else APIWebSocketRoute
+    configured = vars(route)
+    options = {name: configured[name] for name in _options(base) if name in configured} | given
+    if base is APIRoute:
+        # The id names the models of body and response in the schema. It was made from the route
+        # as it was declared; made again it could differ (a set of methods has no order).
+        options |= {"operation_id": None, "generate_unique_id_function": lambda _: route.unique_id}
+        if not configured.get("form_limits"):
+            options.pop("form_limits", None)  # as FastAPI: a custom route class may not know it
+        if configured.get("stream_item_type") is not None:
+            # The type of the items is found again, but only when there is no response model.
+            options["response_model"] = Default(None)
+    clone = type(route)(route.path, endpoint, **options)
+    for name in ("methods", "operation_id", "generate_unique_id_function"):
+        if name in configured:
+            setattr(clone, name, configured[name])
+    for name, value in configured.items():  # what the user added to the route
+        vars(clone).setdefault(name, value)
+    return clone
+
+
+def rebased(stack: Any, end: Any, new_end: Any) -> Any:
+    """Return a copy of a chain of middlewares that ends elsewhere, guarded in between."""
+    if stack == end:
+        return new_end
+    if not hasattr(stack, "app"):
+        return stack  # no chain to be followed
+    layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
+    layer.app = inner if isinstance(layer, Guard) or isinstance(inner, Guard) else Guard(inner)
+    return layer
+
+
+def guarded_mount(mount: Mount) -> Mount:
+    """Return the mount with guards between the middlewares of the app it leads to.
+
+    Its replicas share that app. Two that serve first build its middleware stack at once, and either
+    stack is right.
+    """
+    app: Any = mount._base_app
+    if isinstance(mount._base_app, Starlette):
+        app = copy.copy(app)
+        app.user_middleware = guarded(app.user_middleware)
+        app.middleware_stack = None
+        router = app.router
+        app.router = copy.copy(router)
+        app.router.middleware_stack = rebased(router.middleware_stack, router.app, app.router.app)
+        app.router.routes = [
+            guarded_mount(route) if isinstance(route, Mount) else route for route in router.routes
+        ]
+    clone = copy.copy(mount)
+    clone._base_app = app
+    clone.app = rebased(mount.app, mount._base_app, app)
+    return clone
+
+
+def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
+    """Yield the routes as they are served, the prefix and dependencies of each include applied."""
+    for served in iter_route_contexts(routes):
+        # FastAPI 0.137 keeps an included route that is not an `APIRoute` one step further away.
+        yield getattr(served, "starlette_route", None) or served
+
+
+def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
+    """Yield the routes of a clone, less those FastAPI adds for its documentation."""
+    for served in served_routes(routes):
+        endpoint = getattr(served, "endpoint", None)
+        if endpoint is None or getattr(endpoint, "__module__", None) == "fastapi.applications":
+            continue
+        func = getattr(endpoint, "__ingress_func__", endpoint)
+        yield RouteInfo(
+            path=served.path,
+            methods=tuple(sorted(getattr(served, "methods", None) or ())),
+            name=getattr(func, "__qualname__", type(func).__qualname__),
+            kind=kind(func),
+            is_websocket=isinstance(getattr(served, "original_route", served), WebSocketRoute),
+            func=func,
+        )
+
+
+def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: str = "") -> None:
+    """Refuse what can never run: raises `TypeError` or `RayServeException`, with the fix."""
+    for route in routes:
+        if IncludedRouter is not None and isinstance(route, IncludedRouter):
+            included: Any = route
+            check_routes(included.original_router.routes, methods, mounted_at=mounted_at)
+        elif isinstance(route, (Mount, Host)):
+            where = mounted_at + getattr(route, "path", getattr(route, "host", ""))
+            check_routes(route.routes or [], methods, mounted_at=where)
+        elif isinstance(route, (Route, WebSocketRoute)) and methods.owns(route.endpoint):
+            name = route.endpoint.__qualname__
+            if mounted_at:
+                raise TypeError(
+                    f"{name} is a route of an app mounted at '{mounted_at}', which is never bound "
+                    f"to {methods.cls.__qualname__}. Declare it on an APIRouter and include that: "
+                    f"app.include_router(router, prefix='{mounted_at}')."
+                )
+            if not isinstance(route, (APIRoute, APIWebSocketRoute)):
+                raise TypeError(
+                    f"{name} was added with Starlette's `add_route`, which calls it with the "
+                    "request and without `self`. Use @app.get, @app.api_route or @app.websocket."
+                )
+            methods.check(route.endpoint)
+
+
+def _options(base: type) -> list[str]:
+    parameters = inspect.signature(base).parameters
+    return [name for name in parameters if name not in ("path", "endpoint")]
+
+
+def _point_errors_at(endpoint: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Have FastAPI's validation errors name the user's file and line, not the wrapper's.
+
+    FastAPI keeps what it finds under the `id` of an endpoint, also when the endpoint is gone and
+    another has its `id`: what is known of the original may be of somebody else.
+    """
+    known = getattr(fastapi.routing, "_endpoint_context_cache", None)
+    extract = getattr(fastapi.routing, "_extract_endpoint_context", None)
+    if known is not None and extract is not None:
+        known.pop(id(original), None)
+        known[id(endpoint)] = dict(extract(original))
+        weakref.finalize(endpoint, known.pop, id(endpoint), None).atexit = False

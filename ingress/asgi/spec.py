@@ -1,0 +1,173 @@
+"""`@serve.ingress(app)`: give a class an ASGI app.
+
+    app                                      what each replica serves
+    FastAPI, APIRouter                       a clone of it, its routes bound to the instance
+    Starlette                                a clone of it, with a state of its own
+    any other ASGI app, object or function   the app itself
+    a `def` without parameters               what it returns, called once per replica
+    none, and `__serve_build_asgi_app__`     what that method returns
+
+The decorator only records. The routes are bound when the deployment is built, so that what was
+declared after the class is there too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Router
+from starlette.types import ASGIApp
+
+from ingress.asgi.apps import BoundRoutes, docs_path
+from ingress.asgi.methods import Methods
+from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
+from ingress.asgi.routes import RouteInfo, check_routes
+from ingress.context import ReplicaContext
+from ingress.execution import kind
+
+C = TypeVar("C", bound=type)
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSpec:
+    """What `@serve.ingress` was given; the class carries it as `__ingress_spec__`.
+
+    One of `app` and `builder`, or neither for a class that builds its app itself.
+    """
+
+    app: Any = None
+    builder: Callable[[], ASGIApp] | None = None
+
+    def bind(self, cls: type) -> BoundApp:
+        """Bind the routes declared until now to the class. Raises what is wrong with them."""
+        if hasattr(cls, BUILDER_METHOD) or self.app is None:
+            return BoundApp(cls, self.builder, None)
+        app = self.app
+        if isinstance(app, APIRouter):
+            # Included now, not at decoration: older FastAPIs copy the routes there are.
+            app = FastAPI()
+            app.include_router(self.app)
+        return BoundApp(cls, None, BoundRoutes(app, cls))
+
+
+class BoundApp:
+    """The app of one deployment. Thread-safe: its replicas share it and nothing changes it."""
+
+    def __init__(
+        self, cls: type, builder: Callable[[], ASGIApp] | None, routes: BoundRoutes | None
+    ) -> None:
+        self._cls = cls
+        self._builder = builder
+        self._routes = routes
+
+    def for_replica(self, context: ReplicaContext, make_plan: MakePlan) -> ReplicaApp:
+        """Make the app of a replica whose constructor has not run yet."""
+        return ReplicaApp(self._cls, self._builder, self._routes, context, make_plan)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI schema, without a replica. Raises `TypeError` if there is none."""
+        if self._routes is None:
+            raise TypeError(
+                f"{self._cls.__qualname__} has no OpenAPI schema before it runs: each replica "
+                "builds its own app. Give @serve.ingress(app) a FastAPI app."
+            )
+        return self._routes.openapi()
+
+    def routes(self) -> list[RouteInfo]:
+        """Return the routes in declared order; none of an app that is not a Starlette."""
+        return [] if self._routes is None else list(self._routes.infos)
+
+    @property
+    def docs_path(self) -> str | None:
+        return None if self._routes is None else docs_path(self._routes.app)
+
+
+def ingress(app: Any = None) -> Callable[[C], C]:
+    """Serve a class through an ASGI app; the app's routes become its methods.
+
+    Raises `TypeError`, `ValueError` or `RayServeException` at decoration if it can never work.
+    """
+    if hasattr(app, "func_or_class"):
+        raise _wrong_order(app)
+    if inspect.isclass(app):
+        raise TypeError(
+            f"@serve.ingress needs an app: @serve.ingress(app). Got the class {app.__name__}."
+        )
+    spec = _spec(app)
+
+    def decorate(cls: C) -> C:
+        _check_class(cls, spec)
+        cls.__ingress_spec__ = spec  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _spec(app: Any) -> IngressSpec:
+    if app is None or isinstance(app, (FastAPI, APIRouter)):
+        return IngressSpec(app)
+    if callable(app):
+        if _is_builder(app):
+            return IngressSpec(builder=app)
+        if _accepts(app, 3):
+            return IngressSpec(app)
+    raise TypeError(
+        f"@serve.ingress got {app!r} of type {type(app).__name__}; it expects a FastAPI, "
+        "APIRouter, ASGI callable or builder function. A builder is a `def` without parameters "
+        f"that returns the app; to build it with `await`, define `async def {BUILDER_METHOD}`."
+    )
+
+
+def _is_builder(app: Callable[..., Any]) -> bool:
+    """Whether `app` is a sync function that needs no arguments and is not made for three."""
+    if not (inspect.isroutine(app) or isinstance(app, partial)) or kind(app).is_async:
+        return False
+    takes_any = any(
+        each.kind is inspect.Parameter.VAR_POSITIONAL
+        for each in inspect.signature(app).parameters.values()
+    )
+    return _accepts(app, 0) and not takes_any
+
+
+def _accepts(app: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(app).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # written in C: no signature to be read
+        return count == 3
+    return True
+
+
+def _check_class(cls: Any, spec: IngressSpec) -> None:
+    if hasattr(cls, "func_or_class"):
+        raise _wrong_order(cls)
+    if not inspect.isclass(cls):
+        raise ValueError(f"@serve.ingress must be used with a class. Got {cls!r}.")
+    if any("__call__" in vars(base) for base in cls.__mro__):
+        raise ValueError(
+            "Classes passed to @serve.ingress may not have __call__ method. "
+            f"Rename {cls.__qualname__}.__call__ and give it a route, for example @app.get('/')."
+        )
+    if spec.app is None and spec.builder is None and not hasattr(cls, BUILDER_METHOD):
+        raise ValueError(
+            f"serve.ingress() called without an app argument requires {cls.__qualname__} to define "
+            f"`{BUILDER_METHOD}`."
+        )
+    if isinstance(spec.app, (Starlette, Router)):
+        check_routes(spec.app.routes, Methods(cls))
+
+
+def _wrong_order(deployment: Any) -> TypeError:
+    name = getattr(deployment, "name", "MyDeployment")
+    return TypeError(
+        f"'{name}' is a deployment already; put @serve.deployment above @serve.ingress:\n"
+        "    @serve.deployment\n"
+        "    @serve.ingress(app)"
+    )

@@ -1,0 +1,139 @@
+"""A deployment of one or more replicas without its router and proxy: all `asgi` needs of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
+
+from ingress.asgi import BoundApp, IngressSpec, ReplicaApp
+from ingress.context import REPLICA, ReplicaContext
+from ingress.execution import ExecutionPlan, Role, plan
+from ingress.loops import BorrowedLoop
+from ingress.threads import WorkerPool
+from ingress.types import DeploymentID, ReplicaID
+
+WORKER = "K#0-worker"
+"""How the names of the first replica's worker threads begin."""
+
+
+def bound(cls: type) -> BoundApp:
+    """Build the deployment."""
+    spec: IngressSpec = cls.__ingress_spec__  # type: ignore[attr-defined]
+    return spec.bind(cls)
+
+
+class Replica:
+    """One replica on the running loop. `asgi` is what a server calls."""
+
+    def __init__(self, cls: type, app: BoundApp, number: int = 0) -> None:
+        self.context = ReplicaContext(ReplicaID(str(number), DeploymentID("K")))
+        self._cls = cls
+        self._bound = app
+        self._pool: WorkerPool | None = None
+        self._app: ReplicaApp | None = None
+
+    def _plan(self, func: Callable[..., Any], role: Role) -> ExecutionPlan:
+        assert self._pool is not None
+        return plan(func, role, sync_in_threadpool=False, pool=self._pool)
+
+    async def start(self) -> None:
+        self._pool = WorkerPool(
+            BorrowedLoop(str(self.context.replica_id), asyncio.get_running_loop()), limit=8
+        )
+        token = REPLICA.set(self.context)
+        try:
+            self._app = self._bound.for_replica(self.context, self._plan)
+            instance = self.context.servable_object = self._cls()
+            await self._app.attach(instance)
+            await self._app.lifespan.startup()
+        finally:
+            REPLICA.reset(token)
+
+    async def stop(self) -> None:
+        if self._app is not None:
+            await self._app.lifespan.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._app is not None
+        token = REPLICA.set(self.context)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            REPLICA.reset(token)
+
+
+class Deployment:
+    """Replicas behind one ASGI app, which takes them in turns."""
+
+    def __init__(self, cls: type, *, replicas: int = 1) -> None:
+        app = bound(cls)
+        self.replicas = [Replica(cls, app, number) for number in range(replicas)]
+        self._served = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            replica = self.replicas[self._served % len(self.replicas)]
+            self._served += 1
+            await replica.asgi(scope, receive, send)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as started:
+            for replica in self.replicas:
+                started.push_async_callback(replica.stop)
+                await replica.start()
+            yield
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with self.running():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def serve(cls: type, *, replicas: int = 1, **options: Any) -> TestClient:
+    """Return a client of the class, to be entered. With several replicas requests alternate."""
+    return TestClient(Deployment(cls, replicas=replicas), **options)
+
+
+async def request(
+    app: Callable[[Scope, Receive, Send], Any], path: str, **scope: Any
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """Send one request; return the ASGI messages of the answer and what the app raised."""
+    messages: list[dict[str, Any]] = []
+    first: list[dict[str, Any]] = [{"type": "http.request", "body": b"", "more_body": False}]
+    if scope.get("type") == "websocket":
+        first = [{"type": "websocket.connect"}]
+
+    async def receive() -> Any:
+        return first.pop() if first else await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    path, _, query = path.partition("?")
+    base = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [],
+        "server": ("test", 80),
+    }
+    try:
+        await app(base | scope, receive, send)
+    except Exception as error:
+        return messages, error
+    return messages, None

@@ -1,0 +1,535 @@
+"""What user code raises, wherever Starlette calls it, stays inside its request."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Annotated, Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from fastapi import BackgroundTasks, Body, Depends, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from ingress.asgi import ingress
+from ingress.exceptions import UserCodeExit
+from tests.asgi_helpers import Deployment, request, serve
+
+pytestmark = pytest.mark.anyio
+
+ERRORS: list[type[BaseException]] = [
+    LookupError,
+    SystemExit,
+    KeyboardInterrupt,
+    asyncio.CancelledError,
+    StopIteration,
+    RecursionError,
+]
+
+
+class Exited(BaseException):
+    pass
+
+
+def raising(error: str) -> None:
+    raise next((each for each in ERRORS if each.__name__ == error), Exited)("on purpose")
+
+
+async def on_loop(error: str) -> None:
+    raising(error)
+
+
+def sync_dependency(error: str) -> None:
+    raising(error)
+
+
+async def async_dependency(error: str) -> None:
+    raising(error)
+
+
+def before_yield(error: str) -> Iterator[None]:
+    raising(error)
+    yield
+
+
+async def before_async_yield(error: str) -> AsyncIterator[None]:
+    raising(error)
+    yield
+
+
+def sync_chunks(error: str) -> Iterator[str]:
+    yield "1"
+    raising(error)
+
+
+async def async_chunks(error: str) -> AsyncIterator[str]:
+    yield "1"
+    raising(error)
+
+
+class Declined(Exception):
+    pass
+
+
+def failing_app(middleware: int) -> type:
+    app = FastAPI()
+
+    for _ in range(middleware):
+
+        @app.middleware("http")
+        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+            response: Response = await call_next(request)
+            return response
+
+    @app.exception_handler(Declined)
+    async def declined(request: Request, error: Exception) -> Response:
+        raising(str(error))
+        raise AssertionError
+
+    mounted = FastAPI()
+    app.mount("/mounted", mounted)
+
+    @mounted.middleware("http")
+    async def passing_below(request: Request, call_next: Callable[..., Any]) -> Response:
+        response: Response = await call_next(request)
+        return response
+
+    @mounted.get("/")
+    async def below(error: str) -> None:
+        raising(error)
+
+    @ingress(app)
+    class K:
+        @app.get("/async")
+        async def on_loop(self, error: str) -> None:
+            raising(error)
+
+        @app.get("/def")
+        def in_thread(self, error: str) -> None:
+            raising(error)
+
+        @app.get("/sync-dependency")
+        def sync_dependency(self, d: Annotated[None, Depends(sync_dependency)]) -> None: ...
+
+        @app.get("/async-dependency")
+        def async_dependency(self, d: Annotated[None, Depends(async_dependency)]) -> None: ...
+
+        @app.get("/yield-dependency")
+        def yields(self, d: Annotated[None, Depends(before_yield)]) -> None: ...
+
+        @app.get("/async-yield-dependency")
+        def yields_async(self, d: Annotated[None, Depends(before_async_yield)]) -> None: ...
+
+        @app.get("/exception-handler")
+        def handled(self, error: str) -> None:
+            raise Declined(error)
+
+        @app.get("/sync-stream")
+        def sync_stream(self, error: str) -> StreamingResponse:
+            return StreamingResponse(sync_chunks(error))
+
+        @app.get("/async-stream")
+        async def async_stream(self, error: str) -> StreamingResponse:
+            return StreamingResponse(async_chunks(error))
+
+        @app.get("/background")
+        async def background(self, error: str, tasks: BackgroundTasks) -> str:
+            tasks.add_task(on_loop, error)
+            return "answered"
+
+        @app.websocket("/ws")
+        async def ws(self, socket: WebSocket, error: str) -> None:
+            await socket.accept()
+            raising(error)
+
+        @app.get("/ok")
+        async def ok(self) -> str:
+            return "ok"
+
+    return K
+
+
+BEFORE_THE_ANSWER = [
+    "/async",
+    "/def",
+    "/sync-dependency",
+    "/async-dependency",
+    "/yield-dependency",
+    "/async-yield-dependency",
+    "/exception-handler",
+    "/mounted/",
+]
+NAMES = [each.__name__ for each in ERRORS] + ["Exited"]
+
+
+def is_answered(messages: list[dict[str, Any]], status: int) -> bool:
+    """Whether the response has this status and a clean end."""
+    start, *_, last = messages
+    is_complete = last["type"] == "http.response.body" and not last.get("more_body", False)
+    return start["status"] == status and is_complete
+
+
+@pytest.mark.parametrize("middleware", [0, 1, 2])
+@pytest.mark.parametrize("error", NAMES)
+@pytest.mark.parametrize("path", BEFORE_THE_ANSWER)
+async def test_a_failure_before_the_answer_is_a_500_and_the_next_request_is_served(
+    path: str, error: str, middleware: int
+) -> None:
+    deployment = Deployment(failing_app(middleware))
+    async with deployment.running():
+        messages, raised = await request(deployment, f"{path}?error={error}")
+        after, _ = await request(deployment, "/ok")
+
+    assert raised is not None
+    assert is_answered(messages, 500)
+    assert is_answered(after, 200)
+
+
+@pytest.mark.parametrize("middleware", [0, 1, 2])
+@pytest.mark.parametrize("error", NAMES)
+@pytest.mark.parametrize("path", ["/sync-stream", "/async-stream"])
+async def test_a_stream_that_fails_half_way_is_cut(path: str, error: str, middleware: int) -> None:
+    deployment = Deployment(failing_app(middleware))
+    async with deployment.running():
+        messages, raised = await request(deployment, f"{path}?error={error}")
+        after, _ = await request(deployment, "/ok")
+
+    assert raised is not None
+    assert messages[0]["status"] == 200
+    assert messages[1]["body"] == b"1"
+    assert all(each["more_body"] for each in messages[1:])
+    assert is_answered(after, 200)
+
+
+@pytest.mark.parametrize("middleware", [0, 1, 2])
+@pytest.mark.parametrize("error", NAMES)
+async def test_a_failing_background_task_leaves_the_answer_whole(
+    error: str, middleware: int
+) -> None:
+    deployment = Deployment(failing_app(middleware))
+    async with deployment.running():
+        messages, raised = await request(deployment, f"/background?error={error}")
+        after, _ = await request(deployment, "/ok")
+
+    assert isinstance(raised, Exception)
+    assert is_answered(messages, 200)
+    assert is_answered(after, 200)
+
+
+@pytest.mark.parametrize("error", NAMES)
+async def test_a_failing_websocket_raises_an_exception(error: str) -> None:
+    deployment = Deployment(failing_app(1))
+    async with deployment.running():
+        messages, raised = await request(
+            deployment, f"/ws?error={error}", type="websocket", subprotocols=[]
+        )
+
+    assert raised is not None
+    assert messages[0]["type"] == "websocket.accept"
+
+
+async def test_a_cancelled_request_is_cancelled() -> None:
+    waiting = asyncio.Event()
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+        response: Response = await call_next(request)
+        return response
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> None:
+            waiting.set()
+            await asyncio.Future()
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        task = asyncio.create_task(request(deployment, "/"))
+        await waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_an_exit_in_a_middleware_between_others_is_contained() -> None:
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def exiting(request: Request, call_next: Callable[..., Any]) -> Response:
+        raise SystemExit
+
+    @app.middleware("http")
+    async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+        response: Response = await call_next(request)
+        return response
+
+    @ingress(app)
+    class K:
+        pass
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert isinstance(raised, UserCodeExit)
+    assert is_answered(messages, 500)
+
+
+async def test_a_body_that_is_too_large_is_refused_as_in_fastapi() -> None:
+    if "max_body_size" not in inspect.signature(FastAPI).parameters:
+        pytest.skip("this FastAPI has no limit of the body")
+    options: dict[str, Any] = {"max_body_size": 10}
+    app = FastAPI(**options)
+
+    @ingress(app)
+    class K:
+        @app.post("/")
+        async def root(self, text: Annotated[str, Body()]) -> str:
+            return text
+
+    with serve(K) as client:
+        assert client.post("/", json="a" * 20).status_code == 413
+        assert client.post("/nowhere", json="a" * 20).status_code == 413
+        assert client.post("/", json="a").json() == "a"
+
+
+async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
+    app, outer, inner = FastAPI(), FastAPI(), FastAPI()
+    app.mount("/outer", outer)
+    outer.mount("/inner", inner)
+
+    @inner.middleware("http")
+    async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+        response: Response = await call_next(request)
+        return response
+
+    @inner.get("/")
+    async def root() -> None:
+        raise SystemExit
+
+    @ingress(app)
+    class K:
+        pass
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/outer/inner/")
+
+    assert isinstance(raised, UserCodeExit)
+    assert is_answered(messages, 500)
+
+
+async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
+    class Impatient:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await self.app(scope, receive, send)
+                return
+            with anyio.CancelScope() as scope_of_app:
+
+                async def cancelling_send(message: Any) -> None:
+                    scope_of_app.cancel()
+                    await anyio.lowlevel.checkpoint()
+
+                await self.app(scope, receive, cancelling_send)
+            await PlainTextResponse("too late", status_code=408)(scope, receive, send)
+
+    app = FastAPI()
+    app.add_middleware(Impatient)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> Response:
+            return StreamingResponse(async_chunks("LookupError"))
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert raised is None
+    assert is_answered(messages, 408)
+
+
+async def test_an_exit_in_the_middleware_of_a_mount_is_contained() -> None:
+    class Passing(BaseHTTPMiddleware):
+        async def dispatch(self, request: Request, call_next: Callable[..., Any]) -> Response:
+            response: Response = await call_next(request)
+            return response
+
+    async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
+        raise SystemExit
+
+    app = FastAPI(routes=[Mount("/m", app=exiting, middleware=[Middleware(Passing)])])
+
+    @ingress(app)
+    class K:
+        pass
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/m/")
+
+    assert isinstance(raised, UserCodeExit)
+    assert is_answered(messages, 500)
+
+
+async def test_an_exit_of_a_raw_app_is_contained() -> None:
+    async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
+        raise SystemExit
+
+    @ingress(exiting)
+    class K:
+        pass
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert isinstance(raised, UserCodeExit)
+    assert messages == []
+
+
+async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> None:
+    app = FastAPI()
+    app.add_middleware(GZipMiddleware)  # keeps the start back until it sees the body
+
+    class Broken(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            raise LookupError
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> Response:
+            return Broken()
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/", headers=[(b"accept-encoding", b"gzip")])
+
+    assert isinstance(raised, LookupError)
+    assert is_answered(messages, 500)
+
+
+async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut() -> None:
+    app = FastAPI()
+
+    class Hiding:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self.app(scope, receive, send)
+            except Exception:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    app.add_middleware(Hiding)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> Response:
+            return StreamingResponse(async_chunks("LookupError"))
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert isinstance(raised, LookupError)
+    assert all(each["more_body"] for each in messages[1:])
+
+
+async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_whole() -> None:
+    app = FastAPI()
+
+    class Hiding:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self.app(scope, receive, send)
+            except LookupError:
+                pass
+
+    app.add_middleware(Hiding)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self, tasks: BackgroundTasks) -> None:
+            tasks.add_task(on_loop, "LookupError")
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert raised is None
+    assert is_answered(messages, 200)
+
+
+async def test_an_exit_in_the_handler_for_every_exception_is_contained() -> None:
+    app = FastAPI()
+
+    @app.exception_handler(Exception)
+    async def handle(request: Request, error: Exception) -> Response:
+        raise SystemExit
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> None:
+            raise LookupError
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert isinstance(raised, UserCodeExit)
+    assert messages == []
+
+
+async def test_the_users_handler_for_every_exception_answers_an_exit() -> None:
+    app = FastAPI()
+
+    @app.exception_handler(Exception)
+    async def handle(request: Request, error: Exception) -> Response:
+        return PlainTextResponse(type(error).__name__, status_code=500)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> None:
+            raise SystemExit
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, _ = await request(deployment, "/")
+
+    assert messages[1]["body"] == b"UserCodeExit"
+
+
+async def test_a_scope_without_asgi_is_accepted() -> None:
+    deployment = Deployment(failing_app(0))
+    async with deployment.running():
+        messages, error = await request(deployment, "/ok")
+
+    assert error is None
+    assert is_answered(messages, 200)

@@ -1,0 +1,329 @@
+"""Start-up, shutdown, and the state of each replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import anyio
+import pytest
+from fastapi import APIRouter, FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ingress.asgi import ingress
+from ingress.context import REPLICA, get_replica_context
+from ingress.exceptions import RayServeException, UserCodeExit
+from tests.asgi_helpers import Deployment, Replica, bound, serve
+
+pytestmark = pytest.mark.anyio
+
+
+def test_the_order_is_constructor_start_up_requests_shutdown() -> None:
+    log: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        log.append("start-up")
+        yield
+        log.append("shutdown")
+
+    app = FastAPI(lifespan=lifespan)
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            log.append("constructor")
+
+        @app.get("/")
+        def root(self) -> None:
+            log.append("request")
+
+    with serve(K) as client:
+        client.get("/")
+
+    assert log == ["constructor", "start-up", "request", "shutdown"]
+
+
+async def test_start_up_and_shutdown_are_one_task_in_the_replica() -> None:
+    variable: ContextVar[str] = ContextVar("variable")
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        token, task = variable.set("x"), asyncio.current_task()
+        assert get_replica_context()._asgi_app is app
+        async with anyio.create_task_group():
+            yield
+        assert asyncio.current_task() is task
+        variable.reset(token)
+
+    @ingress(FastAPI(lifespan=lifespan))
+    class K:
+        pass
+
+    replica = Replica(K, bound(K))
+    await asyncio.create_task(replica.start())
+    await asyncio.create_task(replica.stop())
+
+    assert REPLICA.get(None) is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (LookupError("no model"), LookupError),
+        (SystemExit(3), UserCodeExit),
+        (KeyboardInterrupt(), UserCodeExit),
+        (asyncio.CancelledError(), UserCodeExit),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+@pytest.mark.parametrize("phase", ["start-up", "shutdown"])
+async def test_what_the_lifespan_raises_is_raised(
+    phase: str, raised: BaseException, expected: type[Exception]
+) -> None:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if phase == "start-up":
+            raise raised
+        yield
+        raise raised
+
+    @ingress(FastAPI(lifespan=lifespan))
+    class K:
+        pass
+
+    replica = Replica(K, bound(K))
+    if phase == "start-up":
+        with pytest.raises(expected) as caught:
+            await replica.start()
+        await replica.stop()
+    else:
+        await replica.start()
+        with pytest.raises(expected) as caught:
+            await replica.stop()
+        await replica.stop()  # it is raised once
+
+    assert caught.value is raised or caught.value.__cause__ is raised
+
+
+async def test_a_middleware_that_cannot_be_built_fails_the_start() -> None:
+    def broken(app: Any) -> Any:
+        raise LookupError("no config")
+
+    app = FastAPI()
+    app.add_middleware(broken)
+
+    @ingress(app)
+    class K:
+        pass
+
+    with pytest.raises(LookupError, match="no config"):
+        await Replica(K, bound(K)).start()
+
+
+async def test_a_cancelled_start_cancels_the_lifespan() -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        started.set()
+        try:
+            await asyncio.Future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        yield
+
+    @ingress(FastAPI(lifespan=lifespan))
+    class K:
+        pass
+
+    task = asyncio.create_task(Replica(K, bound(K)).start())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        await cancelled.wait()
+
+
+async def raises(scope: Scope, receive: Receive, send: Send) -> None:
+    assert scope["type"] == "http"
+    await PlainTextResponse("served")(scope, receive, send)
+
+
+async def returns(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        await PlainTextResponse("served")(scope, receive, send)
+
+
+async def reads_and_raises(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "lifespan":
+        await receive()
+        raise RuntimeError("what is this?")
+    await PlainTextResponse("served")(scope, receive, send)
+
+
+@pytest.mark.parametrize("app", [raises, returns, reads_and_raises])
+def test_an_app_without_lifespan_is_served_without(app: Callable[..., Any]) -> None:
+    @ingress(app)
+    class K:
+        pass
+
+    with serve(K) as client:
+        assert client.get("/").text == "served"
+
+
+async def test_a_raw_app_says_that_its_start_up_failed() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "lifespan.startup.failed", "message": "no database"})
+
+    @ingress(app)
+    class K:
+        pass
+
+    with pytest.raises(RayServeException, match="no database"):
+        await Replica(K, bound(K)).start()
+
+
+def test_each_request_gets_a_copy_of_what_the_lifespan_yields() -> None:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        yield {"model": "m"}
+
+    app = FastAPI(lifespan=lifespan)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self, request: Request) -> list[Any]:
+            seen = [request.state.model, getattr(request.state, "mine", None)]
+            request.state.mine = "x"
+            return seen
+
+    with serve(K) as client:
+        assert client.get("/").json() == client.get("/").json() == ["m", None]
+
+
+def test_start_up_handlers_of_included_routers_run() -> None:
+    log: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        log.append("up")
+        yield
+        log.append("down")
+
+    app, router = FastAPI(), APIRouter(lifespan=lifespan)
+    app.include_router(router)
+
+    @ingress(app)
+    class K:
+        pass
+
+    with serve(K):
+        assert log == ["up"]
+    assert log == ["up", "down"]
+
+
+def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app() -> None:
+    app = FastAPI()
+    app.state.shared = "shared"
+
+    @ingress(app)
+    class K:
+        count = 0
+
+        def __init__(self) -> None:
+            K.count += 1
+            app.state.number = K.count
+
+        @app.get("/")
+        def root(self, request: Request) -> list[Any]:
+            same = request.app.state.number == app.state.number
+            return [app.state.number, same, "number" in app.state, app.state["shared"]]
+
+    with serve(K, replicas=2) as client:
+        assert client.get("/").json() == [1, True, True, "shared"]
+        assert client.get("/").json() == [2, True, True, "shared"]
+        assert not hasattr(app.state, "number")
+        app.state.late = 1
+    assert app.state.shared == "shared"
+
+
+def test_a_replica_that_touches_the_app_of_another_deployment_sees_that_apps_state() -> None:
+    app, other = FastAPI(), FastAPI()
+    other.state.name = "other"
+
+    @ingress(other)
+    class Other:
+        pass
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self) -> str:
+            name: str = other.state.name
+            return name
+
+    with serve(K) as client, serve(Other):
+        assert client.get("/").json() == "other"
+
+
+def test_a_starlette_has_a_state_of_its_own_in_each_replica() -> None:
+    def root(request: StarletteRequest) -> PlainTextResponse:
+        request.app.state.count = getattr(request.app.state, "count", 0) + 1
+        return PlainTextResponse(str(app.state.count))
+
+    app = Starlette(routes=[Route("/", root)])
+
+    @ingress(app)
+    class K:
+        pass
+
+    with serve(K, replicas=2) as client:
+        assert [client.get("/").text for _ in range(4)] == ["1", "1", "2", "2"]
+
+
+def test_a_deployment_is_served_again_after_it_was_stopped() -> None:
+    app = FastAPI()
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self) -> str:
+            return "root"
+
+    for _ in range(2):
+        with serve(K) as client:
+            assert client.get("/").json() == "root"
+
+
+async def test_middleware_is_made_for_each_replica() -> None:
+    made: list[Any] = []
+
+    class Counting:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+            made.append(self)
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await self.app(scope, receive, send)
+
+    app = FastAPI()
+    app.add_middleware(Counting)
+
+    @ingress(app)
+    class K:
+        pass
+
+    async with Deployment(K, replicas=2).running():
+        assert len(made) == 2
+    assert app.middleware_stack is None
