@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -62,17 +63,21 @@ def serve_until_signal() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         threading.Event().wait()
-    stop = threading.Event()
+    # Not an `Event`: its lock may be held by the very line that the signal interrupts.
+    signals: SimpleQueue[int] = SimpleQueue()
+    is_stopping = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():  # the second: whatever is left, the user has said it twice
+        nonlocal is_stopping
+        if is_stopping:  # the second: whatever is left, the user has said it twice
             os._exit(128 + number)
-        stop.set()
+        is_stopping = True
+        signals.put(number)
 
     # Set even where they are ignored: a shell does that to the jobs it starts in the background.
     previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
     try:
-        stop.wait()
+        signals.get()
         logger.info("stopping: waiting for what runs; a second signal stops at once")
         shutdown()
     finally:

@@ -25,6 +25,8 @@ class Queue(Protocol):
 
     def withdraw(self, call: Call) -> bool: ...
 
+    def holders(self, call: Call) -> frozenset[Call] | None: ...
+
     def check_cycle(self, call: Call) -> None: ...
 
 
@@ -46,9 +48,9 @@ class Runner(Protocol):
 class Call:
     """Thread-safe.
 
-    `work(user_code)` is what the replica runs, in `context`. `parent` is the call whose user code
-    made this one. `queue` and `runner` say where it is; `holds_slot` is written under the router's
-    lock. `is_awaited` becomes true when somebody waits for the answer.
+    `work(user_code)` is what the replica runs, in `context`. `queue` and `runner` say where it is.
+    `waits_for` are the calls whose answers its user code waits for now, or it itself needs before
+    it can begin; `is_awaited` becomes true when the user code of a call waits for it.
     """
 
     __slots__ = (
@@ -56,10 +58,8 @@ class Call:
         "_lock",
         "context",
         "error",
-        "holds_slot",
         "is_awaited",
         "metadata",
-        "parent",
         "queue",
         "route",
         "runner",
@@ -67,6 +67,7 @@ class Call:
         "started_at",
         "task",
         "value",
+        "waits_for",
         "work",
     )
 
@@ -75,17 +76,15 @@ class Call:
         metadata: RequestMetadata,
         work: Callable[[Any], Awaitable[Any]] | None,
         context: Context,
-        parent: Call | None = None,
     ) -> None:
         self.metadata = metadata
         self.route = metadata.route
         self.work = work
         self.context = context
-        self.parent = parent
         self.queue: Queue | None = None
         self.runner: Runner | None = None
         self.task: asyncio.Task[Any] | None = None
-        self.holds_slot = False
+        self.waits_for: frozenset[Call] = _NOBODY
         self.is_awaited = False
         self.settled = False
         self.value: Any = None
@@ -119,6 +118,11 @@ class Call:
                 return
         callback(self)
 
+    def _forget(self, callback: Callable[[Call], Any]) -> None:
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
     def cancel(self) -> bool:
         """Settle as cancelled and stop the work where it is. Returns False if it was settled."""
         if not self.settle(error=RequestCancelledError(self.metadata.request_id)):
@@ -130,6 +134,15 @@ class Call:
             self.runner.cancel(self)
         return True
 
+    def let_go(self) -> None:
+        """Forget what only the run needed, once it has ended.
+
+        Otherwise a call that starts another as its last act, and that one the next, would keep all
+        who came before alive, with their arguments.
+        """
+        self.work = None
+        self.context = _NO_CONTEXT
+
     def outcome(self) -> Any:
         """Return or raise the answer."""
         if self.error is not None:
@@ -139,24 +152,51 @@ class Call:
     async def wait(self) -> None:
         """Wait for the answer on the running loop."""
         if not self.settled:
-            self._about_to_wait()
             wakeup = Wakeup(asyncio.get_running_loop())
             self.when_settled(wakeup.wake)
-            await wakeup.wait()
+            waiter = self.begin_wait()
+            try:
+                await wakeup.wait()
+            finally:
+                self.end_wait(waiter)
 
     def wait_blocking(self, timeout_s: float | None = None) -> bool:
         """Wait for the answer in a thread without a loop. Returns False after `timeout_s`."""
         if not self.settled:
-            self._about_to_wait()
             event = threading.Event()
-            self.when_settled(lambda _: event.set())
-            return event.wait(timeout_s)
+
+            def wake(_: Call) -> None:
+                event.set()
+
+            self.when_settled(wake)
+            waiter = self.begin_wait()
+            try:
+                if not event.wait(timeout_s):
+                    self._forget(wake)  # who asks again and again must not leave a trail here
+                    return False
+            finally:
+                self.end_wait(waiter)
         return True
 
-    def _about_to_wait(self) -> None:
-        self.is_awaited = True
-        if self.parent is not None and self.queue is not None:
-            self.queue.check_cycle(self)
+    def begin_wait(self) -> Call | None:
+        """Note that the current call, if this is in one, goes on only after this one."""
+        waiter = CURRENT_CALL.get(None)
+        if waiter is not None:
+            with waiter._lock:
+                waiter.waits_for |= {self}
+            # Race with `Router.assign`, for a call that waits for its arguments: it looks at this
+            # after it has queued the call, so one of the two sees both.
+            self.is_awaited = True
+            if self.queue is not None:
+                self.queue.check_cycle(self)
+        return waiter
+
+    def end_wait(self, waiter: Call | None) -> None:
+        if waiter is not None:
+            with waiter._lock:
+                waiter.waits_for -= {self}
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("ingress_call")
+_NO_CONTEXT = Context()
+_NOBODY: frozenset[Call] = frozenset()

@@ -51,7 +51,7 @@ class Channel:
     async def put(self, item: Any, size: int = 0) -> None:
         """Add an item of `size` bytes. Raises `StreamClosedError` if the consumer is gone."""
         wakeup: Wakeup | None = None
-        while not self._try_put(item, size, wakeup and wakeup.wake):
+        while not self._try_put(item, size, wakeup.wake if wakeup is not None else None):
             if wakeup is not None:
                 await wakeup.wait()
             wakeup = Wakeup(asyncio.get_running_loop())
@@ -99,7 +99,7 @@ class Channel:
         """Take the next item. Raises `EndOfStream` after the last, or the producer's error."""
         wakeup: Wakeup | None = None
         while True:
-            found, item = self._try_get(wakeup and wakeup.wake)
+            found, item = self._try_get(wakeup.wake if wakeup is not None else None)
             if found:
                 return item
             if wakeup is not None:

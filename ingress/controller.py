@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from ingress.types import DeploymentID, ReplicaID
 
 logger = logging.getLogger("ingress")
 
-LAST_WORDS_S = 1.5  # for the user's shutdown code and the joining of threads, after the drain
+LAST_WORDS_S = 1.0  # for the user's shutdown code and the joining of threads, after the drain
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 
@@ -166,26 +167,29 @@ class Controller:
         deployment = RunningDeployment(built, router, bound_app)
         running.deployments[built.name] = deployment
         separate = self._settings.run_user_code_in_separate_thread
-        for number in range(config.replica_count):
-            deployment.replicas.append(
-                Replica(
-                    ReplicaID(str(number), deployment_id),
-                    cls,
-                    bound_app,
-                    max_ongoing=config.max_ongoing_requests,
-                    num_cpus=config.num_cpus,
-                    sync_in_threadpool=self._settings.run_sync_in_threadpool,
-                    release=router.release,
-                    borrowed=None if separate else serving_loop,
+        try:
+            for number in range(config.replica_count):
+                deployment.replicas.append(
+                    Replica(
+                        ReplicaID(str(number), deployment_id),
+                        cls,
+                        bound_app,
+                        max_ongoing=config.max_ongoing_requests,
+                        num_cpus=config.num_cpus,
+                        sync_in_threadpool=self._settings.run_sync_in_threadpool,
+                        release=router.release,
+                        borrowed=None if separate else serving_loop,
+                    )
                 )
-            )
-        starts = (self._start_replica(deployment, replica) for replica in deployment.replicas)
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise DeployError(
-                    f"deployment '{built.name}' failed to start: {type(error).__name__}: {error}"
-                ) from error
+            starts = (self._start_replica(deployment, replica) for replica in deployment.replicas)
+            # All of them, before one is asked to stop: none may begin behind our back.
+            for error in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
+        except Exception as error:
+            raise DeployError(
+                f"deployment '{built.name}' failed to start: {described(error)}"
+            ) from error
         # From here on handles find it; the constructors of its parents, which come next, may call.
         self._routers[deployment_id] = router
         deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
@@ -223,7 +227,8 @@ class Controller:
             timeout_s = running.graceful_shutdown_timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        await running.proxy.drain(running.name, timeout_s)
+        if running.deployments:  # else its very first one could not be built
+            await running.proxy.drain(running.ingress.router, timeout_s)
         # Callers before those they call, so that what is in flight can still reach its children.
         for deployment in reversed(list(running.deployments.values())):
             if deployment.health is not None:
@@ -245,6 +250,11 @@ class DeployError(Exception):
     """A deployment did not start; the user's exception is the cause."""
 
 
+def described(error: BaseException) -> str:
+    """Return type and text of what the user's code raised, even if its `__str__` raises too."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 async def _ask(replica: Replica, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s) as limit:
@@ -253,7 +263,7 @@ async def _ask(replica: Replica, timeout_s: float) -> None:
         replica.unhealthy_reason = (
             f"check_health did not answer within {timeout_s} s"
             if limit.expired()
-            else f"check_health raised {type(error).__name__}: {error}"
+            else f"check_health raised {described(error)}"
         )
         logger.warning("%s: %s", replica.replica_id, replica.unhealthy_reason)
     else:

@@ -16,15 +16,22 @@ from contextvars import copy_context
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
 from ingress.call import Call, Runner
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import StreamClosedError
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    RequestCancelledError,
+    StreamClosedError,
+)
 from ingress.loops import Mailbox, mailbox_of, running_loop
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
 
+WATCH_AFTER_S = 0.025  # how long a request runs before somebody looks whether its client is there
+GOING_AWAY = 1001  # RFC 6455, 7.4.1: the code of a WebSocket whose application stops
 YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 
@@ -42,19 +49,23 @@ class Exchange(Call):
         "_disconnected",
         "_ended",
         "_event",
+        "_expects_more",
         "_first",
         "_has_body",
-        "_inbound",
         "_is_complete",
+        "_is_forwarding",
+        "_is_stopped",
+        "_is_told",
         "_loop",
         "_mailbox",
         "_outbound",
         "_pump_task",
         "_receive",
-        "_receiving",
         "_response",
         "_send",
+        "inbound",
         "is_http",
+        "router",
         "scope",
         "started",
     )
@@ -62,6 +73,7 @@ class Exchange(Call):
     def __init__(
         self,
         metadata: RequestMetadata,
+        router: Router,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -69,25 +81,29 @@ class Exchange(Call):
         has_body: bool,
     ) -> None:
         super().__init__(metadata, self._work, copy_context())
+        self.router = router
         self.scope = scope
         self.started = False
+        self.inbound = Channel()
+        self.is_http = scope["type"] == "http"
         self._receive = receive
         self._send = send
         self._has_body = has_body
-        self.is_http = scope["type"] == "http"
         self._loop = asyncio.get_running_loop()
         self._mailbox: Mailbox = mailbox_of(self._loop)
         self._event: asyncio.Future[None] | None = None
         self._assigned_here = False
         self._ended = False
-        self._first: Message | None = None
+        self._first: Message | None = _NO_BODY if self.is_http else None
+        self._expects_more = not self.is_http
         self._response: tuple[Message, Message] | None = None
         self._outbound: Channel | None = None
-        self._inbound: Channel | None = None
+        self._is_forwarding = False
         self._pump_task: asyncio.Task[None] | None = None
-        self._receiving = False
         self._disconnected = False
         self._is_complete = False
+        self._is_stopped = False
+        self._is_told = False
         self._chunks = 0
         self.when_settled(self._settled)
 
@@ -96,41 +112,70 @@ class Exchange(Call):
         """Whether the answer has begun and has no known end: a stream or a WebSocket."""
         return self.started and not self._is_complete
 
-    async def respond(self, router: Router) -> None:
+    async def respond(self) -> None:
         """Have the request served and send the answer. Raises what the call failed with."""
         if self._has_body:
             # Before it takes a slot: a slow upload must not hold one.
             self._first = await self._receive()
             if self._first["type"] == "http.disconnect":
                 return
-        router.assign(self)
+            self._expects_more = bool(self._first.get("more_body"))
+        # Most requests end sooner, and cost no task for this.
+        watch = self._loop.call_later(WATCH_AFTER_S, self.pump)
+        self.router.assign(self)
         try:
-            while True:
-                if self._assigned_here:
-                    self._assigned_here = False
-                    await self._serve_here()
-                elif self._response is not None:
-                    (start, body), self._response = self._response, None
-                    await self._start(start)
-                    self._is_complete = True
-                    await self._send(body)
-                elif self._outbound is not None:
-                    outbound, self._outbound = self._outbound, None
-                    await self._forward(outbound)
-                elif self._ended:
-                    break
-                else:
-                    self._event = self._loop.create_future()
-                    await self._event
+            await self._answer()
         except asyncio.CancelledError:
             self.cancel()
-            if not self._disconnected:  # then it was us, through `_on_disconnect`
+            if not self._disconnected and not self._is_stopped:  # else it was us who cancelled
+                raise
+        except BaseException as error:
+            # The server refused a message. It is not the work that failed, so that must be ended.
+            self._disconnected = isinstance(error, OSError)
+            if self._outbound is not None:
+                self._outbound.close()
+            self.cancel()
+            if not self._disconnected:
                 raise
         finally:
+            watch.cancel()
             if self._pump_task is not None:
                 self._pump_task.cancel()
-        if self.error is not None and not self._disconnected:
+        if self._disconnected:
+            return
+        if self._is_told and self.is_stream and not self.is_http:
+            await self._send({"type": "websocket.close", "code": GOING_AWAY})
+            if isinstance(self.error, WebSocketDisconnect | RequestCancelledError):
+                return  # what it was told, or that it did not listen
+        if self._is_stopped and isinstance(self.error, RequestCancelledError):
+            if self._is_complete:
+                return  # it was a background task
+            raise DeploymentUnavailableError(
+                f"{self.metadata.deployment} was stopped before it answered; send the request "
+                "again if that is safe."
+            )
+        if self.error is not None:
             raise self.error
+
+    async def _answer(self) -> None:
+        """Send what comes from the replica until the call has ended."""
+        while True:
+            if self._assigned_here:
+                self._assigned_here = False
+                await self._serve_here()
+            elif self._response is not None:
+                (start, body), self._response = self._response, None
+                await self._start(start)
+                self._is_complete = True
+                await self._send(body)
+            elif self._outbound is not None and not self._is_forwarding:
+                self._is_forwarding = True
+                await self._forward(self._outbound)
+            elif self._ended:
+                return
+            else:
+                self._event = self._loop.create_future()
+                await self._event
 
     def start(self, runner: Runner) -> None:
         """Begin on the replica whose slot it was given. Thread-safe, called once."""
@@ -139,6 +184,15 @@ class Exchange(Call):
             self._post(self._assign_here)
         else:
             runner.submit(self)
+
+    def tell(self) -> None:
+        """Let user code see its client as gone, because the application stops. Thread-safe."""
+        self._post(self._tell)
+
+    def stop(self) -> None:
+        """Cancel it, because the application stops. Thread-safe."""
+        self._is_stopped = True
+        self.cancel()
 
     def _post(self, callback: Any, *args: Any) -> None:
         if running_loop() is self._loop:
@@ -165,10 +219,12 @@ class Exchange(Call):
         self._response = start, body
         self._wake()
 
-    def open(self, outbound: Channel, inbound: Channel) -> None:
+    def open(self, outbound: Channel) -> None:
         self._outbound = outbound
+        if self._disconnected:
+            outbound.close()
         # A stream's client may leave at any time: read on from the server to notice.
-        self.pump_into(inbound)
+        self.pump()
         self._wake()
 
     async def _start(self, message: Message) -> None:
@@ -186,33 +242,38 @@ class Exchange(Call):
     async def _forward(self, outbound: Channel) -> None:
         """Send a stream, message by message, at the client's pace."""
         async for message in outbound:
-            if message["type"] == "http.response.start":
-                await self._start(message)
-            else:
-                self.started = True
-                self._is_complete = self.is_http and not message.get("more_body")
-                await self._send(message)
+            await self._pass_on(message)
+
+    async def _pass_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+            return
+        self.started = True
+        self._is_complete = (
+            not message.get("more_body") if self.is_http else message["type"] == "websocket.close"
+        )
+        await self._send(message)
 
     # Watching for what the client sends.
 
-    def pump_into(self, inbound: Channel) -> None:
-        """Begin to read from the server for user code; the first channel counts."""
-        if self._pump_task is None:
-            self._inbound = inbound
-            self._pump_task = self._loop.create_task(self._pump(inbound))
+    def pump(self) -> None:
+        """Begin to read from the server: for user code, and to see the client leave."""
+        if self._pump_task is None and not self._ended:
+            self._pump_task = self._loop.create_task(self._pump())
 
-    async def _pump(self, inbound: Channel) -> None:
+    async def _pump(self) -> None:
         """Pass on what the server receives, as fast as user code takes it."""
-        expected = self._has_body or not self.is_http
         while True:
             message = await self._receive()
             if message["type"].endswith(".disconnect"):
                 break
-            if expected:
-                await inbound.put(message, len(message.get("body") or message.get("bytes") or b""))
+            if self._expects_more:
+                await self.inbound.put(
+                    message, len(message.get("body") or message.get("bytes") or b"")
+                )
         if not self.is_http:
-            await inbound.put(message)
-        inbound.finish()
+            await self.inbound.put(message)
+        self.inbound.finish()
         self._on_disconnect()
 
     def _on_disconnect(self) -> None:
@@ -224,6 +285,23 @@ class Exchange(Call):
             self._outbound.close()
         if self.is_http:
             self.cancel()
+
+    def _tell(self) -> None:
+        if not self._is_told and not self._ended:
+            self._is_told = True
+            self.pump()
+            assert self._pump_task is not None
+            self._pump_task.cancel()
+            self.inbound.finish()
+
+    async def take(self) -> Message:
+        """Return the next message for user code; at the end that the client is gone, for ever."""
+        try:
+            return await self.inbound.get()  # type: ignore[no-any-return]
+        except EndOfStream:
+            if self.is_http:
+                return {"type": "http.disconnect"}
+            return {"type": "websocket.disconnect", "code": GOING_AWAY, "reason": ""}
 
     # Serving on this very loop.
 
@@ -242,61 +320,44 @@ class Exchange(Call):
     async def _send_here(self, message: Message) -> None:
         if self._disconnected:
             raise StreamClosedError("the client of this request is gone")
-        if message["type"] == "http.response.start":
-            await self._start(message)
-            return
-        self.started = True
         if message.get("more_body"):
-            if not self._receiving:  # else user code reads, and will see the client leave
-                self.pump_into(self._inbound or Channel())
+            self.pump()
             self._chunks += 1
             if self._chunks % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
-        else:
-            self._is_complete = True
-        await self._send(message)
+        await self._pass_on(message)
 
     async def _receive_here(self) -> Message:
         if self._first is not None:
             message, self._first = self._first, None
             return message
-        if self._inbound is not None:
-            return await _take(self._inbound)
-        self._receiving = True
-        try:
-            message = await self._receive()
-        finally:
-            self._receiving = False
-        if message["type"] == "http.disconnect" and not self._is_complete:
-            self._disconnected = True
-        return message
+        self.pump()
+        return await self.take()
 
     # The user's side.
 
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
-        if running_loop() is not self._loop:
-            bridge = _Bridge(self, self._mailbox, self._first if self._has_body else _NO_BODY)
-            try:
-                await user_code.http(self.scope, bridge.receive, bridge.send)
-            finally:
-                bridge.finish()
-        elif self.is_http:
+        if running_loop() is self._loop:
             await user_code.http(self.scope, self._receive_here, self._send_here)
-        else:
-            await user_code.http(self.scope, self._receive, self._send)
+            return
+        bridge = _Bridge(self, self._mailbox, self._first)
+        try:
+            await user_code.http(self.scope, bridge.receive, bridge.send)
+        finally:
+            bridge.finish()
 
 
 class _Bridge:
     """What user code on another loop calls as `receive` and `send`. Owned by the user loop."""
 
-    __slots__ = ("_chunks", "_exchange", "_first", "_inbound", "_mailbox", "_outbound", "_start")
+    __slots__ = ("_chunks", "_exchange", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
 
     def __init__(self, exchange: Exchange, mailbox: Mailbox, first: Message | None) -> None:
         self._exchange = exchange
         self._mailbox = mailbox
-        self._first = first if exchange.is_http else None
-        self._inbound: Channel | None = None
+        self._first = first
+        self._is_pumping = False
         self._outbound: Channel | None = None
         self._start: Message | None = None
         self._chunks = 0
@@ -305,7 +366,10 @@ class _Bridge:
         if self._first is not None:
             message, self._first = self._first, None
             return message
-        return await _take(self._open_inbound())
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._mailbox.post(self._exchange.pump)
+        return await self._exchange.take()
 
     async def send(self, message: Message) -> None:
         if self._outbound is not None:
@@ -334,7 +398,7 @@ class _Bridge:
         self._outbound = Channel()
         if self._start is not None:
             await self._outbound.put(self._start)
-        self._mailbox.post(self._exchange.open, self._outbound, self._open_inbound())
+        self._mailbox.post(self._exchange.open, self._outbound)
 
     async def _put(self, message: Message) -> None:
         assert self._outbound is not None
@@ -343,17 +407,3 @@ class _Bridge:
         self._chunks += 1
         if self._chunks % YIELD_EVERY == 0:
             await asyncio.sleep(0)
-
-    def _open_inbound(self) -> Channel:
-        if self._inbound is None:
-            self._inbound = Channel()
-            self._mailbox.post(self._exchange.pump_into, self._inbound)
-        return self._inbound
-
-
-async def _take(inbound: Channel) -> Message:
-    """Return the next message; after the last one the client is gone, as often as one asks."""
-    try:
-        return await inbound.get()  # type: ignore[no-any-return]
-    except EndOfStream:
-        return {"type": "http.disconnect"}

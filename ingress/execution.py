@@ -85,7 +85,7 @@ class ExecutionPlan:
     pool: ThreadPool
     warns: bool = False
 
-    async def run(self, *args: Any, **kwargs: Any) -> Any:
+    async def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function in its mode, then await its result if that is awaitable."""
         try:
             if self.kind is Kind.COROUTINE:
@@ -100,9 +100,12 @@ class ExecutionPlan:
         except Exception:
             raise
         except BaseException as error:
-            raise contained(error, self.name) from error
+            failure = contained(error, self.name)
+            if failure is error:
+                raise
+            raise failure from error
 
-    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Yield the items of the generator the function returns.
 
         Raises `TypeError` if it returns anything else.
@@ -149,17 +152,23 @@ class ExecutionPlan:
         except BaseException as error:
             if delivering and isinstance(error, GeneratorExit):
                 raise  # our consumer closes us; it is not the user's generator that raised it
-            raise contained(error, self.name) from error
+            failure = contained(error, self.name)
+            if failure is error:
+                raise
+            raise failure from error
 
     def _warn(self) -> None:
         """Warn of a `def` on the event loop, once per method and process."""
         self.warns = False
-        code = code_of(self.func)
-        with _warned_lock:
-            if code in _warned:
-                return
-            _warned.add(code)
+        # The method's own line, not that of a decorator's wrapper, which its methods share.
+        code = code_of(inspect.unwrap(_underlying(self.func)))
         file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
+        # Not the code: equal code in two files is equal.
+        method = (self.name, file, line)
+        with _warned_lock:
+            if method in _warned:
+                return
+            _warned.add(method)
         text = (
             "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
             f"'{self.name}' directly on the asyncio loop. In a future version, sync methods will "
@@ -175,7 +184,7 @@ class ExecutionPlan:
             pass  # `-W error` is for tests to see; the request it hit is not to blame
 
 
-_warned: set[CodeType | None] = set()
+_warned: set[tuple[str, str, int]] = set()
 _warned_lock = threading.Lock()
 
 

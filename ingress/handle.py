@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from ingress.call import CURRENT_CALL, Call
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import RequestCancelledError
+from ingress.exceptions import RequestCancelledError, StreamClosedError
 from ingress.loops import running_loop
 from ingress.router import Router
 from ingress.types import DeploymentID, RequestMetadata, new_request_id
@@ -81,7 +81,7 @@ class DeploymentHandle:
         multiplexed_model_id: str | None = None,
     ) -> DeploymentHandle:
         """Return a handle with other options; what is not given stays as it is."""
-        given = {
+        given: dict[str, Any] = {
             "method_name": method_name,
             "stream": stream,
             "multiplexed_model_id": multiplexed_model_id,
@@ -104,13 +104,20 @@ class DeploymentHandle:
             multiplexed_model_id=options.multiplexed_model_id,
             is_streaming=options.stream,
         )
-        call = Call(metadata, None, copy_context(), parent)
+        call = Call(metadata, None, copy_context())
         # Looked up now, so that a handle outlives a redeployment of what it calls.
-        router = self._directory.router(self._id)
-        responses = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Response)]
+        router = call.queue = self._directory.router(self._id)
+        given = (*args, *kwargs.values())
+        if any(isinstance(arg, DeploymentResponseGenerator) for arg in given):
+            raise RuntimeError(
+                "Streaming deployment handle results cannot be passed to downstream handle calls. "
+                "If you have a use case requiring this feature, iterate here and pass the items."
+            )
+        responses = [arg for arg in given if isinstance(arg, DeploymentResponse)]
         channel = Channel() if options.stream else None
 
         def submit() -> None:
+            call.waits_for = frozenset()
             try:
                 resolved = [_resolved(arg) for arg in args]
                 named = {name: _resolved(arg) for name, arg in kwargs.items()}
@@ -126,12 +133,8 @@ class DeploymentHandle:
 
         if not responses:
             submit()
-        elif any(isinstance(response, DeploymentResponseGenerator) for response in responses):
-            raise RuntimeError(
-                "Streaming deployment handle results cannot be passed to downstream handle calls. "
-                "If you have a use case requiring this feature, iterate here and pass the items."
-            )
         else:
+            call.waits_for = frozenset(response._call for response in responses)
             self._directory.when_resolved(responses, submit)
         if channel is None:
             return DeploymentResponse(call)
@@ -218,6 +221,7 @@ class DeploymentResponseGenerator(_Response):
         return self
 
     async def __anext__(self) -> Any:
+        waiter = self._call.begin_wait()
         try:
             return await self._channel.get()
         except EndOfStream:
@@ -225,16 +229,21 @@ class DeploymentResponseGenerator(_Response):
         except asyncio.CancelledError:
             self._call.cancel()
             raise
+        finally:
+            self._call.end_wait(waiter)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         _refuse_in_loop("`async for` or `await response.__anext__()`", quote=False)
+        waiter = self._call.begin_wait()
         try:
             return self._channel.get_blocking()
         except EndOfStream:
             raise StopIteration from None
+        finally:
+            self._call.end_wait(waiter)
 
     async def aclose(self) -> None:
         """Take no more items; the generator behind is closed where it runs."""
@@ -274,7 +283,10 @@ async def _pump(
     async with aclosing(user_code.stream(method, args, kwargs)) as items:
         async for item in items:
             size = len(item) if isinstance(item, str | bytes) else 0
-            await channel.put(item, size)
+            try:
+                await channel.put(item, size)
+            except StreamClosedError:  # nobody takes the rest; the generator is closed on the way
+                return
 
 
 def _resolved(arg: Any) -> Any:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import Context
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 try:
@@ -45,7 +46,16 @@ class Mailbox:
     noticed, so that no caller waits for an answer that cannot come.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_context", "_items", "_loop", "_on_dead", "_woken")
+    __slots__ = (
+        "__weakref__",
+        "_burial",
+        "_closed",
+        "_context",
+        "_items",
+        "_loop",
+        "_on_dead",
+        "_woken",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_dead: OnDead = _drop) -> None:
         self._loop = loop
@@ -53,6 +63,7 @@ class Mailbox:
         self._items: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._woken = False
         self._closed = False
+        self._burial = threading.Lock()
         # An empty context of its own: scheduled with the poster's, a drain would run everybody
         # else's items with the first poster's variables.
         self._context = Context()
@@ -62,10 +73,13 @@ class Mailbox:
         self._items.append((callback, args))
         # Race with `_drain`: it clears the flag *before* it looks how much there is. If the flag
         # is still set here, that look is yet to come and will see this item.
-        if not self._woken and not self._closed:
-            self._woken = True
+        if not self._closed:
             try:
-                self._loop.call_soon_threadsafe(self._drain, context=self._context)
+                if not self._woken:
+                    self._woken = True
+                    self._loop.call_soon_threadsafe(self._drain, context=self._context)
+                elif self._loop.is_closed():  # it went without a drain it owed us, nor a word
+                    self._closed = True
             except (RuntimeError, ReferenceError):  # the loop is closed, or collected
                 self._closed = True
         # Race with `close`: it sets the flag before it empties the deque, this looks at the flag
@@ -101,12 +115,19 @@ class Mailbox:
                 self._loop.call_soon(self._drain, context=self._context)
 
     def _bury(self) -> None:
-        while True:
+        items = self._items
+        # One thread at a time, and never itself again: `on_dead` frees a slot, whose next owner is
+        # posted to the same dead loop. Race with who is refused here: it has appended already, and
+        # the one that buries looks once more after it has let go.
+        while items and self._burial.acquire(blocking=False):
             try:
-                callback, args = self._items.popleft()
+                while items:
+                    callback, args = items.popleft()
+                    self._on_dead(callback, args)
             except IndexError:
-                return
-            self._on_dead(callback, args)
+                continue  # a last drain on the loop was quicker
+            finally:
+                self._burial.release()
 
 
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = (
@@ -242,22 +263,25 @@ class EventLoopThread:
         self._close()
 
     def _close(self) -> None:
-        try:
-            self._cancel_all_tasks()
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        except BaseException:
-            logger.exception("while the event loop of %s was closed", self.name)
-        finally:
-            self.loop.close()
-            self.mailbox.close()
+        # First of all, so that nothing begins behind the back of what is being ended.
+        self.mailbox.close()
+        deadline = monotonic() + _LAST_WORDS_S
+        told: set[asyncio.Task[Any]] = set()
+        while (tasks := asyncio.all_tasks(self.loop)) and monotonic() < deadline:
+            for task in tasks - told:  # once: a second time would cut its `finally` short
+                task.cancel()
+            told |= tasks
+            self._wait(tasks, deadline)
+        closing = self.loop.create_task(self.loop.shutdown_asyncgens())
+        self._wait({closing}, monotonic() + _LAST_WORDS_S)
+        self.loop.close()
 
-    def _cancel_all_tasks(self) -> None:
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            # Bounded: a task may swallow its cancellation, and this thread must end.
-            self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_WORDS_S))
+    def _wait(self, tasks: set[asyncio.Task[Any]], deadline: float) -> None:
+        # Bounded: a task may swallow its cancellation, and this thread must end.
+        try:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=deadline - monotonic()))
+        except BaseException:  # from one of the tasks; the others still count
+            logger.exception("while the event loop of %s was closed", self.name)
 
 
 async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

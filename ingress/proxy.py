@@ -70,38 +70,41 @@ class HTTPProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         root_path: str = scope.get("root_path", "")
-        if root_path and path.startswith(root_path):
+        if root_path and (path + "/").startswith(root_path + "/"):
             path = path[len(root_path) :] or "/"
         if path.startswith("/-/") and scope["type"] == "http":
             response = self._builtin(path, scope)
             if response is not None:
-                await response(scope, receive, _with_request_id(send, new_request_id()))
+                await response(scope, receive, _with_request_id(send, _request_id(scope)))
                 return
         route = self.table.match(path)
         if route is None or self.is_draining:
             await self._refuse(path, scope, receive, send)
             return
 
-        request_id = None
-        has_body = False
+        has_id = has_body = False
         model_id = ""
         headers = scope["headers"]
         for name, value in headers:
             if name in _INTERESTING:
                 if name == b"x-request-id":
-                    if _REQUEST_ID.fullmatch(value):
-                        request_id = value.decode()
+                    has_id = True
                 elif name == b"content-length":
                     has_body = value != b"0"
                 elif name == b"transfer-encoding":
                     has_body = True
                 else:
                     model_id = value.decode("latin-1")
-        if request_id is None:
-            request_id = new_request_id()
+        if has_id:  # it may be unfit, or one of several
+            request_id = _request_id(scope)
             headers = [pair for pair in headers if pair[0] != b"x-request-id"]
-            headers.append((b"x-request-id", request_id.encode()))
+        else:
+            request_id = new_request_id()
+        headers = [*headers, (b"x-request-id", request_id.encode())]
         inner = {**scope, "asgi": _ASGI, "headers": headers}
+        if "router" in inner:  # a parent's that mounts us; links are made by the app's own
+            del inner["router"]
+            inner.pop("app_root_path", None)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
         metadata = RequestMetadata(
@@ -111,10 +114,10 @@ class HTTPProxy:
             multiplexed_model_id=model_id,
             is_http_request=True,
         )
-        exchange = Exchange(metadata, inner, receive, send, has_body=has_body)
+        exchange = Exchange(metadata, route.router, inner, receive, send, has_body=has_body)
         self._in_flight.add(exchange)
         try:
-            await exchange.respond(route.router)
+            await exchange.respond()
         except ClientDisconnect:
             pass
         except Exception as error:
@@ -137,29 +140,25 @@ class HTTPProxy:
         await response(exchange.scope, receive, send)
         return response.status_code != 500
 
-    async def drain(self, app_name: str, timeout_s: float) -> None:
+    async def drain(self, router: Router, timeout_s: float) -> None:
         """Let an application's requests end, and cancel those that do not. On any loop.
 
-        A stream has no end of its own to wait for: it is cancelled after `STREAM_GRACE_S`.
+        A stream has no end of its own to wait for: it is told that its client is gone, and
+        cancelled after `STREAM_GRACE_S`.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         grace = loop.time() + min(STREAM_GRACE_S, timeout_s)
-        while in_flight := self._in_flight_of(app_name):
+        while in_flight := [each for each in list(self._in_flight) if each.router is router]:
             now = loop.time()
             for exchange in in_flight:
                 if now >= deadline or (now >= grace and exchange.is_stream):
-                    exchange.cancel()
+                    exchange.stop()
+                elif exchange.is_stream:
+                    exchange.tell()
             if now >= deadline:
                 return
             await asyncio.sleep(0.01)
-
-    def _in_flight_of(self, app_name: str) -> list[Exchange]:
-        return [
-            exchange
-            for exchange in list(self._in_flight)
-            if exchange.metadata.deployment.app_name == app_name
-        ]
 
     def _builtin(self, path: str, scope: Scope) -> Response | None:
         if path == HEALTHZ:
@@ -187,7 +186,7 @@ class HTTPProxy:
                 f"Path '{path}' not found. Ping http://.../-/routes for available routes.", 404
             )
         )
-        await response(scope, receive, _with_request_id(send, new_request_id()))
+        await response(scope, receive, _with_request_id(send, _request_id(scope)))
 
 
 _INTERESTING = frozenset(
@@ -199,6 +198,14 @@ _INTERESTING = frozenset(
         b"x-request-id",
     )
 )
+
+
+def _request_id(scope: Scope) -> str:
+    """Return the first fit id that the client sent, or a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return new_request_id()
 
 
 def _with_request_id(send: Send, request_id: str) -> Send:
@@ -220,7 +227,7 @@ def _is_local(scope: Scope) -> bool:
     server = scope.get("server")
     address = server[0] if server else ""
     host = next((value for name, value in scope["headers"] if name == b"host"), b"")
-    name = host.decode("latin-1")
+    name = host.decode("latin-1").lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     over_socket_file = server is None or server[1] is None
     return (over_socket_file or _is_loopback(address)) and _is_loopback(name)

@@ -20,7 +20,7 @@ from ingress.asgi import BoundApp
 from ingress.call import CURRENT_CALL, Call
 from ingress.context import REPLICA, ReplicaContext
 from ingress.counters import Latency
-from ingress.exceptions import ReplicaUnavailableError
+from ingress.exceptions import ReplicaUnavailableError, UserCodeExit
 from ingress.execution import ExecutionPlan, Role
 from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
 from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
@@ -37,6 +37,9 @@ class ReplicaState(Enum):
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
     STOPPED = "STOPPED"
+
+
+_ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 
 
 class Replica:
@@ -84,8 +87,14 @@ class Replica:
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
         self.context = ReplicaContext(replica_id)
-        self.user_code = UserCode(func_or_class, bound_app, self.context, self.make_plan)
+        try:
+            self.user_code = UserCode(func_or_class, bound_app, self.context, self.make_plan)
+        except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
+            self._home.stop(1.0)
+            raise
+        # What runs here, and its task once that has begun.
         self._calls: dict[Call, asyncio.Task[Any] | None] = {}
+        self._is_checking = False
 
     def __repr__(self) -> str:
         return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
@@ -104,7 +113,8 @@ class Replica:
 
     def submit(self, call: Call) -> None:
         """Run a call that holds one of our slots. Thread-safe."""
-        if running_loop() is self.loop:
+        # While we end, one after the other: what `_begin` turns away frees the slot of the next.
+        if running_loop() is self.loop and self.state not in _ENDING:
             self._begin(call)
         else:
             self._home.mailbox.post(self._begin, call)
@@ -117,12 +127,16 @@ class Replica:
             self._home.mailbox.post(self._cancel, call)
 
     def _begin(self, call: Call) -> None:
-        if call.settled:  # cancelled on its way here: never started
+        if self.state in _ENDING:  # it was on its way when the router let us go
+            call.settle(error=self._gone())
+        if call.settled:  # or cancelled on its way here: never started
             self.release(call)
             return
         # A drain runs in an empty context; the task gets the request's own.
-        task = self.loop.create_task(self._run(call), context=call.context)
-        self._calls[call] = task
+        self.loop.create_task(self._run(call), context=call.context)
+        # Race with a cancellation before the task's first step, which would end it with not one
+        # line run, slot and all: there is no task to cancel until `serve` puts it here.
+        self._calls[call] = None
 
     def _cancel(self, call: Call) -> None:
         task = self._calls.get(call)
@@ -130,11 +144,17 @@ class Replica:
             task.cancel()
 
     async def _run(self, call: Call) -> None:
+        if call.settled:  # cancelled between `_begin` and here
+            del self._calls[call]
+            self.release(call)
+            return
         try:
             value = await self.serve(call)
-        except asyncio.CancelledError:
-            # Settled already if the caller asked for it; otherwise the replica is being stopped.
-            call.settle(error=self._gone())
+        except asyncio.CancelledError as error:
+            # Settled already if the caller asked for it; otherwise the replica is being stopped,
+            # or user code cancelled its own task.
+            ending = self.state in _ENDING
+            call.settle(error=self._gone() if ending else UserCodeExit(error, str(self.replica_id)))
         except Exception as error:
             if not call.settle(error=error):
                 logger.warning("%s failed after it was cancelled", self.replica_id, exc_info=error)
@@ -143,6 +163,10 @@ class Replica:
 
     async def serve(self, call: Call) -> Any:
         """Run a call that holds one of our slots in the current task, then give the slot back."""
+        if self.state in _ENDING:  # it was on its way here when the router let us go
+            self._calls.pop(call, None)
+            self.release(call)
+            raise self._gone()
         self._calls[call] = asyncio.current_task()
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
@@ -156,7 +180,10 @@ class Replica:
         except Exception:
             raise
         except BaseException as error:
-            raise execution.contained(error, str(self.replica_id)) from error
+            failure = execution.contained(error, str(self.replica_id))
+            if failure is error:
+                raise
+            raise failure from error
         finally:
             CURRENT_CALL.reset(call_token)
             REPLICA.reset(replica_token)
@@ -166,6 +193,7 @@ class Replica:
             latency.add((monotonic() - begin) * 1e3, is_error=failed)
             del self._calls[call]
             self.release(call)
+            call.let_go()
 
     def release(self, call: Call) -> None:
         """Give a call's slot back: its work has really ended, or will never begin."""
@@ -173,7 +201,18 @@ class Replica:
 
     async def check_health(self) -> None:
         """Ask the user's code, on the user loop. Raises what it raises."""
-        await run_on(self.loop, self.user_code.check_health())
+        await run_on(self.loop, self._check_health())
+
+    async def _check_health(self) -> None:
+        # One question at a time: a `check_health` that is stuck in a thread would otherwise take
+        # another thread every period, until none is left for requests.
+        if self._is_checking:
+            raise TimeoutError("the previous check_health has not returned yet")
+        self._is_checking = True
+        try:
+            await self.user_code.check_health()
+        finally:
+            self._is_checking = False
 
     async def stop(self, timeout_s: float) -> None:
         """Cancel what runs, run the user's shutdown code, end loop and threads, within a time.
@@ -195,8 +234,10 @@ class Replica:
             self._executor.shutdown()
         # In a thread, because these wait, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
-        for call in list(self._calls):
+        for call, task in list(self._calls.items()):
             call.settle(error=self._gone())
+            if task is None and self.loop.is_closed():
+                self.release(call)  # the loop ended between its `_begin` and its first step
         self.state = ReplicaState.STOPPED
 
     async def _wind_down(self) -> None:

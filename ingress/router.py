@@ -11,7 +11,7 @@ of plain arithmetic, never while another is taken, and no callback runs under it
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from ingress.call import Call
 from ingress.exceptions import (
@@ -39,6 +39,7 @@ class Router:
         self._lock = threading.Lock()
         self._available: list[Replica] = []  # the replicas with a free slot, in no order
         self._waiting: OrderedDict[Call, None] = OrderedDict()
+        self._holders: set[Call] = set()  # who has a slot
         self._refuses: str | None = None
 
     @property
@@ -54,6 +55,7 @@ class Router:
         """Start the call on a replica, now or when its turn comes, or settle it as refused."""
         refused: Exception | None = None
         replica: Replica | None = None
+        call.queue = self
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
@@ -61,7 +63,7 @@ class Router:
                 self.num_requests += 1
                 replica = self._policy.choose(self._available)
                 replica.ongoing += 1
-                call.holds_slot = True
+                self._holders.add(call)
                 if replica.ongoing == replica.max_ongoing:
                     self._remove_available(replica)
             elif 0 <= self.max_queued_requests <= len(self._waiting):
@@ -70,7 +72,6 @@ class Router:
                 )
             else:
                 self.num_requests += 1
-                call.queue = self
                 self._waiting[call] = None
         if replica is not None:
             call.start(replica)
@@ -85,10 +86,10 @@ class Router:
         """Take back the slot of a call whose work has ended, and hand it to who waits first."""
         following: Call | None = None
         with self._lock:
-            call.holds_slot = False
+            self._holders.discard(call)
             if self._waiting and replica.position != _REMOVED:
                 following, _ = self._waiting.popitem(last=False)
-                following.holds_slot = True
+                self._holders.add(following)
             else:
                 replica.ongoing -= 1
                 if replica.position == _FULL:
@@ -101,23 +102,35 @@ class Router:
         with self._lock:
             return self._waiting.pop(call, _ABSENT) is None
 
-    def check_cycle(self, call: Call) -> None:
-        """Fail a waiting call if every slot is held by a call that waits for one.
-
-        Only calls that somebody awaits count: a holder whose child nobody waits for will end. And
-        a holder counts once, however many of its descendants wait.
-        """
+    def holders(self, call: Call) -> frozenset[Call] | None:
+        """Return the calls that have the slots a call waits for here, `None` if it does not."""
         with self._lock:
-            if call not in self._waiting or not self._holders_above(call):
+            return frozenset(self._holders) if call in self._waiting else None
+
+    def check_cycle(self, call: Call) -> None:
+        """Fail a call that can never start, because whoever could make room waits for it.
+
+        Called when a call begins to wait for another, or stands in a queue while one waits for it:
+        the last step into a deadlock is always one of these. It may go through several deployments.
+        """
+        holders = self.holders(call)
+        for each in (call,) if holders is None else holders:
+            if not each.waits_for:
+                return  # it goes on by itself: the common case
+        while True:
+            graph = _waits(call)
+            stuck = _stuck(graph)
+            if call not in stuck:
                 return
-            stuck: set[Call] = set()
-            for waiting in self._waiting:
-                if waiting.is_awaited:
-                    stuck |= self._holders_above(waiting)
-            if not stuck or len(stuck) < sum(replica.ongoing for replica in self.replicas):
-                return
-            del self._waiting[call]
-        call.settle(error=RequestCycleError(self._describe_cycle(call)))
+            # Read from several queues, one after the other: a mixture of times may show a cycle
+            # that never was. None of these waits can end and begin again, so what is seen twice
+            # was there all the time between.
+            if _waits(call) == graph:
+                break
+        loser = next(each for each, (is_queued, _) in graph.items() if is_queued and each in stuck)
+        assert loser.queue is not None
+        if loser.queue.withdraw(loser):
+            loser.settle(error=RequestCycleError(_describe(loser, graph, stuck)))
 
     def add(self, replica: Replica) -> None:
         """Begin to use a replica that is ready; those who wait get its slots at once."""
@@ -127,7 +140,7 @@ class Router:
             replica.position = _FULL
             while self._waiting and replica.ongoing < replica.max_ongoing:
                 call, _ = self._waiting.popitem(last=False)
-                call.holds_slot = True
+                self._holders.add(call)
                 replica.ongoing += 1
                 started.append(call)
             if replica.ongoing < replica.max_ongoing:
@@ -164,30 +177,57 @@ class Router:
             self._available[last.position] = last
         replica.position = _FULL
 
-    def _holders_above(self, call: Call) -> set[Call]:
-        """Return the ancestors of a call that hold a slot of this deployment."""
-        holders = set()
-        ancestor = call.parent
-        while ancestor is not None:
-            if ancestor.holds_slot and ancestor.metadata.deployment == self.deployment_id:
-                holders.add(ancestor)
-            ancestor = ancestor.parent
-        return holders
 
-    def _describe_cycle(self, call: Call) -> str:
-        chain = [self.deployment_id.name]
-        ancestor = call.parent
-        while ancestor is not None:
-            chain.append(ancestor.metadata.deployment.name)
-            if ancestor.metadata.deployment == self.deployment_id:
+# For each call that matters: whether it is queued, and the calls it depends on. A queued call goes
+# on when *one* of those that hold the slots ends, any other when *all* it waits for are answered.
+_Graph = dict[Call, tuple[bool, frozenset[Call]]]
+
+
+def _waits(call: Call) -> _Graph:
+    """Return what a call depends on, directly or not, beginning with itself."""
+    graph: _Graph = {}
+    todo = deque([call])
+    while todo:
+        each = todo.popleft()
+        if each not in graph:
+            holders = None if each.queue is None else each.queue.holders(each)
+            others = each.waits_for if holders is None else holders
+            graph[each] = holders is not None, others
+            todo.extend(others)
+    return graph
+
+
+def _stuck(graph: _Graph) -> set[Call]:
+    """Return the calls that can never go on: all, less those that can, until no more can."""
+    stuck = set(graph)
+    while True:
+        free = set()
+        for call in stuck:
+            is_queued, others = graph[call]
+            blocking = others & stuck
+            if not blocking or (is_queued and blocking != others):
+                free.add(call)
+        if not free:
+            return stuck
+        stuck -= free
+
+
+def _describe(loser: Call, graph: _Graph, stuck: set[Call]) -> str:
+    name = loser.metadata.deployment.name
+    chain = [name]
+    call = loser
+    while True:
+        is_queued, others = graph[call]
+        call = next(iter(others & stuck))
+        if not is_queued:
+            chain.append(call.metadata.deployment.name)
+            if chain[-1] in chain[:-1]:
                 break
-            ancestor = ancestor.parent
-        return (
-            f"This call of '{self.deployment_id.name}' can never start: all slots of "
-            f"'{self.deployment_id.name}' are held by calls that wait for one, in the cycle "
-            f"{' -> '.join(reversed(chain))}. Raise max_ongoing_requests or num_replicas of "
-            f"'{self.deployment_id.name}', or break the cycle."
-        )
+    return (
+        f"This call of '{name}' can never start: all slots of '{name}' are held by calls that wait "
+        f"for one, in the cycle {' -> '.join(chain)}. Raise max_ongoing_requests or num_replicas "
+        f"of '{name}', or break the cycle."
+    )
 
 
 # Values of `Replica.position` other than an index into `_available`.

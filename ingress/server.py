@@ -70,16 +70,16 @@ class HTTPServer:
                 await run_on(self.home.loop, self._stop())
         finally:
             self._socket.close()
-            self.home.stop(timeout_s=1.0)
+            self.home.stop(timeout_s=0.3)
 
     async def _stop(self) -> None:
         assert self._server is not None
         assert self._serving is not None
         self._server.should_exit = True
-        done, _ = await asyncio.wait([self._serving], timeout=0.6)
+        done, _ = await asyncio.wait([self._serving], timeout=0.4)
         if not done:
             self._server.force_exit = True
-            await asyncio.wait([self._serving], timeout=0.3)
+            await asyncio.wait([self._serving], timeout=0.2)
 
 
 def _bind(host: str, port: int) -> socket.socket:

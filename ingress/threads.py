@@ -12,6 +12,7 @@ threads are daemons that nothing joins at interpreter exit, so a stuck one canno
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -29,6 +30,8 @@ from ingress.channel import Channel
 from ingress.exceptions import StreamClosedError
 from ingress.loops import Home, Mailbox
 
+logger = logging.getLogger("ingress")
+
 T = TypeVar("T")
 
 IDLE_S = 10.0  # as anyio's workers
@@ -36,10 +39,7 @@ RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generat
 
 
 class WorkerThreads:
-    """Run submitted calls in at most `limit` daemon threads, in order. Thread-safe.
-
-    A submitted callable must not raise.
-    """
+    """Run submitted calls in at most `limit` daemon threads, in order. Thread-safe."""
 
     def __init__(self, name: str, limit: int, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
@@ -104,7 +104,10 @@ class WorkerThreads:
                     if self._retire():
                         return
                     continue
-                call()
+                try:
+                    call()
+                except BaseException:  # what a callback of a user's future let out
+                    logger.exception("in a worker thread of %s, which goes on", self.name)
                 del call  # a thread that waits must not keep the last call's objects alive
                 with self._lock:
                     self._unfinished -= 1
@@ -245,9 +248,10 @@ def _pump(items: Generator[Any, Any, Any], channel: Channel) -> None:
     error: BaseException | None = None
     try:
         for item in items:
-            channel.put_blocking(item, len(item) if isinstance(item, str | bytes) else 0)
-    except StreamClosedError:
-        pass
+            try:
+                channel.put_blocking(item, len(item) if isinstance(item, str | bytes) else 0)
+            except StreamClosedError:  # by `put` only: the generator's own is a failure
+                break
     except BaseException as raised:
         error = raised
     try:

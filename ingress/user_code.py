@@ -55,7 +55,10 @@ class UserCode:
             await self._app.attach(self._instance)
             await self._app.lifespan.startup()
         elif callable(self._instance):
-            self._takes_request = bool(inspect.signature(self._instance).parameters)
+            # Not of the instance: Python drops a first parameter there, also of a `staticmethod`.
+            is_class = inspect.isclass(self._func_or_class)
+            call = self._instance.__call__ if is_class else self._instance
+            self._takes_request = bool(inspect.signature(call).parameters)
         if user_config is not None:
             await self.reconfigure(user_config)
         if hasattr(self._instance, "check_health"):

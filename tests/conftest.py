@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
 
 from ingress.loops import EventLoopThread
 from ingress.settings import (
@@ -52,6 +53,24 @@ def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Se
     for name, value in zip(names, request.param, strict=True):
         monkeypatch.setenv(name, value)
     return Settings.from_environment()
+
+
+@pytest.fixture(autouse=True)
+def blocking_call_check() -> Iterator[BlockBuster]:
+    """Fail a blocking call of ours on an event loop; the user's code may block the loop.
+
+    Locks are left out: ours are held for a few lines of arithmetic and are meant to be waited for.
+    """
+    with blockbuster_ctx(scanned_modules=["ingress"]) as checks:
+        for name in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
+            checks.functions.pop(name).deactivate()
+        for check in checks.functions.values():
+            check.can_block_in("ingress/execution.py", {"run", "stream", "iterate"})
+            check.can_block_in("ingress/asgi/replica_app.py", {"__call__"})
+            check.can_block_in("ingress/asgi/lifespan.py", {"_run"})
+            check.can_block_in("ingress/server.py", {"_start"})  # imports uvicorn
+            check.can_block_in("ingress/user_code.py", {"_plain"})
+        yield checks
 
 
 @pytest.fixture

@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ingress as serve
+import pytest
+from ingress.declaration import Application
 from ingress.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
@@ -198,3 +201,25 @@ def get(port: int, path: str, headers: str = "") -> Answer:
 
 def write_module(folder: Path, name: str, source: str) -> None:
     (folder / f"{name}.py").write_text(source)
+
+
+def served(target: Application, name: str = "default", route_prefix: str | None = "/") -> int:
+    """Serve an application in this process and return the port."""
+    serve.start({"port": 0})
+    serve.run(target, name=name, route_prefix=route_prefix)
+    (url,) = serve.status().proxies
+    return int(url.rpartition(":")[2])
+
+
+def set_flags(monkeypatch: pytest.MonkeyPatch, separate: str, sync: str = "0") -> None:
+    monkeypatch.setenv(SYNC_IN_THREADPOOL, sync)
+    monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, separate)
+    monkeypatch.setenv(ROUTER_IN_SEPARATE_LOOP, separate)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """Wait for what somebody else's loop is about to do. Fails if it does not."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.002)

@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
-from tests.servers import running_ingress
+from tests.servers import INGRESS, environment, process
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,7 +67,8 @@ def test_the_first_application_answers_what_curl_shows(tmp_path: Path) -> None:
     assert len(shown) == 2
     (command,) = [text for text in CONSOLE if text.startswith("$ ingress run")]
 
-    with running_ingress(*shlex.split(command)[3:], cwd=tmp_path) as server:
+    arguments = [*INGRESS, *shlex.split(command)[2:], "--port", "0"]
+    with process(arguments, tmp_path, environment(tmp_path)) as server:
         for url, answer in shown:
             response = httpx.get(url.replace("http://127.0.0.1:8000", server.url))
             assert (response.status_code, response.text) == (200, answer)

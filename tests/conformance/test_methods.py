@@ -1,0 +1,368 @@
+"""Where a deployment's callables run, observed from inside them: through handles, by every flag.
+
+The cases are those of the table "Where each callable runs" (Ray 2.60.0), the places ours: what a
+`def` does is the flag's to say, everything else happens on the user event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.settings import Settings
+from tests.conformance.observe import TIMEOUT_S, Served, here, here_async, served
+
+pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+
+LOOP, FLAG = "the loop", "where the flag says"
+
+
+def traced(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that only wraps: what it makes is a `def`."""
+
+    @wraps(func)
+    def wrapper(*args: Any) -> Any:
+        return func(*args)
+
+    return wrapper
+
+
+def expected(served: Served, flags: Settings, *places: str) -> list[str]:
+    """Return what `here()` says at each of the places."""
+    flag = served.worker if flags.run_sync_in_threadpool else served.loop
+    return [flag if place == FLAG else served.loop for place in places]
+
+
+class Here:
+    def __call__(self) -> list[str]:
+        return [here()]
+
+
+class HereAsync:
+    async def __call__(self) -> list[str]:
+        return [here()]
+
+
+class Methods:
+    """Each returns the places its lines ran in."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.lambda_attribute = lambda: [here()]
+        self.callable_object = Here()
+        self.async_callable_object = HereAsync()
+        self.partial_of_def = partial(self.def_method)
+        self.partial_of_async_def = partial(self.async_def)
+        self.partial_of_partial = partial(self.partial_of_def)
+        self.c_callable = partial(operator.call, self.def_method)
+
+    async def async_def(self) -> list[str]:
+        return [here()]
+
+    def def_method(self) -> list[str]:
+        return [here()]
+
+    @staticmethod
+    def static_def() -> list[str]:
+        return [here()]
+
+    @classmethod
+    def class_def(cls) -> list[str]:
+        return [here()]
+
+    @staticmethod
+    async def static_async_def() -> list[str]:
+        return [here()]
+
+    @classmethod
+    async def class_async_def(cls) -> list[str]:
+        return [here()]
+
+    class_lambda = lambda self: [here()]  # noqa: E731
+
+    def returns_coroutine(self) -> Coroutine[Any, Any, list[str]]:
+        before = here()
+
+        async def after() -> list[str]:
+            return [before, here()]
+
+        return after()
+
+    def returns_future(self) -> asyncio.Future[list[str]]:
+        before = here()
+        future: asyncio.Future[list[str]] = self.loop.create_future()
+        self.loop.call_soon_threadsafe(lambda: future.set_result([before, here()]))
+        return future
+
+    def returns_task(self) -> asyncio.Task[list[str]]:
+        before = here()
+
+        async def after() -> list[str]:
+            return [before, here()]
+
+        made = []
+        done = threading.Event()
+
+        def make() -> None:
+            made.append(self.loop.create_task(after()))
+            done.set()
+
+        if before.startswith("loop"):
+            make()
+        else:
+            self.loop.call_soon_threadsafe(make)
+        assert done.wait(TIMEOUT_S)
+        return made[0]
+
+    def returns_awaitable(self) -> Any:
+        before = here()
+
+        class After:
+            def __await__(self) -> Generator[Any, None, list[str]]:
+                return after().__await__()
+
+        async def after() -> list[str]:
+            return [before, here()]
+
+        return After()
+
+    @traced
+    async def wrapped_async_def(self) -> list[str]:
+        return [here()]
+
+
+@pytest.mark.parametrize(
+    ("method", "places"),
+    [
+        ("async_def", [LOOP]),
+        ("static_async_def", [LOOP]),
+        ("class_async_def", [LOOP]),
+        ("partial_of_async_def", [LOOP]),
+        ("async_callable_object", [LOOP]),
+        ("def_method", [FLAG]),
+        ("lambda_attribute", [FLAG]),
+        ("class_lambda", [FLAG]),
+        ("static_def", [FLAG]),
+        ("class_def", [FLAG]),
+        ("partial_of_def", [FLAG]),
+        ("partial_of_partial", [FLAG]),
+        ("callable_object", [FLAG]),
+        ("c_callable", [FLAG]),
+        ("returns_coroutine", [FLAG, LOOP]),
+        ("returns_future", [FLAG, LOOP]),
+        ("returns_task", [FLAG, LOOP]),
+        ("returns_awaitable", [FLAG, LOOP]),
+        ("wrapped_async_def", [LOOP]),
+    ],
+)
+def test_a_method_runs_where_the_table_says(
+    flags: Settings, method: str, places: list[str]
+) -> None:
+    with served(serve.deployment(Methods).bind(), flags) as it:
+        handle = it.handle.options(method_name=method)
+
+        assert handle.remote().result(timeout_s=TIMEOUT_S) == expected(it, flags, *places)
+
+
+def test_a_sync_wrapper_round_an_async_def_runs_as_a_def(flags: Settings) -> None:
+    places = []
+
+    def noted(func: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(func)
+        def wrapper(self: Any) -> Any:
+            places.append(here())
+            return func(self)
+
+        return wrapper
+
+    class K:
+        @noted
+        async def method(self) -> None:
+            places.append(here())
+
+    with served(serve.deployment(K).bind(), flags) as it:
+        it.handle.method.remote().result(timeout_s=TIMEOUT_S)
+
+        assert places == expected(it, flags, FLAG, LOOP)
+
+
+def test_a_wrapper_that_runs_a_loop_of_its_own_works_in_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
+
+    class K:
+        def method(self) -> str:
+            return asyncio.run(here_async())
+
+    with served(serve.deployment(K).bind()) as it:
+        inside = it.handle.method.remote().result(timeout_s=TIMEOUT_S)
+
+    assert inside.startswith("loop K#0-worker-")
+
+
+def test_async_init_and_its_methods_share_one_loop(flags: Settings) -> None:
+    class K:
+        async def __init__(self) -> None:  # type: ignore[misc]  # Ray Serve's extension
+            self.loop = asyncio.get_running_loop()
+
+        async def is_same(self) -> bool:
+            return asyncio.get_running_loop() is self.loop
+
+    with served(serve.deployment(K).bind(), flags) as it:
+        assert it.handle.is_same.remote().result(timeout_s=TIMEOUT_S)
+
+
+def async_function() -> Any:
+    async def function(x: int) -> list[Any]:
+        return [here(), x]
+
+    return function
+
+
+def def_function() -> Any:
+    def function(x: int) -> list[Any]:
+        return [here(), x]
+
+    return function
+
+
+@pytest.mark.parametrize(("make", "place"), [(async_function, LOOP), (def_function, FLAG)])
+def test_a_function_deployment_runs_where_its_def_says(
+    flags: Settings, make: Callable[[], Any], place: str
+) -> None:
+    with served(serve.deployment(make()).bind(), flags) as it:
+        result = it.handle.remote(7).result(timeout_s=TIMEOUT_S)
+
+        assert result == [*expected(it, flags, place), 7]
+
+
+class Streams:
+    """Each yields where it is iterated, and by which thread."""
+
+    def __init__(self) -> None:
+        self.partial_of_def_generator = partial(self.def_generator)
+
+    async def async_generator(self) -> AsyncIterator[tuple[str, int]]:
+        for _ in range(3):
+            yield here(), threading.get_ident()
+
+    def def_generator(self) -> Iterator[tuple[str, int]]:
+        for _ in range(3):
+            yield here(), threading.get_ident()
+
+    def returns_generator(self) -> Iterator[tuple[str, int]]:
+        return self.def_generator()
+
+    def returns_async_generator(self) -> AsyncIterator[tuple[str, int]]:
+        return self.async_generator()
+
+    async def async_def_returns_generator(self) -> Iterator[tuple[str, int]]:
+        return self.def_generator()
+
+    async def async_def_returns_async_generator(self) -> AsyncIterator[tuple[str, int]]:
+        return self.async_generator()
+
+    @traced
+    def wrapped_generator(self) -> Iterator[tuple[str, int]]:
+        yield here(), threading.get_ident()
+
+    async def no_generator(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [
+        ("async_generator", LOOP),
+        ("def_generator", FLAG),
+        ("partial_of_def_generator", FLAG),
+        ("wrapped_generator", FLAG),
+        ("returns_generator", FLAG),
+        ("returns_async_generator", LOOP),
+        ("async_def_returns_generator", LOOP),
+        ("async_def_returns_async_generator", LOOP),
+    ],
+)
+def test_a_generator_is_iterated_where_the_function_that_returned_it_ran(
+    flags: Settings, method: str, place: str
+) -> None:
+    with served(serve.deployment(Streams).bind(), flags) as it:
+        items = list(it.handle.options(stream=True, method_name=method).remote())
+
+        assert {found for found, _ in items} == set(expected(it, flags, place))
+        assert len({thread for _, thread in items}) == 1, "one thread for its whole life"
+
+
+@pytest.mark.parametrize("method", ["async_generator", "def_generator", "returns_generator"])
+def test_a_generator_called_without_stream_is_a_type_error(flags: Settings, method: str) -> None:
+    with served(serve.deployment(Streams).bind(), flags) as it:
+        response = it.handle.options(method_name=method).remote()
+
+        with pytest.raises(TypeError, match=rf"Method '{method}' returned a generator\."):
+            response.result(timeout_s=TIMEOUT_S)
+
+
+def test_what_is_no_generator_called_with_stream_is_a_type_error(flags: Settings) -> None:
+    with served(serve.deployment(Streams).bind(), flags) as it:
+        stream = it.handle.options(stream=True).no_generator.remote()
+
+        with pytest.raises(TypeError, match="did not return a generator"):
+            next(stream)
+
+
+def test_init_and_del_run_on_the_loop_and_hooks_where_their_def_says(flags: Settings) -> None:
+    places: dict[str, str] = {}
+
+    class Def:
+        def __init__(self) -> None:
+            places["__init__"] = here()
+
+        def reconfigure(self, config: dict[str, int]) -> None:
+            places[f"reconfigure {config}"] = here()
+
+        def check_health(self) -> None:
+            places["check_health"] = here()
+
+        def __del__(self) -> None:
+            places["__del__"] = here()
+
+    with served(serve.deployment(user_config={"a": 1})(Def).bind(), flags) as it:
+        loop, flag = expected(it, flags, LOOP, FLAG)
+
+    assert places == {
+        "__init__": loop,
+        "reconfigure {'a': 1}": flag,
+        "check_health": flag,
+        "__del__": loop,
+    }
+
+
+def test_every_async_hook_runs_on_the_loop(flags: Settings) -> None:
+    places: dict[str, str] = {}
+
+    class Async:
+        async def __init__(self) -> None:  # type: ignore[misc]  # Ray Serve's extension
+            places["__init__"] = here()
+
+        async def reconfigure(self, config: dict[str, int]) -> None:
+            places["reconfigure"] = here()
+
+        async def check_health(self) -> None:
+            places["check_health"] = here()
+
+        async def __del__(self) -> None:
+            places["__del__"] = here()
+
+    with served(serve.deployment(user_config={"a": 1})(Async).bind(), flags) as it:
+        loop = it.loop
+
+    hooks = ("__init__", "reconfigure", "check_health", "__del__")
+    assert places == dict.fromkeys(hooks, loop)

@@ -1,0 +1,192 @@
+"""Where `__call__` runs for an HTTP request, observed from inside it, by every flag."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+import ingress as serve
+from ingress.settings import Settings
+from tests.conformance.observe import ANYIO_WORKER, here, served
+
+pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+
+LOOP, FLAG, THREAD = "the loop", "where the flag says", "a thread of Starlette's"
+
+
+class AsyncDef:
+    async def __call__(self, request: Request) -> str:
+        return here()
+
+
+class Def:
+    def __call__(self, request: Request) -> str:
+        return here()
+
+
+class DefWithoutRequest:
+    def __call__(self) -> str:
+        return here()
+
+
+class StaticDef:
+    @staticmethod
+    def __call__(request: Request) -> str:
+        return here()
+
+
+class ClassDef:
+    @classmethod
+    def __call__(cls, request: Request) -> str:
+        return here()
+
+
+class Lambda:
+    __call__ = lambda self, request: here()  # noqa: E731
+
+
+class PartialAsCall:
+    __call__ = partial(lambda text, request: f"{text}{here()}", "")
+
+
+class CallableObject:
+    def __call__(self, request: Request) -> str:
+        return here()
+
+
+class ObjectAsCall:
+    __call__ = CallableObject()
+
+
+class ReturnsCoroutine:
+    def __call__(self, request: Request) -> Coroutine[Any, Any, str]:
+        before = here()
+
+        async def after() -> str:
+            return f"{before}\n{here()}"
+
+        return after()
+
+
+class ReturnsFuture:
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def __call__(self, request: Request) -> asyncio.Future[str]:
+        before = here()
+        future: asyncio.Future[str] = self.loop.create_future()
+        self.loop.call_soon_threadsafe(lambda: future.set_result(f"{before}\n{here()}"))
+        return future
+
+
+def traced(func: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(func)
+    def wrapper(*args: Any) -> Any:
+        return func(*args)
+
+    return wrapper
+
+
+class WrappedAsyncDef:
+    @traced
+    async def __call__(self, request: Request) -> str:
+        return here()
+
+
+class AsyncGenerator:
+    async def __call__(self, request: Request) -> AsyncIterator[str]:
+        for _ in range(3):
+            yield f"{here()}\n"
+
+
+class Generator:
+    def __call__(self, request: Request) -> Iterator[str]:
+        for _ in range(3):
+            yield f"{here()}\n"
+
+
+class ReturnsGenerator:
+    def __call__(self, request: Request) -> Iterator[str]:
+        return Generator()(request)
+
+
+class ReturnsAsyncGenerator:
+    def __call__(self, request: Request) -> AsyncIterator[str]:
+        return AsyncGenerator()(request)
+
+
+class AsyncDefReturnsGenerator:
+    async def __call__(self, request: Request) -> Iterator[str]:
+        return Generator()(request)
+
+
+class AsyncDefReturnsAsyncGenerator:
+    async def __call__(self, request: Request) -> AsyncIterator[str]:
+        return AsyncGenerator()(request)
+
+
+class StreamingResponseOfIterator:
+    async def __call__(self, request: Request) -> StreamingResponse:
+        return StreamingResponse(Generator()(request))
+
+
+class StreamingResponseOfAsyncIterator:
+    async def __call__(self, request: Request) -> StreamingResponse:
+        return StreamingResponse(AsyncGenerator()(request))
+
+
+async def async_function(request: Request) -> str:
+    return here()
+
+
+def def_function(request: Request) -> str:
+    return here()
+
+
+def generator_function(request: Request) -> Iterator[str]:
+    yield f"{here()}\n"
+
+
+@pytest.mark.parametrize(
+    ("func_or_class", "places"),
+    [
+        (AsyncDef, [LOOP]),
+        (Def, [FLAG]),
+        (DefWithoutRequest, [FLAG]),
+        (StaticDef, [FLAG]),
+        (ClassDef, [FLAG]),
+        (Lambda, [FLAG]),
+        (PartialAsCall, [FLAG]),
+        (ObjectAsCall, [FLAG]),
+        (ReturnsCoroutine, [FLAG, LOOP]),
+        (ReturnsFuture, [FLAG, LOOP]),
+        (WrappedAsyncDef, [LOOP]),
+        (AsyncGenerator, [LOOP] * 3),
+        (Generator, [FLAG] * 3),
+        (ReturnsGenerator, [FLAG] * 3),
+        (ReturnsAsyncGenerator, [LOOP] * 3),
+        (AsyncDefReturnsGenerator, [LOOP] * 3),
+        (AsyncDefReturnsAsyncGenerator, [LOOP] * 3),
+        (StreamingResponseOfIterator, [THREAD] * 3),
+        (StreamingResponseOfAsyncIterator, [LOOP] * 3),
+        (async_function, [LOOP]),
+        (def_function, [FLAG]),
+        (generator_function, [FLAG]),
+    ],
+)
+def test_a_request_runs_where_the_table_says(
+    flags: Settings, func_or_class: Any, places: list[str]
+) -> None:
+    with served(serve.deployment(func_or_class).bind(), flags) as it:
+        response = it.get()
+
+        flag = it.worker if flags.run_sync_in_threadpool else it.loop
+        where = {LOOP: it.loop, FLAG: flag, THREAD: ANYIO_WORKER}
+        assert response.text.splitlines() == [where[place] for place in places]
+        assert response.status_code == 200

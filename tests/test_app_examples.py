@@ -1,0 +1,532 @@
+"""`app_examples/`: each does what its docstring says, and what the guide's comments in it claim.
+
+Durations stay as they are in the files. Overlap is seen from inside a subclass of the example's
+class: it notes who is in, or holds them at a gate.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import ingress as serve
+from app_examples import slow_server
+from ingress.settings import SYNC_IN_THREADPOOL
+from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, served, wait_until
+from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, process
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
+    pytest.mark.filterwarnings("ignore:max_concurrent_queries is deprecated:DeprecationWarning"),
+]
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "app_examples"
+EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py"))
+APPLICATIONS = [name for name in EXAMPLES if name not in ("model", "slow_server")]
+CURL = re.compile(r"^    curl '?http://127\.0\.0\.1:8000(/[^\s']*)'?(?: {4}|\n    )(\S.*)$", re.M)
+
+TESTED: set[str] = set()
+
+
+def proves(*examples: str) -> Callable[[Any], Any]:
+    """Note which examples a test is about."""
+    TESTED.update(examples)
+    return lambda test: test
+
+
+def application(name: str) -> Any:
+    module = import_module(f"app_examples.{name}")
+    return module.hello if name == "hello" else module.app
+
+
+def class_of(name: str) -> Any:
+    return application(name).deployment.func_or_class
+
+
+def bound(name: str, cls: type) -> serve.Application:
+    """Bind another class with the options and arguments of an example."""
+    app = application(name)
+    deployment: serve.Deployment = replace(app.deployment, func_or_class=cls)
+    return deployment.bind(*app.init_args, **app.init_kwargs)
+
+
+@contextmanager
+def run(name: str, folder: Path, **flags: str) -> Iterator[ServerProcess]:
+    """Run an example as a user does, end it with Ctrl-C and look at its exit code."""
+    target = f"app_examples.{name}:{'hello' if name == 'hello' else 'app'}"
+    command = [*INGRESS, "run", target, "--port", "0", "--app-dir", str(ROOT)]
+    with process(command, folder, environment(folder, **flags)) as server:
+        server.wait_for("is ready")
+        yield server
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+
+
+class Visits:
+    """Notes who enters and leaves user code."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.inside = 0
+        self.most_inside = 0
+
+    def __enter__(self) -> None:
+        self.events.append("in")
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+
+    def __exit__(self, *_: object) -> None:
+        self.inside -= 1
+        self.events.append("out")
+
+
+def results(responses: list[Any]) -> list[Any]:
+    return [response.result(timeout_s=TIMEOUT_S) for response in responses]
+
+
+# Every file
+
+
+def test_every_example_has_a_test_of_its_own() -> None:
+    assert sorted(TESTED) == EXAMPLES
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
+    source = (FOLDER / f"{name}.py").read_text()
+    docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
+
+    if name in APPLICATIONS:
+        attribute = "hello" if name == "hello" else "app"
+        assert f"ingress run app_examples.{name}:{attribute}\n" in docstring
+        assert "    curl " in docstring
+    else:
+        assert f"    python -m app_examples.{name}\n" in docstring
+    assert f"({name}.py)" in (FOLDER / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_curl_shows_what_the_docstring_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
+    docstring = import_module(f"app_examples.{name}").__doc__ or ""
+    promised = CURL.findall(docstring)
+    assert promised or name in ("async_stream", "blocking_stream", "numpy_deployment")
+
+    with slow_server.running(wait=lambda: None) as slow, served(application(name)) as it:
+        monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
+        assert [(path, it.get(path).text) for path, _ in promised] == promised
+
+
+# As a user starts them
+
+
+@proves("hello", "composition", "echo", "fastapi_deployment")
+@pytest.mark.parametrize("name", ["hello", "composition", "echo", "fastapi_deployment"])
+def test_an_example_runs_from_the_command_line_until_ctrl_c(name: str, tmp_path: Path) -> None:
+    promised = CURL.findall(import_module(f"app_examples.{name}").__doc__ or "")
+
+    with run(name, tmp_path) as server:
+        answers = [httpx.get(server.url + path, trust_env=False).text for path, _ in promised]
+
+    assert answers == [answer for _, answer in promised]
+
+
+@proves("async_stream")
+def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: Path) -> None:
+    with run("async_stream", tmp_path) as server:
+        with httpx.stream("GET", server.url, trust_env=False) as response:
+            lines = response.iter_lines()
+            assert [next(lines), next(lines)] == ["0", "1"]
+
+
+@proves("hello")
+def test_a_client_generated_from_the_schema_calls_the_main_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema, config = tmp_path / "openapi.json", tmp_path / "config.yml"
+    openapi = ["openapi", "app_examples.hello:hello", "--app-dir", str(ROOT), "-o", str(schema)]
+    config.write_text("post_hooks: []\n")
+    generate = [sys.executable, "-m", "openapi_python_client", "generate", "--meta", "none"]
+    files = ["--path", str(schema), "--config", str(config)]
+    for command in ([*INGRESS, *openapi], [*generate, *files, "--output-path", "hello_client"]):
+        subprocess.run(
+            command, cwd=tmp_path, env=environment(tmp_path), check=True, timeout=PATIENCE_S
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [each for each in sys.modules if each.startswith("hello_client")]:
+        monkeypatch.delitem(sys.modules, module)
+    api = "hello_client.api.default"
+    sync_endpoint = import_module(f"{api}.sync_endpoint_sync_get").sync
+    async_endpoint = import_module(f"{api}.async_endpoint_async_get").sync
+
+    with run("hello", tmp_path) as server:
+        with import_module("hello_client").Client(base_url=server.url) as client:
+            assert sync_endpoint(client=client, name="Ada") == "hi, Ada"
+            assert sync_endpoint(client=client) == "hi, you"
+            assert async_endpoint(client=client) == "hi from the event loop"
+
+
+@proves("model")
+def test_the_model_prints_what_its_handle_returned(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "app_examples.model"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+
+    assert result.stdout == "2\n"
+    assert "Calling sync method 'Model.__call__' directly on the asyncio loop" in result.stderr
+
+
+@proves("slow_server")
+def test_the_slow_server_answers_after_a_second(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    environ = {**environment(tmp_path), "SLOW_SERVER_URL": url}
+    command = [sys.executable, "-m", "app_examples.slow_server"]
+    with process(command, tmp_path, environ) as server:
+        server.wait_for(re.escape(f"Slow server on {url}"))
+        response = httpx.get(url, trust_env=False)
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+
+    assert response.text == "slow"
+    assert response.elapsed.total_seconds() >= 1
+
+
+# The main example and the composition
+
+
+@proves("hello")
+def test_hello_greets_from_threads_and_loops_of_two_replicas() -> None:
+    places: set[str] = set()
+
+    class Hello(class_of("hello")):  # type: ignore[misc]
+        def sync_endpoint(self, name: str = "you") -> str:
+            places.add(here())
+            return str(super().sync_endpoint(name))
+
+        async def async_endpoint(self) -> str:
+            places.add(here())
+            return str(await super().async_endpoint())
+
+    with served(bound("hello", Hello)) as it:
+        for _ in range(20):
+            assert it.get("/sync").json() == "hi, you"
+            assert it.get("/async").json() == "hi from the event loop"
+
+    replicas = ("Hello#0", "Hello#1")
+    assert places == {f"thread {each}-worker" for each in replicas} | {
+        f"loop {each}" for each in replicas
+    }
+
+
+@proves("composition")
+def test_the_composition_calls_model_and_summarizer_at_the_same_time() -> None:
+    example = import_module("app_examples.composition")
+    gate = Gate()
+    received = []
+
+    class Model(example.Model.func_or_class):  # type: ignore[misc, name-defined]
+        async def score(self, tokens: Any) -> Any:
+            received.append(tokens)
+            await gate.wait_async()
+            return await super().score(tokens)
+
+    class Summarizer(example.Summarizer.func_or_class):  # type: ignore[misc, name-defined]
+        async def __call__(self, text: str) -> Any:
+            await gate.wait_async()
+            return await super().__call__(text)
+
+    app = example.TextService.bind(
+        example.Tokenizer.bind(),
+        replace(example.Model, func_or_class=Model).bind({"fine"}, {"bad"}),
+        replace(example.Summarizer, func_or_class=Summarizer).bind(),
+    )
+    with served(app) as it:
+        [response] = it.send("/analyse?text=A+fine+day.+Then+rain.")
+        gate.wait_for(2)
+        gate.open()
+        assert response.result().json() == {"score": 1, "summary": "A fine day."}
+
+    assert received == [["a", "fine", "day", "then", "rain"]], "the response came as its value"
+
+
+# "While this handler awaits asyncio.sleep, the loop is free to start handling other requests."
+@proves("echo")
+def test_echo_handles_others_while_one_awaits() -> None:
+    visits = Visits()
+
+    class Watched(class_of("echo")):  # type: ignore[misc]
+        async def __call__(self, request: Any) -> Any:
+            with visits:
+                return await super().__call__(request)
+
+    with served(bound("echo", Watched)) as it:
+        assert results([it.handle.remote(None) for _ in range(10)]) == ["ok"] * 10
+
+    assert visits.most_inside > 1
+
+
+def blocking(name: str, visits: Visits) -> serve.Application:
+    class Watched(class_of(name)):  # type: ignore[misc]
+        def __call__(self, request: Any) -> Any:
+            with visits:
+                return super().__call__(request)
+
+    return bound(name, Watched)
+
+
+# "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0 (current default), __call__ runs directly on the user
+# event loop and blocks it for 1 second."
+# "Even though max_ongoing_requests=100, the replica effectively processes requests serially."
+@proves("blocking_echo", "blocking_cpu")
+@pytest.mark.parametrize("name", ["blocking_echo", "blocking_cpu", "cpu_with_threadpool"])
+def test_without_the_flag_a_def_is_called_one_request_after_another(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
+    visits = Visits()
+    with served(blocking(name, visits)) as it:
+        responses = [it.handle.remote(None) for _ in range(2)]
+        wait_until(lambda: it.ongoing() == 2)
+        assert visits.events in ([], ["in"]), "the replica has both before the first is done"
+        assert results(responses) == ["ok", "ok"]
+
+    assert visits.events == ["in", "out", "in", "out"]
+
+
+# "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, Serve offloads __call__ to a threadpool so the event
+# loop stays responsive."
+# "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, each call runs in a thread."
+@proves("blocking_echo", "cpu_with_threadpool")
+@pytest.mark.parametrize("name", ["blocking_echo", "blocking_cpu", "cpu_with_threadpool"])
+def test_with_the_flag_each_def_call_runs_in_a_thread(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
+    gate = Gate()
+
+    class Watched(class_of(name)):  # type: ignore[misc]
+        def __call__(self, request: Any) -> Any:
+            gate.wait()
+            return super().__call__(request), here()
+
+        async def ping(self) -> str:
+            return here()
+
+    with served(bound(name, Watched)) as it:
+        responses = [it.handle.remote(None) for _ in range(3)]
+        gate.wait_for(3)
+        assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
+        gate.open()
+        assert results(responses) == [("ok", it.worker)] * 3
+
+
+# "FastAPI runs this in a threadpool." "Runs directly on FastAPI's asyncio loop."
+@proves("fastapi_deployment")
+@pytest.mark.parametrize("path", ["/sync", "/async"])
+def test_fastapi_endpoints_overlap_each_where_its_def_says(path: str) -> None:
+    gate = Gate()
+    places = set()
+
+    class Watched(class_of("fastapi_deployment")):  # type: ignore[misc]
+        def sync_endpoint(self) -> Any:
+            places.add(here())
+            gate.wait()
+            return super().sync_endpoint()
+
+        async def async_endpoint(self) -> Any:
+            places.add(here())
+            await gate.wait_async()
+            return await super().async_endpoint()
+
+    with served(bound("fastapi_deployment", Watched)) as it:
+        responses = it.send(path, count=3)
+        gate.wait_for(3)
+        gate.open()
+        assert [response.result().json() for response in responses] == ["ok"] * 3
+        assert places == {it.worker if path == "/sync" else it.loop}
+
+
+@contextmanager
+def served_with_slow_server(
+    name: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Served]:
+    """Serve an example whose slow server answers when the gate opens."""
+    with slow_server.running(gate.wait) as slow, served(application(name)) as it:
+        monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
+        yield it
+
+
+# "This blocks the event loop until the HTTP call finishes."
+@proves("blocking_http")
+def test_a_blocking_http_call_lets_no_other_request_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+    with served_with_slow_server("blocking_http", gate, monkeypatch) as it:
+        responses = it.send(count=3)
+        wait_until(lambda: it.ongoing() == 3)
+        gate.wait_for(1)
+        gate.open()
+        assert [response.result().text for response in responses] == ["slow"] * 3
+
+    assert gate.passed == 3
+    assert gate.most_inside == 1
+
+
+# "Non-blocking equivalent with async HTTP client" "Offload blocking I/O to a worker thread."
+# "Offload to a thread, free the event loop."
+@proves("async_http", "threaded_http", "offload_io")
+@pytest.mark.parametrize("name", ["async_http", "threaded_http", "offload_io"])
+def test_non_blocking_http_calls_wait_side_by_side(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    with served_with_slow_server(name, gate, monkeypatch) as it:
+        responses = it.send(count=3)
+        gate.wait_for(3)
+        gate.open()
+        assert [response.result().text for response in responses] == ["slow"] * 3
+
+
+# "Multiple threads can run _heavy_numpy in parallel"
+@proves("numpy_deployment")
+def test_heavy_numpy_runs_in_several_threads_at_once() -> None:
+    gate = Gate()
+    places = set()
+
+    class Watched(class_of("numpy_deployment")):  # type: ignore[misc]
+        def _heavy_numpy(self, array: Any) -> Any:
+            places.add(here())
+            gate.wait()
+            return super()._heavy_numpy(array)
+
+    with served(bound("numpy_deployment", Watched)) as it:
+        responses = it.send(count=3)
+        gate.wait_for(3)
+        gate.open()
+        for response in responses:
+            rows = response.result().json()
+            assert len(rows) == 100
+            assert all(len(row) == 100 for row in rows)
+        assert places == {it.executor}
+
+
+# "Ray Serve uses an internal semaphore to limit concurrent in-flight requests per replica to
+# max_ongoing_requests." "Requests beyond that limit queue"
+# "Up to 100 requests can be in-flight per replica."
+# "e.g. @serve.deployment(max_concurrent_queries=1000)"
+@proves("my_service", "async_io_bound", "max_concurrent_queries")
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("my_service", 32), ("async_io_bound", 100), ("max_concurrent_queries", 1000)],
+)
+def test_as_many_requests_as_the_example_says_are_inside_and_the_next_queues(
+    name: str, limit: int
+) -> None:
+    gate = Gate()
+
+    class Watched(class_of(name)):  # type: ignore[misc]
+        async def __call__(self, request: Any) -> Any:
+            await gate.wait_async()
+            return await super().__call__(request)
+
+    with served(bound(name, Watched)) as it:
+        responses = [it.handle.remote(None) for _ in range(limit + 1)]
+        gate.wait_for(limit)
+        assert it.status().queued == 1
+        gate.open()
+        assert results(responses) == ["ok"] * (limit + 1)
+
+
+# "Blocks the event loop between yields."
+# "If you block between chunks, you delay the next piece of data to the client."
+# "While the generator is blocked on the event loop, other requests on that loop can't make
+# progress."
+@proves("blocking_stream")
+def test_the_blocking_stream_lets_no_other_request_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
+    visits = Visits()
+
+    class Watched(class_of("blocking_stream")):  # type: ignore[misc]
+        def __call__(self, request: Any) -> Iterator[str]:
+            with visits:  # the first two chunks are enough
+                yield from islice(super().__call__(request), 2)
+
+    with online(bound("blocking_stream", Watched)) as it:
+        with it.client.stream("GET", "/") as response:
+            lines = response.iter_lines()
+            assert next(lines) == "0"
+            assert visits.events == ["in"], "the first chunk is here, the second to come"
+            [other] = it.send()
+            wait_until(lambda: it.ongoing() == 2)
+            assert visits.events == ["in"]
+            assert list(lines) == ["1"]
+        assert other.result().text == "0\n1\n"
+
+    assert visits.events == ["in", "out", "in", "out"]
+
+
+# "Yields items without blocking the loop."
+@proves("async_stream")
+def test_async_streams_go_on_side_by_side() -> None:
+    visits = Visits()
+
+    class Watched(class_of("async_stream")):  # type: ignore[misc]
+        async def __call__(self, request: Any) -> AsyncIterator[str]:
+            with visits:
+                async for item in await super().__call__(request):
+                    yield item
+
+        async def ping(self) -> str:
+            return here()
+
+    with online(bound("async_stream", Watched)) as it:
+        with it.client.stream("GET", "/") as one, it.client.stream("GET", "/") as other:
+            lines, others = one.iter_lines(), other.iter_lines()
+            assert (next(lines), next(others)) == ("0", "0")
+            assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
+            assert (next(lines), next(others)) == ("1", "1")
+            assert visits.events == ["in", "in"]
+
+
+# "CPU-intensive work." "async Offloading patterns: CPU-heavy code in async def"
+@proves("offload_cpu")
+def test_the_loop_stays_responsive_while_a_thread_computes() -> None:
+    gate = Gate()
+
+    class Watched(class_of("offload_cpu")):  # type: ignore[misc]
+        def _compute(self, x: int) -> Any:
+            gate.wait()
+            return super()._compute(x), here()
+
+        async def ping(self) -> str:
+            return here()
+
+    with served(bound("offload_cpu", Watched)) as it:
+        responses = [it.handle.remote(None) for _ in range(2)]
+        gate.wait_for(2)
+        assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
+        gate.open()
+        assert results(responses) == [str((29999996, it.executor))] * 2
