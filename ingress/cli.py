@@ -109,7 +109,11 @@ def openapi(
     if output is None:
         typer.echo(schema)
     else:
-        output.write_text(schema + "\n")
+        try:
+            output.write_text(schema + "\n")
+        except OSError as error:
+            problem = f"cannot write {str(output)!r}: {error.strerror}"
+            raise _error(f"{problem}; give -o a path in a folder that is there") from None
 
 
 def main() -> None:

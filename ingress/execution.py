@@ -100,10 +100,11 @@ class ExecutionPlan:
         except Exception:
             raise
         except BaseException as error:
-            failure = contained(error, self.name)
-            if failure is error:
+            # Twice, without a name: an error in a variable of a frame of its own traceback is a
+            # cycle, and what it holds, a generator say, ends when the collector comes by.
+            if contained(error, self.name) is error:
                 raise
-            raise failure from error
+            raise contained(error, self.name) from error
 
     async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Yield the items of the generator the function returns.
@@ -152,10 +153,9 @@ class ExecutionPlan:
         except BaseException as error:
             if delivering and isinstance(error, GeneratorExit):
                 raise  # our consumer closes us; it is not the user's generator that raised it
-            failure = contained(error, self.name)
-            if failure is error:
+            if contained(error, self.name) is error:
                 raise
-            raise failure from error
+            raise contained(error, self.name) from error
 
     def _warn(self) -> None:
         """Warn of a `def` on the event loop, once per method and process."""

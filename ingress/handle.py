@@ -4,7 +4,8 @@
     handle.method.remote(x)            the same for a method
     handle.options(stream=True)        -> DeploymentResponseGenerator: `async for`, or `for`
 
-Arguments and results pass by reference. A response given as an argument is resolved first.
+Arguments and results pass by reference. A response given as an argument is resolved first;
+one inside a list or another value arrives as it is, to be awaited there.
 """
 
 from __future__ import annotations

@@ -180,10 +180,9 @@ class Replica:
         except Exception:
             raise
         except BaseException as error:
-            failure = execution.contained(error, str(self.replica_id))
-            if failure is error:
+            if execution.contained(error, str(self.replica_id)) is error:
                 raise
-            raise failure from error
+            raise execution.contained(error, str(self.replica_id)) from error
         finally:
             CURRENT_CALL.reset(call_token)
             REPLICA.reset(replica_token)

@@ -36,7 +36,8 @@ TEXT = "text/plain; charset=utf-8"
 def to_response(value: Any) -> Response:
     """Return the response for a complete value. Raises `TypeError` if it cannot be JSON."""
     if isinstance(value, Response):
-        return closing_its_stream(value)
+        closing_its_stream(value)
+        return value
     if value is None:
         return _bare(b"", b"text/plain")
     if isinstance(value, bytes):
@@ -46,25 +47,25 @@ def to_response(value: Any) -> Response:
     return _bare(_to_json(value).encode(), b"application/json")
 
 
-def closing_its_stream(response: Any) -> Any:
-    """Return the response; if it streams, it now closes what it streams, however it ends.
+def closing_its_stream(response: Any) -> None:
+    """Have a response that streams close what it streams, however it ends.
 
     Starlette leaves a generator whose client is gone to the garbage collector, which comes late,
     because the error on its way out holds the generator: its `finally` blocks would not run.
     """
-    if isinstance(response, StreamingResponse):
-        stream_response = response.stream_response
+    if not isinstance(response, StreamingResponse):
+        return
+    stream_response = response.stream_response
 
-        async def stream_and_close(send: Send) -> None:
-            try:
-                await stream_response(send)
-            finally:
-                aclose = getattr(response.body_iterator, "aclose", None)
-                if aclose is not None:
-                    await aclose()
+    async def stream_and_close(send: Send) -> None:
+        try:
+            await stream_response(send)
+        finally:
+            aclose = getattr(response.body_iterator, "aclose", None)
+            if aclose is not None:
+                await aclose()
 
-        response.stream_response = stream_and_close  # type: ignore[method-assign]
-    return response
+    response.stream_response = stream_and_close  # type: ignore[method-assign]
 
 
 async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:

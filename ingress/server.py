@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import uvicorn
 
 
+logger = logging.getLogger("ingress")
+
+
 class HTTPServer:
     """Serves an `HTTPProxy` on one address, on the loop `ingress-http`."""
 
@@ -67,19 +70,22 @@ class HTTPServer:
         """Close the connections and end the thread, within a second. The requests have ended."""
         try:
             if self._server is not None:
-                await run_on(self.home.loop, self._stop())
+                async with asyncio.timeout(0.6):
+                    await run_on(self.home.loop, self._stop())
+        except TimeoutError:
+            logger.error("user code blocks the event loop of %s; left behind", self.home.name)
         finally:
             self._socket.close()
-            self.home.stop(timeout_s=0.3)
+            self.home.stop(timeout_s=0.2)
 
     async def _stop(self) -> None:
         assert self._server is not None
         assert self._serving is not None
         self._server.should_exit = True
-        done, _ = await asyncio.wait([self._serving], timeout=0.4)
+        done, _ = await asyncio.wait([self._serving], timeout=0.25)
         if not done:
             self._server.force_exit = True
-            await asyncio.wait([self._serving], timeout=0.2)
+            await asyncio.wait([self._serving], timeout=0.15)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import ingress as serve
-import pytest
 from ingress.declaration import Application
 from ingress.settings import (
     ROUTER_IN_SEPARATE_LOOP,
@@ -146,7 +148,11 @@ class Connection:
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(("127.0.0.1", port))
+        try:
+            self.socket.connect(("127.0.0.1", port))
+        except OSError:
+            self.socket.close()
+            raise
         self.received = b""
 
     def __enter__(self) -> Connection:
@@ -201,6 +207,12 @@ def get(port: int, path: str, headers: str = "") -> Answer:
 
 def write_module(folder: Path, name: str, source: str) -> None:
     (folder / f"{name}.py").write_text(source)
+
+
+def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
+    """`deployment.bind(...)`; a type checker takes a decorated class for the class it was."""
+    application: Application = deployment.bind(*args, **kwargs)
+    return application
 
 
 def served(target: Application, name: str = "default", route_prefix: str | None = "/") -> int:

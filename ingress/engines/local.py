@@ -168,6 +168,7 @@ class LocalEngine:
 
     def start(self, http_options: HTTPOptions | None) -> None:
         with self._operations:
+            previous = self._http_options
             if http_options is not None:
                 self._http_options = http_options
             if self._is_started:
@@ -176,6 +177,8 @@ class LocalEngine:
             try:
                 self._start_http(threads)
             except BaseException:
+                self._http_options = previous
+                self._stop_http_if_unused()
                 self.release()
                 raise
             self._is_started = True
@@ -226,6 +229,7 @@ class LocalEngine:
             self._is_started = False
             self._update_routes()
             self._stop_http_if_unused()
+            self._http_options = HTTPOptions()
             self._proxy = HTTPProxy()
             for _ in range(stopped):
                 self.release()

@@ -1,0 +1,225 @@
+"""Deployments whose every kind of callable raises what its request asks for.
+
+python -m tests.containment_app      serves them, and prints where
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Annotated, Any
+
+from fastapi import BackgroundTasks, Depends, FastAPI, HTTPException, WebSocket
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+import ingress as serve
+from ingress.exceptions import BackPressureError
+
+
+class BrokenRepr(Exception):
+    """An error that cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no string")
+
+    __repr__ = __str__
+
+
+class Handled(Exception):
+    """An error whose handler raises another."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def recurse() -> None:
+    recurse()
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "Exception": lambda: Exception("x"),
+    "HTTPException": lambda: HTTPException(418, "teapot"),
+    "SystemExit-0": lambda: SystemExit(0),
+    "SystemExit-3": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "GeneratorExit": GeneratorExit,
+    "CancelledError": asyncio.CancelledError,
+    "TimeoutError": TimeoutError,
+    "StopIteration": lambda: StopIteration(7),
+    "StopAsyncIteration": StopAsyncIteration,
+    "RecursionError": RecursionError,
+    "MemoryError": MemoryError,
+    "BaseExceptionGroup": lambda: BaseExceptionGroup("g", [SystemExit(1), ValueError()]),
+    "BrokenRepr": BrokenRepr,
+    "BackPressureError": lambda: BackPressureError(1, 1, "K"),
+}
+
+
+def boom(name: str) -> None:
+    if name == "RecursionError":
+        recurse()
+    if name in ERRORS:
+        raise ERRORS[name]()
+
+
+@serve.deployment
+class Async:
+    async def __call__(self, request: Request) -> str:
+        boom(request.query_params["e"])
+        return "ok"
+
+
+@serve.deployment
+class Sync:
+    def __call__(self, request: Request) -> str:
+        boom(request.query_params["e"])
+        return "ok"
+
+
+@serve.deployment
+class AsyncGenerator:
+    async def __call__(self, request: Request) -> AsyncIterator[str]:
+        boom(request.query_params.get("first", ""))
+        yield "ok"
+        boom(request.query_params["e"])
+
+
+@serve.deployment
+class SyncGenerator:
+    def __call__(self, request: Request) -> Iterator[str]:
+        boom(request.query_params.get("first", ""))
+        yield "ok"
+        boom(request.query_params["e"])
+
+
+def make_app() -> FastAPI:
+    app = FastAPI()
+
+    @app.exception_handler(Handled)
+    async def handled(request: Request, error: Handled) -> Response:
+        boom(error.name)
+        return Response("ok")
+
+    return app
+
+
+def async_dependency(e: str) -> None:
+    boom(e)
+
+
+def yield_before(e: str) -> Iterator[None]:
+    boom(e)
+    yield
+
+
+async def yield_after(e: str) -> AsyncIterator[None]:
+    yield
+    boom(e)
+
+
+plain_app, wrapped_app = make_app(), make_app()
+
+
+@wrapped_app.middleware("http")
+async def middleware(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    boom(request.query_params.get("middleware", ""))
+    return await call_next(request)
+
+
+class Endpoints:
+    async def async_endpoint(self, e: str) -> str:
+        boom(e)
+        return "ok"
+
+    def def_endpoint(self, e: str) -> str:
+        boom(e)
+        return "ok"
+
+    async def def_dependency(self, _: Annotated[None, Depends(async_dependency)]) -> str:
+        return "ok"
+
+    async def yield_dependency(self, _: Annotated[None, Depends(yield_before)]) -> str:
+        return "ok"
+
+    async def yield_dependency_teardown(self, _: Annotated[None, Depends(yield_after)]) -> str:
+        return "ok"
+
+    async def exception_handler(self, e: str) -> str:
+        raise Handled(e)
+
+    async def background_task(self, e: str, tasks: BackgroundTasks) -> str:
+        tasks.add_task(boom, e)
+        return "ok"
+
+    async def async_stream(self, e: str) -> Response:
+        async def items() -> AsyncIterator[str]:
+            yield "ok"
+            boom(e)
+
+        return StreamingResponse(items())
+
+    async def sync_stream(self, e: str) -> Response:
+        def items() -> Iterator[str]:
+            yield "ok"
+            boom(e)
+
+        return StreamingResponse(items())
+
+    async def in_middleware(self) -> str:
+        return "ok"
+
+    async def websocket(self, websocket: WebSocket, e: str) -> None:
+        await websocket.accept()
+        await websocket.send_text(await websocket.receive_text())
+        boom(e)
+        await websocket.close()
+
+    async def websocket_early(self, websocket: WebSocket, e: str) -> None:
+        boom(e)
+        await websocket.accept()
+        await websocket.close()
+
+
+def endpoints_on(app: FastAPI) -> type:
+    """Make a class of the endpoints; each app gets functions of its own."""
+    body: dict[str, Any] = {}
+    for name, function in vars(Endpoints).items():
+        if name.startswith("_"):
+            continue
+        if name.startswith("websocket"):
+            body[name] = app.websocket(f"/{name}")(function)
+        else:
+            body[name] = app.get(f"/{name}")(function)
+    return serve.ingress(app)(type("Endpoints", (Endpoints,), body))
+
+
+fastapi_plain = serve.deployment(name="plain")(endpoints_on(plain_app))
+fastapi_middleware = serve.deployment(name="middleware")(endpoints_on(wrapped_app))
+
+
+APPLICATIONS: dict[str, Any] = {
+    "async": Async,
+    "sync": Sync,
+    "agen": AsyncGenerator,
+    "gen": SyncGenerator,
+    "plain": fastapi_plain,
+    "middleware": fastapi_middleware,
+}
+
+
+def main() -> None:
+    serve.start({"port": 0})
+    for name, deployment in APPLICATIONS.items():
+        serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
+    (url,) = serve.status().proxies
+    print("serving on", url, "pid", os.getpid(), flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Small classes with a memory, for tests that need one part without those below it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, cast
+
+from ingress.call import Call
+from ingress.declaration import Application
+from ingress.types import DeploymentID, RequestMetadata, new_request_id
+
+if TYPE_CHECKING:
+    from ingress.replica import Replica
+    from ingress.router import Router
+
+
+class FakeReplica:
+    """A replica whose calls end when the test says so. Thread-safe.
+
+    `started` remembers every call it began, `skipped` those that were settled when their slot
+    came, `cancelled` those it was told to cancel. `router.add(replica.real)` puts it to use.
+    """
+
+    def __init__(self, router: Router, max_ongoing: int = 1) -> None:
+        self.router = router
+        self.max_ongoing = max_ongoing
+        self.ongoing = 0
+        self.position = -1
+        self.started: list[Call] = []
+        self.skipped: list[Call] = []
+        self.cancelled: list[Call] = []
+        self.running: set[Call] = set()
+        self.most_running = 0
+        self._lock = threading.Lock()
+
+    @property
+    def real(self) -> Replica:
+        """This, to those who want the real one."""
+        return cast("Replica", self)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        raise AssertionError("a fake replica has no loop")
+
+    def submit(self, call: Call) -> None:
+        if call.settled:
+            self.skipped.append(call)
+            self.release(call)
+            return
+        with self._lock:
+            self.started.append(call)
+            self.running.add(call)
+            self.most_running = max(self.most_running, len(self.running))
+
+    async def serve(self, call: Call) -> Any:
+        raise AssertionError("a fake replica runs nothing")
+
+    def cancel(self, call: Call) -> None:
+        """What runs in a thread runs on: only the test ends it."""
+        self.cancelled.append(call)
+
+    def release(self, call: Call) -> None:
+        self.router.release(self.real, call)
+
+    def finish(self, call: Call, value: Any = None) -> bool:
+        """End a call's work and give its slot back. Returns whether this was its answer."""
+        with self._lock:
+            self.running.remove(call)
+        self.release(call)
+        return call.settle(value)
+
+
+def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
+    """Return `deployment.bind(...)`. To mypy a class with a decorator is that class."""
+    application: Application = deployment.bind(*args, **kwargs)
+    return application
+
+
+def make_call(deployment: str = "D") -> Call:
+    """Return a call that nobody runs."""
+    metadata = RequestMetadata(new_request_id(), DeploymentID(deployment))
+    return Call(metadata, None, Context())

@@ -1,0 +1,166 @@
+"""`serve.run` and its friends: what they refuse, and what they find."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import ingress as serve
+from ingress.exceptions import RayServeException
+from tests.servers import PATIENCE_S, bind, served, set_flags
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param)
+    yield
+    serve.shutdown()
+
+
+@serve.deployment
+class Echo:
+    def __init__(self, text: str = "x") -> None:
+        self.text = text
+
+    async def __call__(self) -> str:
+        return self.text
+
+
+class NotADeployment: ...
+
+
+@pytest.mark.parametrize("target", [Echo, NotADeployment, NotADeployment(), None, "app:hello"])
+def test_run_wants_a_bound_application(target: Any) -> None:
+    expected = r"`serve.run` expects an `Application` returned by `Deployment.bind\(\)`"
+    with pytest.raises(TypeError, match=expected):
+        serve.run(target)
+
+
+def test_run_says_how_to_bind_a_deployment() -> None:
+    with pytest.raises(TypeError, match=r"use Echo.bind\(\)"):
+        serve.run(Echo)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "message"),
+    [
+        ("api", r"'api', must start with a forward slash \('/'\)"),
+        ("", "must start with a forward slash"),
+        (3, "3, must start with a forward slash"),
+        ("/api/", "'/api/', may not end with a trailing '/'"),
+        ("/{x}", "'/{x}', may not contain wildcards"),
+    ],
+)
+def test_a_route_prefix_is_checked_in_rays_words(prefix: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Invalid route_prefix {message}|{message}"):
+        serve.run(bind(Echo), route_prefix=prefix)
+    assert serve.status().applications == {}
+
+
+def test_two_applications_cannot_have_one_prefix() -> None:
+    served(bind(Echo), "first", "/a")
+    message = 'Prefix /a is being used by application "first". Failed to deploy application "b"'
+    with pytest.raises(RayServeException, match=message):
+        serve.run(bind(Echo), name="b", route_prefix="/a")
+    assert list(serve.status().applications) == ["first"]
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_a_name_is_a_string_that_is_not_empty(name: Any) -> None:
+    with pytest.raises(RayServeException, match="Application name must a non-empty string"):
+        serve.run(bind(Echo), name=name)
+
+
+def test_the_same_name_replaces_the_application() -> None:
+    port = served(bind(Echo, "old"), "app", "/a")
+    served(bind(Echo, "new"), "app", "/b")
+
+    assert httpx.get(f"http://127.0.0.1:{port}/b").text == "new"
+    assert httpx.get(f"http://127.0.0.1:{port}/a").status_code == 404
+    assert list(serve.status().applications) == ["app"]
+
+
+def test_a_replacement_that_fails_leaves_the_one_that_runs() -> None:
+    @serve.deployment(name="Echo")
+    class Failing:
+        def __init__(self) -> None:
+            raise ValueError("no")
+
+    port = served(bind(Echo, "old"))
+    with pytest.raises(RuntimeError, match="ValueError: no"):
+        serve.run(bind(Failing))
+
+    assert httpx.get(f"http://127.0.0.1:{port}/").text == "old"
+    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "old"
+
+
+def test_user_config_without_reconfigure_is_refused() -> None:
+    @serve.deployment(user_config={"a": 1})
+    class Fixed: ...
+
+    with pytest.raises(ValueError, match=r"'?Fixed.*missing reconfigure method"):
+        serve.run(bind(Fixed))
+
+
+def test_a_port_in_use_is_named() -> None:
+    before = threading.active_count()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"Failed to bind to address '127.0.0.1:{port}'"):
+            serve.start({"port": port})
+    assert threading.active_count() == before
+    assert served(bind(Echo)) != port
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"host": "no.such.host.invalid"}, {"ssl_keyfile": "no.pem", "ssl_certfile": "no.pem"}],
+)
+def test_a_server_that_cannot_start_leaves_nothing(options: dict[str, Any]) -> None:
+    before = threading.active_count()
+    with pytest.raises((RuntimeError, OSError)):
+        serve.start({"port": 0, **options})
+    assert threading.active_count() == before
+    assert serve.status().proxies == {}
+
+
+def test_start_stays_until_shutdown_whatever_is_deleted() -> None:
+    port = served(bind(Echo))
+    serve.delete("default")
+
+    assert httpx.get(f"http://127.0.0.1:{port}/").status_code == 404
+    serve.shutdown()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/")
+
+
+def test_deleting_what_is_not_there_is_nothing() -> None:
+    serve.delete("nobody")
+
+
+def test_handles_are_found_by_name() -> None:
+    serve.run(bind(Echo, "x"), name="app", route_prefix=None)
+
+    assert serve.get_app_handle("app").remote().result(timeout_s=PATIENCE_S) == "x"
+    found = serve.get_deployment_handle("Echo", "app")
+    assert found.remote().result(timeout_s=PATIENCE_S) == "x"
+    with pytest.raises(RayServeException, match="Application 'nobody' does not exist"):
+        serve.get_app_handle("nobody")
+    with pytest.raises(KeyError, match="Nobody"):
+        serve.get_deployment_handle("Nobody", "app")
+    with pytest.raises(RayServeException, match="needs the application's name"):
+        serve.get_deployment_handle("Echo")
+
+
+def test_a_bad_flag_is_named_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "yes")
+    with pytest.raises(ValueError, match="RAY_SERVE_RUN_SYNC_IN_THREADPOOL must be 0 or 1, got 'y"):
+        serve.run(bind(Echo))
+    assert serve.status().applications == {}

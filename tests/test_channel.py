@@ -1,0 +1,400 @@
+"""`ingress.channel`: in order, bounded, and never a waiter left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ingress.channel import MAX_BYTES, MAX_ITEMS, Channel, EndOfStream
+from ingress.exceptions import StreamClosedError
+from ingress.loops import EventLoopThread, run_blocking, start_on
+
+PATIENCE_S = 10.0
+
+on_the_loop = pytest.mark.anyio
+
+
+@pytest.fixture
+def other() -> Iterator[EventLoopThread]:
+    """A second loop."""
+    home = EventLoopThread("other")
+    yield home
+    assert home.stop(PATIENCE_S)
+
+
+async def produce(channel: Channel, count: int, put: list[int] | None = None) -> None:
+    for number in range(count):
+        await channel.put(number)
+        if put is not None:
+            put.append(number)
+    channel.finish()
+
+
+def produce_blocking(channel: Channel, count: int, put: list[int] | None = None) -> None:
+    for number in range(count):
+        channel.put_blocking(number)
+        if put is not None:
+            put.append(number)
+    channel.finish()
+
+
+async def consume(channel: Channel) -> list[int]:
+    return [item async for item in channel]
+
+
+def consume_blocking(channel: Channel) -> list[int]:
+    got = []
+    while True:
+        try:
+            got.append(channel.get_blocking(PATIENCE_S))
+        except EndOfStream:
+            return got
+
+
+def in_thread(target: Callable[..., object], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("producer", ["loop", "thread"])
+@pytest.mark.parametrize("consumer", ["loop", "thread"])
+def test_five_thousand_items_cross_in_order(
+    other: EventLoopThread, producer: str, consumer: str, switch_interval: None
+) -> None:
+    channel = Channel()
+    if producer == "loop":
+        start_on(other.loop, produce(channel, 5_000))
+    else:
+        thread = in_thread(produce_blocking, channel, 5_000)
+
+    got = asyncio.run(consume(channel)) if consumer == "loop" else consume_blocking(channel)
+
+    assert got == list(range(5_000))
+    if producer == "thread":
+        thread.join(PATIENCE_S)
+
+
+@on_the_loop
+@pytest.mark.parametrize(("size", "room"), [(0, MAX_ITEMS), (MAX_BYTES // 4, 4), (MAX_BYTES, 1)])
+async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> None:
+    channel = Channel()
+    put: list[int] = []
+
+    async def producer() -> None:
+        for number in range(room + 2):
+            await channel.put(number, size)
+            put.append(number)
+
+    task = asyncio.ensure_future(producer())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(put) == room
+
+    assert await channel.get() == 0
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(put) == room + 1
+    await channel.get()
+    await task
+
+
+def test_a_full_channel_holds_a_producer_in_a_thread() -> None:
+    channel = Channel()
+    put: list[int] = []
+    full = threading.Event()
+
+    def producer() -> None:
+        for number in range(MAX_ITEMS):
+            channel.put_blocking(number)
+            put.append(number)
+        full.set()
+        channel.put_blocking(MAX_ITEMS)
+        put.append(MAX_ITEMS)
+
+    thread = in_thread(producer)
+    assert full.wait(PATIENCE_S)
+    thread.join(0.02)
+    assert thread.is_alive()
+    assert len(put) == MAX_ITEMS
+
+    assert channel.get_blocking(PATIENCE_S) == 0
+    thread.join(PATIENCE_S)
+    assert len(put) == MAX_ITEMS + 1
+
+
+@on_the_loop
+async def test_an_item_larger_than_the_bound_goes_through_alone() -> None:
+    channel = Channel()
+    await channel.put("large", 10 * MAX_BYTES)
+
+    assert await channel.get() == "large"
+
+
+@on_the_loop
+async def test_what_was_put_before_an_error_arrives_before_the_error() -> None:
+    channel = Channel()
+    await channel.put(1)
+    await channel.put(2)
+    channel.finish(ValueError("late"))
+    channel.finish()  # the first end counts
+
+    assert [await channel.get(), await channel.get()] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="late"):
+            await channel.get()
+        with pytest.raises(ValueError, match="late"):
+            channel.get_blocking()
+
+
+@pytest.mark.parametrize("producer", ["loop", "thread"])
+def test_closing_wakes_a_producer_that_waits(other: EventLoopThread, producer: str) -> None:
+    channel = Channel()
+    put: list[int] = []
+    raised = threading.Event()
+    full = threading.Event()
+
+    def note(error: BaseException | None) -> None:
+        if isinstance(error, StreamClosedError):
+            raised.set()
+
+    async def on_loop() -> None:
+        asyncio.get_running_loop().call_later(0.01, full.set)
+        await produce(channel, 100, put)
+
+    def in_worker() -> None:
+        threading.Timer(0.01, full.set).start()
+        try:
+            produce_blocking(channel, 100, put)
+        except StreamClosedError as error:
+            note(error)
+
+    if producer == "loop":
+        start_on(other.loop, on_loop()).add_done_callback(lambda each: note(each.exception()))
+    else:
+        thread = in_thread(in_worker)
+    assert full.wait(PATIENCE_S)
+    channel.close()
+    channel.close()
+
+    assert raised.wait(PATIENCE_S)
+    assert len(put) == MAX_ITEMS
+    with pytest.raises(StreamClosedError):
+        channel.put_blocking(1)
+    if producer == "thread":
+        thread.join(PATIENCE_S)
+
+
+@on_the_loop
+async def test_a_cancelled_consumer_loses_no_item(switch_interval: None) -> None:
+    channel = Channel()
+    thread = in_thread(produce_blocking, channel, 2_000)
+    choice = random.Random(3)
+    got: list[int] = []
+
+    async def one() -> None:
+        got.append(await channel.get())
+
+    while len(got) < 2_000:
+        task = asyncio.ensure_future(one())
+        for _ in range(choice.randrange(3)):
+            await asyncio.sleep(0)
+        if choice.random() < 0.5:
+            task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+    thread.join(PATIENCE_S)
+
+    assert got == list(range(2_000))
+
+
+@on_the_loop
+async def test_a_cancelled_producer_puts_an_item_wholly_or_not_at_all() -> None:
+    channel = Channel()
+    for number in range(MAX_ITEMS):
+        await channel.put(number)
+    task = asyncio.ensure_future(channel.put("late"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    channel.finish()
+
+    assert await consume(channel) == list(range(MAX_ITEMS))
+
+
+def test_an_item_that_does_not_come_is_a_timeout_and_no_item_is_lost() -> None:
+    channel = Channel()
+    with pytest.raises(TimeoutError):
+        channel.get_blocking(0.01)
+    channel.put_blocking("late")
+
+    assert channel.get_blocking(PATIENCE_S) == "late"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_finishing_closing_and_cancelling_at_once_leave_nobody_waiting(
+    other: EventLoopThread, seed: int, switch_interval: None
+) -> None:
+    channel = Channel()
+    choice = random.Random(seed)
+    limit = choice.randrange(200)
+
+    def producer() -> None:
+        try:
+            for number in range(limit):
+                channel.put_blocking(number)
+        except StreamClosedError:
+            pass
+        channel.finish()
+
+    async def consumer() -> list[int]:
+        got: list[int] = []
+        try:
+            async for item in channel:
+                got.append(item)
+                if len(got) == cut:
+                    break
+        finally:
+            channel.close()
+            await channel.finished()
+        return got
+
+    cut = choice.randrange(1, 200)
+    consuming = start_on(other.loop, consumer())
+    thread = in_thread(producer)
+    if choice.random() < 0.3:
+        consuming.cancel()
+    else:
+        assert consuming.result(PATIENCE_S) == list(range(min(limit, cut)))
+    thread.join(PATIENCE_S)
+
+    assert not thread.is_alive()
+
+
+@on_the_loop
+async def test_waiting_for_the_end_outlasts_cancellation_without_spinning() -> None:
+    channel = Channel()
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if turns < 1_000:
+            asyncio.get_running_loop().call_soon(turn)
+        else:
+            channel.finish()
+
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        turn()
+        await channel.finished()
+    assert turns == 1_000, "it returned only when the producer had ended"
+
+    task = asyncio.ensure_future((other := Channel()).finished())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    other.finish()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+sizes = st.integers(0, 3 * MAX_BYTES // 2)
+
+
+@pytest.fixture(scope="module")
+def loops() -> Iterator[tuple[EventLoopThread, EventLoopThread]]:
+    one, two = EventLoopThread("one"), EventLoopThread("two")
+    yield one, two
+    assert one.stop(PATIENCE_S)
+    assert two.stop(PATIENCE_S)
+
+
+@given(
+    chunks=st.lists(sizes, max_size=60),
+    in_a_thread=st.booleans(),
+    fails=st.booleans(),
+    cut=st.none() | st.integers(0, 60),
+    pauses=st.sets(st.integers(0, 60), max_size=3),
+)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_what_comes_out_is_a_prefix_of_what_went_in_and_whole_unless_cut(
+    loops: tuple[EventLoopThread, EventLoopThread],
+    chunks: list[int],
+    in_a_thread: bool,
+    fails: bool,
+    cut: int | None,
+    pauses: set[int],
+) -> None:
+    channel = Channel()
+    closed: list[int] = []
+
+    def put_all() -> None:
+        error = None
+        try:
+            for number, size in enumerate(chunks):
+                channel.put_blocking((number, size), size)
+        except StreamClosedError:
+            closed.append(1)
+        else:
+            error = ValueError("failed") if fails else None
+        channel.finish(error)
+
+    async def put_all_on_loop() -> None:
+        error = None
+        try:
+            for number, size in enumerate(chunks):
+                await channel.put((number, size), size)
+        except StreamClosedError:
+            closed.append(1)
+        else:
+            error = ValueError("failed") if fails else None
+        channel.finish(error)
+
+    async def take() -> tuple[list[tuple[int, int]], bool]:
+        got: list[tuple[int, int]] = []
+        failed = False
+        try:
+            while cut is None or len(got) < cut:
+                if len(got) in pauses:
+                    await asyncio.sleep(0.001)
+                got.append(await channel.get())
+        except EndOfStream:
+            pass
+        except ValueError:
+            failed = True
+        finally:
+            channel.close()
+            await channel.finished()
+        return got, failed
+
+    one, two = loops
+    taking = start_on(one.loop, take())
+    if in_a_thread:
+        thread = in_thread(put_all)
+        thread.join(PATIENCE_S)
+    else:
+        run_blocking(two.loop, put_all_on_loop(), PATIENCE_S)
+    got, failed = taking.result(PATIENCE_S)
+
+    sent = list(enumerate(chunks))
+    assert got == sent[: len(got)]
+    if cut is None or cut > len(chunks):
+        assert got == sent
+        assert failed == fails
+        assert not closed
+    else:
+        assert len(got) == cut
+        assert not failed

@@ -1,0 +1,222 @@
+"""`ingress run` and `ingress openapi`: what they print, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ingress.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
+from tests.servers import INGRESS, PATIENCE_S, environment, get, process, write_module
+
+APP = """
+from fastapi import FastAPI, WebSocket
+import ingress as serve
+app = FastAPI()
+
+@serve.deployment(num_replicas=2, max_ongoing_requests=7, max_queued_requests=9)
+@serve.ingress(app)
+class Hello:
+    @app.get("/sync")
+    def sync_endpoint(self, name: str = "you"): return f"hi {name}"
+    @app.post("/async")
+    async def async_endpoint(self): return "hi"
+    @app.websocket("/ws")
+    async def chat(self, websocket: WebSocket): ...
+
+hello = Hello.bind()
+
+@serve.deployment
+class Plain:
+    def __call__(self): return "x"
+
+plain = Plain.bind()
+
+class Undecorated: ...
+undecorated = Undecorated()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_module(tmp_path, "app", APP)
+    write_module(tmp_path, "broken", "def helper():\n    raise ValueError('at import')\nhelper()\n")
+    write_module(tmp_path, "needy", "import no_such_library\n")
+    write_module(
+        tmp_path,
+        "failing",
+        "import ingress as serve\n@serve.deployment\nclass F:\n"
+        "    def __init__(self): raise ValueError('no model')\nfailing = F.bind()\n",
+    )
+    write_module(
+        tmp_path,
+        "misfit",
+        "import ingress as serve\n@serve.deployment(user_config={'a': 1})\nclass F: ...\n"
+        "misfit = F.bind()\n",
+    )
+    return tmp_path
+
+
+def ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*INGRESS, *arguments],
+        cwd=folder,
+        env={**environment(folder), **environ},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_run_starts_and_prints_where_everything_is(folder: Path) -> None:
+    began = time.monotonic()
+    with process([*INGRESS, "run", "app:hello", "--port", "0"], folder, environment(folder)) as run:
+        run.wait_for("Application 'default' is ready at http://127.0.0.1")
+        print(f"\nstarted in {time.monotonic() - began:.2f} s")
+        lines = [line.split() for line in run.output.splitlines()]
+
+        assert ["Hello", "2", "7", "9"] in lines
+        rows = {line[0] + " " + line[1]: " ".join(line[2:]) for line in lines if len(line) > 3}
+        assert rows["GET /sync"] == "Hello.sync_endpoint def threadpool"
+        assert rows["POST /async"] == "Hello.async_endpoint async def event loop"
+        assert rows["WS /ws"] == "Hello.chat async def event loop"
+        assert get(run.port, "/sync").body == b'"hi you"'
+        run.signal()
+        assert run.wait() == 0
+
+
+@pytest.mark.parametrize(("sync", "where"), [("0", "event loop"), ("1", "threadpool")])
+def test_run_says_where_a_plain_def_runs_by_the_flag(folder: Path, sync: str, where: str) -> None:
+    command = [*INGRESS, "run", "app:plain", "--port", "0"]
+    with process(command, folder, environment(folder, sync=sync)) as run:
+        run.wait_for("is ready")
+
+        assert f"Plain.__call__  def      {where}" in run.output
+
+
+MISTAKES = {
+    "no-colon": ("app", "is not of the form MODULE:APP"),
+    "a-file": ("app.py:hello", "it is main:hello"),
+    "a-path": ("./app:hello", "is not of the form MODULE:APP"),
+    "no-attribute-given": ("app:", "is not of the form MODULE:APP"),
+    "no-module": ("nothing:hello", "there is no module 'nothing' in"),
+    "no-attribute": ("app:helo", "has no attribute 'helo'; it has hello, plain"),
+    "unbound": ("app:Hello", "is a deployment; bind it: app = Hello.bind(...)"),
+    "fastapi": ("app:app", "is a FastAPI object, not a bound application; did you mean app:hello"),
+    "class": ("app:Undecorated", "decorate its class with @serve.deployment and bind it"),
+    "instance": ("app:undecorated", "is an Undecorated object, not a bound application"),
+    "no-reconfigure": ("misfit:misfit", "reconfigure"),
+}
+
+
+@pytest.mark.parametrize(("target", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_wrong_target_is_one_line_with_the_fix(folder: Path, target: str, message: str) -> None:
+    result = ingress(folder, "run", target, "--port", "0")
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+    assert result.returncode == 1
+
+
+def test_a_busy_port_is_one_line_with_the_fix(folder: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = ingress(folder, "run", "app:hello", "--port", str(port))
+
+    (line,) = result.stderr.splitlines()
+    assert f"Error: Failed to bind to address '127.0.0.1:{port}'" in line
+    assert "choose another port" in line
+    assert result.returncode == 1
+
+
+def test_a_bad_host_is_one_line(folder: Path) -> None:
+    result = ingress(folder, "run", "app:hello", "--host", "no.such.host.invalid", "--port", "0")
+
+    (line,) = result.stderr.splitlines()
+    assert "Failed to bind to address 'no.such.host.invalid:0'" in line
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize("flag", [SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD])
+@pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
+def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: list[str]) -> None:
+    result = ingress(folder, "run", "app:hello", "--port", "0", *extra, **{flag: "yes"})
+
+    (line,) = result.stderr.splitlines()
+    assert line == f"Error: {flag} must be 0 or 1, got 'yes'; set it to 0 or 1, or unset it"
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "lines"),
+    [
+        ("broken:x", ["in helper", "ValueError: at import"]),
+        ("needy:x", ["import no_such_library", "No module named 'no_such_library'"]),
+        ("failing:failing", ["in __init__", "ValueError: no model", "deployment 'F' failed"]),
+    ],
+)
+def test_an_error_of_the_users_code_shows_its_traceback(
+    folder: Path, target: str, lines: list[str]
+) -> None:
+    result = ingress(folder, "run", target, "--port", "0")
+
+    for line in lines:
+        assert line in result.stderr
+    assert result.returncode == 1
+
+
+def test_app_dir_is_where_the_module_is_looked_for(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environ = {**environment(elsewhere)}
+    command = [*INGRESS, "run", "app:hello", "--port", "0", "--app-dir", str(folder)]
+    with process(command, elsewhere, environ) as run:
+        assert get(run.port, "/sync").status == 200
+
+    assert "is a file" in ingress(folder, "run", "app:hello", "--app-dir", "app.py").stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["openapi", "--help"], []])
+def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
+    result = ingress(folder, *arguments)
+
+    text = result.stdout + result.stderr
+    assert "Usage" in text
+    for word in {"run": ["--host", "--port", "--reload", "--workers", "--app-dir"]}.get(
+        arguments[0] if len(arguments) == 2 else "", []
+    ):
+        assert word in text
+
+
+def test_openapi_writes_the_schema_and_starts_nothing(folder: Path) -> None:
+    printed = ingress(folder, "openapi", "app:hello")
+    written = ingress(folder, "openapi", "app:hello", "-o", "schema.json")
+
+    schema = json.loads(printed.stdout)
+    assert list(schema["paths"]) == ["/sync", "/async"]
+    assert json.loads((folder / "schema.json").read_text()) == schema
+    assert (printed.returncode, written.returncode, written.stdout) == (0, 0, "")
+
+
+def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
+    result = ingress(folder, "openapi", "app:plain")
+
+    (line,) = result.stderr.splitlines()
+    assert "'Plain' has no OpenAPI schema" in line
+    assert result.returncode == 1
+
+
+def test_openapi_to_a_folder_that_is_not_there_is_one_line(folder: Path) -> None:
+    result = ingress(folder, "openapi", "app:hello", "-o", "no/such/folder/schema.json")
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert result.returncode == 1

@@ -1,0 +1,251 @@
+"""`ingress.controller`: all of an application starts or nothing, and all of it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+import ingress as serve
+from ingress.exceptions import DeploymentUnavailableError, SyncMethodOnEventLoopWarning
+from ingress.handle import DeploymentHandle
+from ingress.schema import ApplicationStatus, DeploymentStatus
+from tests.fakes import bind
+
+PATIENCE_S = 10.0
+
+pytestmark = pytest.mark.filterwarnings(
+    f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _shutdown() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Return once `holds()`, which the control loop brings about."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def result(response: Any) -> Any:
+    return response.result(timeout_s=PATIENCE_S)
+
+
+@serve.deployment
+class Fine:
+    async def __call__(self, value: Any = "fine") -> Any:
+        return value
+
+
+@serve.deployment(num_replicas=3)
+class Broken:
+    def __init__(self, *_: Any) -> None:
+        if serve.get_replica_context().replica_tag == "2":
+            raise LookupError("no model here")
+
+
+class Unclonable(FastAPI):
+    def setup(self) -> None:
+        if getattr(self, "built", False):
+            raise LookupError("no second setup")
+        self.built = True
+        super().setup()
+
+
+unclonable = Unclonable()
+
+
+@serve.deployment
+@serve.ingress(unclonable)
+class CannotBeCloned:
+    @unclonable.get("/")
+    async def root(self) -> str:
+        return "never"
+
+
+overridden = FastAPI()
+
+
+class Base:
+    @overridden.get("/")
+    async def root(self) -> str:
+        return "base"
+
+
+@serve.deployment
+@serve.ingress(overridden)
+class CannotBeBound(Base):
+    async def root(self, more: int) -> str:  # type: ignore[override]
+        return "other parameters"
+
+
+@serve.deployment
+class Exits:
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "says"),
+    [
+        (bind(CannotBeBound), "root", "root"),
+        (bind(Broken, bind(Fine)), "Broken", "no model here"),
+        (bind(CannotBeCloned), "CannotBeCloned", "no second setup"),
+        (bind(Exits), "Exits", "SystemExit"),
+    ],
+    ids=["routes", "constructor", "app", "exit"],
+)
+def test_one_replica_that_does_not_start_fails_it_all_and_leaves_nothing(
+    target: Any, name: str, says: str
+) -> None:
+    before = threading.active_count()
+    with pytest.raises((RuntimeError, TypeError), match=says) as caught:
+        serve.run(target, route_prefix=None)
+
+    assert name in str(caught.value)
+    assert serve.status().applications == {}
+    until(lambda: threading.active_count() == before)
+    assert result(serve.run(bind(Fine), route_prefix=None).remote()) == "fine"
+
+
+def test_a_failed_redeployment_leaves_the_old_application_serving() -> None:
+    handle = serve.run(bind(Fine), route_prefix=None)
+    with pytest.raises(RuntimeError, match="no model here"):
+        serve.run(bind(Broken, bind(Fine)), route_prefix=None)
+
+    assert result(handle.remote("still")) == "still"
+    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
+
+
+@serve.deployment(health_check_period_s=0.01, health_check_timeout_s=0.1)
+class Patient:
+    """Its health is what the test says, asked on its own loop."""
+
+    asked: list[str]
+    says: BaseException | None = None
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    async def check_health(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        if self.says is not None:
+            raise self.says
+
+    async def become(self, says: BaseException | None) -> None:
+        self.says = says
+
+    async def where(self) -> list[str]:
+        return self.threads
+
+
+@pytest.mark.parametrize("says", [LookupError("feverish"), SystemExit(3), asyncio.CancelledError()])
+def test_health_is_asked_again_and_again_and_is_in_the_status(says: BaseException) -> None:
+    handle = serve.run(bind(Patient), route_prefix=None)
+
+    def status() -> DeploymentStatus:
+        return serve.status().applications["default"].deployments["Patient"].status
+
+    assert status() is DeploymentStatus.HEALTHY
+    result(handle.become.remote(says))
+    until(lambda: status() is DeploymentStatus.UNHEALTHY)
+    application = serve.status().applications["default"]
+    assert application.status is ApplicationStatus.UNHEALTHY
+    assert "check_health" in application.deployments["Patient"].message
+    result(handle.become.remote(None))
+    until(lambda: status() is DeploymentStatus.HEALTHY)
+    assert set(result(handle.where.remote())) == {"Patient#0"}
+
+
+class Latches:
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.leave = threading.Event()
+        self.order: list[str] = []
+
+
+latches = Latches()
+
+
+@serve.deployment
+class Child:
+    async def __call__(self) -> str:
+        return "child"
+
+    def __del__(self) -> None:
+        latches.order.append("child")
+
+
+@serve.deployment
+class Parent:
+    def __init__(self, child: DeploymentHandle) -> None:
+        self.child = child
+
+    async def __call__(self) -> Any:
+        latches.started.set()
+        await asyncio.to_thread(latches.leave.wait, PATIENCE_S)
+        return await self.child.remote()
+
+    def __del__(self) -> None:
+        latches.order.append("parent")
+
+
+def test_what_is_in_flight_still_reaches_its_children_while_the_application_stops() -> None:
+    latches.__init__()  # type: ignore[misc]
+    handle = serve.run(bind(Parent, bind(Child)), route_prefix=None)
+    response = handle.remote()
+    assert latches.started.wait(PATIENCE_S)
+    stopping = threading.Thread(target=serve.delete, args=("default",))
+    stopping.start()
+    until(lambda: serve.status().applications["default"].status is ApplicationStatus.DELETING)
+    latches.leave.set()
+    stopping.join(PATIENCE_S)
+
+    assert result(response) == "child"
+    assert latches.order == ["parent", "child"], "callers first, each destroyed once"
+    with pytest.raises(DeploymentUnavailableError):
+        handle.remote()
+
+
+@serve.deployment(graceful_shutdown_timeout_s=0.1, max_ongoing_requests=1)
+class Endless:
+    async def __call__(self) -> None:
+        latches.started.set()
+        await asyncio.Future()
+
+
+def test_what_does_not_end_in_time_is_cut_and_what_waits_is_told() -> None:
+    latches.__init__()  # type: ignore[misc]
+    handle = serve.run(bind(Endless), route_prefix=None)
+    running, waiting = handle.remote(), handle.remote()
+    assert latches.started.wait(PATIENCE_S)
+    begin = time.monotonic()
+    serve.shutdown()
+
+    assert time.monotonic() - begin < 0.1 + 2
+    for response in (running, waiting):
+        with pytest.raises(serve.exceptions.RayServeException):
+            result(response)
+
+
+def test_counts_are_in_the_status() -> None:
+    handle = serve.run(bind(Fine), route_prefix=None)
+    for _ in range(5):
+        result(handle.remote())
+
+    (replica,) = serve.status().applications["default"].deployments["Fine"].replicas
+    assert (replica.state, replica.ongoing) == ("RUNNING", 0)
+    assert replica.latency_ms[""].count == 5
+    assert serve.status().applications["default"].deployments["Fine"].requests == 5
+    assert serve.status().applications["default"].deployments["Fine"].queued == 0

@@ -1,0 +1,585 @@
+"""`ingress.exchange`: bodies in, streams out, and clients that leave, seen over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, File, UploadFile, WebSocket, WebSocketDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+import ingress as serve
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+
+MEGABYTE = bytes(range(256)) * 4096
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield
+    serve.shutdown()
+
+
+def ongoing(name: str = "default") -> int:
+    """How many requests hold a slot."""
+    application = serve.status().applications[name]
+    return sum(
+        replica.ongoing for each in application.deployments.values() for replica in each.replicas
+    )
+
+
+# Bodies.
+
+
+@serve.deployment
+class Bodies:
+    async def __call__(self, request: Request) -> Any:
+        match request.url.path:
+            case "/body":
+                return hashlib.sha256(await request.body()).hexdigest()
+            case "/stream":
+                digest, chunks = hashlib.sha256(), 0
+                async for chunk in request.stream():
+                    digest.update(chunk)
+                    chunks += 1
+                return {"digest": digest.hexdigest(), "chunks": chunks}
+            case "/echo":
+                return Response(await request.body())
+            case "/echo-stream":
+                return StreamingResponse(request.stream())
+            case "/ignore":
+                return "ignored"
+            case "/json":
+                return await request.json()
+        return None
+
+
+DIGEST = hashlib.sha256(MEGABYTE).hexdigest()
+
+
+def pieces() -> Iterator[bytes]:
+    for start in range(0, len(MEGABYTE), 10_000):
+        yield MEGABYTE[start : start + 10_000]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["content-length", "chunked"])
+def test_a_large_body_arrives_whole_however_it_is_sent_and_read(is_chunked: bool) -> None:
+    url = f"http://127.0.0.1:{served(bind(Bodies))}"
+    with httpx.Client(base_url=url) as client:
+        sent = (lambda: pieces()) if is_chunked else (lambda: MEGABYTE)
+        assert client.post("/body", content=sent()).text == DIGEST
+        read = client.post("/stream", content=sent()).json()
+        assert read["digest"] == DIGEST
+        assert read["chunks"] > 1
+        assert client.post("/echo", content=sent()).content == MEGABYTE
+        assert client.post("/echo-stream", content=sent()).content == MEGABYTE
+        assert client.post("/ignore", content=sent()).text == "ignored"
+        assert client.post("/json", json={"a": [1]}).json() == {"a": [1]}
+        assert client.post("/body", content=b"").text == hashlib.sha256().hexdigest()
+
+
+def test_an_upload_reaches_a_fastapi_endpoint() -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Uploads:
+        @app.post("/upload")
+        async def upload(self, file: UploadFile = File()) -> str:
+            return hashlib.sha256(await file.read()).hexdigest()
+
+    url = f"http://127.0.0.1:{served(bind(Uploads))}/upload"
+
+    assert httpx.post(url, files={"file": MEGABYTE}).json() == DIGEST
+
+
+def test_a_body_is_read_while_it_is_still_being_sent() -> None:
+    arrived: list[bytes] = []
+    has_first = threading.Event()
+
+    @serve.deployment
+    async def reader(request: Request) -> int:
+        async for chunk in request.stream():
+            arrived.append(chunk)
+            has_first.set()
+        return len(b"".join(arrived))
+
+    with Connection(served(reader.bind())) as connection:
+        connection.request("/", method="POST", headers="Content-Length: 6\r\nConnection: close\r\n")
+        connection.send(b"abc")
+        assert has_first.wait(PATIENCE_S)
+        assert arrived == [b"abc"]
+        connection.send(b"def")
+        assert connection.answer().body == b"6"
+
+
+def test_a_request_whose_body_has_not_begun_holds_no_slot() -> None:
+    @serve.deployment(max_ongoing_requests=1)
+    async def reader(request: Request) -> bytes:
+        return await request.body()
+
+    port = served(reader.bind())
+    with Connection(port) as slow:
+        slow.request("/", method="POST", headers="Content-Length: 2\r\nConnection: close\r\n")
+        assert get(port, "/").status == 200
+        assert ongoing() == 0
+        slow.send(b"ab")
+        assert slow.answer().body == b"ab"
+
+
+def test_expect_100_continue_is_answered_before_the_body() -> None:
+    @serve.deployment
+    async def reader(request: Request) -> bytes:
+        return await request.body()
+
+    with Connection(served(reader.bind())) as connection:
+        connection.request(
+            "/",
+            method="POST",
+            headers="Content-Length: 2\r\nExpect: 100-continue\r\nConnection: close\r\n",
+        )
+        connection.receive_until(b"100 Continue\r\n\r\n")
+        connection.received = b""
+        connection.send(b"ab")
+        assert connection.answer().body == b"ab"
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_slot_back() -> None:
+    outcome: list[str] = []
+    began, ended = threading.Event(), threading.Event()
+
+    @serve.deployment
+    async def reader(request: Request) -> str:
+        try:
+            async for _ in request.stream():
+                began.set()
+        except ClientDisconnect:
+            outcome.append("ClientDisconnect")
+            raise
+        except asyncio.CancelledError:
+            outcome.append("CancelledError")
+            raise
+        finally:
+            ended.set()
+        return "whole"
+
+    port = served(reader.bind())
+    with Connection(port) as connection:
+        connection.request("/", method="POST", headers="Content-Length: 6\r\n")
+        connection.send(b"abc")
+        assert began.wait(PATIENCE_S)
+
+    assert ended.wait(PATIENCE_S)
+    assert outcome[0] in ("ClientDisconnect", "CancelledError")
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_requests_over_one_connection_do_not_mix() -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{served(bind(Bodies))}") as client:
+        for number in range(20):
+            body = b"%d" % number * number
+            path = "/echo" if number % 2 else "/echo-stream"
+            assert client.post(path, content=body).content == body
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    @serve.deployment
+    async def echo(request: Request) -> str:
+        return request.url.path
+
+    with Connection(served(echo.bind())) as connection:
+        connection.request("/1", headers="")
+        connection.request("/2", headers="")
+        connection.request("/3")
+        received = connection.receive_all()
+
+    assert 0 < received.index(b"\r\n\r\n/1") < received.index(b"/2") < received.index(b"/3")
+
+
+# Streams.
+
+
+class Stream:
+    """An endless stream of chunks, and what became of it."""
+
+    def __init__(self, chunk: bytes = b"x" * 100, pause_s: float = 0.001) -> None:
+        self.chunk = chunk
+        self.pause_s = pause_s
+        self.made = 0
+        self.closed = threading.Event()
+
+    async def asynchronous(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                self.made += 1
+                yield self.chunk
+                if self.pause_s:
+                    await asyncio.sleep(self.pause_s)
+        finally:
+            self.closed.set()
+
+    def synchronous(self) -> Iterator[bytes]:
+        try:
+            while True:
+                self.made += 1
+                yield self.chunk
+                time.sleep(self.pause_s)
+        finally:
+            self.closed.set()
+
+
+SHAPES = [
+    "async-generator",
+    "def-generator",
+    "response-async",
+    "response-def",
+    "fastapi-async",
+    "fastapi-def",
+    "fastapi-middleware",
+]
+
+
+LATE = "closed by the garbage collector: an error on its way out is in a cycle with its frame"
+CLOSED_BETWEEN = [
+    pytest.param(each, marks=pytest.mark.xfail(run=False, reason=LATE))
+    if each in ("response-def", "fastapi-def", "fastapi-middleware")
+    else each
+    for each in SHAPES
+]
+CLOSED_BLOCKED = [
+    pytest.param(each, marks=pytest.mark.xfail(run=False, reason=LATE))
+    if each.startswith("fastapi")
+    else each
+    for each in SHAPES
+]
+
+
+def streaming(stream: Stream, shape: str) -> serve.Application:
+    """A deployment that answers with the stream, in one of several ways."""
+    if not shape.startswith("fastapi"):
+        return serve.deployment(_Generator).bind(stream, shape)
+    app = FastAPI()
+    if shape == "fastapi-middleware":
+
+        @app.middleware("http")
+        async def middleware(request: Request, call_next: Any) -> Any:
+            return await call_next(request)
+
+    @app.api_route("/", methods=["GET", "POST"])
+    async def endpoint() -> Response:
+        is_def = shape == "fastapi-def"
+        return StreamingResponse(stream.synchronous() if is_def else stream.asynchronous())
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Streaming: ...
+
+    return bind(Streaming)
+
+
+class _Generator:
+    def __init__(self, stream: Stream, shape: str) -> None:
+        self.stream = stream
+        self.shape = shape
+
+    def __call__(self, request: Request) -> Any:
+        is_async = self.shape.endswith(("async", "async-generator"))
+        items: Any = self.stream.asynchronous() if is_async else self.stream.synchronous()
+        return StreamingResponse(items) if self.shape.startswith("response") else items
+
+
+@pytest.mark.parametrize("end", ["FIN", "RST"])
+@pytest.mark.parametrize("shape", CLOSED_BETWEEN)
+def test_a_client_that_leaves_closes_the_generator_it_read(shape: str, end: str) -> None:
+    stream = Stream()
+    with Connection(served(streaming(stream, shape))) as connection:
+        connection.request("/")
+        connection.receive_until(b"xxx")
+        assert not stream.closed.is_set()
+        if end == "RST":
+            connection.reset()
+
+    assert stream.closed.wait(PATIENCE_S), "the generator is still open"
+    wait_until(lambda: ongoing() == 0)
+
+
+@pytest.mark.parametrize("shape", CLOSED_BLOCKED)
+def test_a_client_that_leaves_while_the_producer_waits_for_it_closes_the_generator(
+    shape: str,
+) -> None:
+    stream = Stream(b"x" * 65536, pause_s=0)
+    with Connection(served(streaming(stream, shape)), receive_buffer=4096) as connection:
+        connection.request("/")
+        connection.receive_until(b"xxx")
+        made = -1
+        while made != stream.made:  # it makes no more
+            made = stream.made
+            time.sleep(0.1)
+        assert not stream.closed.is_set()
+
+    assert stream.closed.wait(PATIENCE_S), "the generator is still open"
+    wait_until(lambda: ongoing() == 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_reader_that_does_not_read_suspends_the_producer(shape: str) -> None:
+    stream = Stream(b"x" * 65536, pause_s=0)
+    with Connection(served(streaming(stream, shape)), receive_buffer=4096) as connection:
+        connection.request("/")
+        connection.receive_until(b"xxx")
+        made = -1
+        while made != stream.made:
+            made = stream.made
+            time.sleep(0.1)
+
+        assert made < 150  # at 64 KiB each; the sockets' own buffers are the most of it
+
+
+@pytest.mark.parametrize("shape", ["async-generator", "response-async", "fastapi-middleware"])
+def test_a_client_that_leaves_is_noticed_though_its_body_was_never_read(shape: str) -> None:
+    stream = Stream()
+    with Connection(served(streaming(stream, shape))) as connection:
+        size = 50_000
+        connection.request("/", method="POST", headers=f"Content-Length: {size}\r\n")
+        connection.send(b"y" * size)
+        connection.receive_until(b"xxx")
+
+    assert stream.closed.wait(PATIENCE_S), "the generator is still open"
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_stream_that_swallows_its_cancellation_ends_when_it_sends() -> None:
+    closed = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                try:
+                    await asyncio.sleep(0.001)
+                except asyncio.CancelledError:
+                    pass
+                await send({"type": "http.response.body", "body": b"xxx", "more_body": True})
+        except OSError:
+            closed.set()
+            raise
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Raw: ...
+
+    with Connection(served(bind(Raw))) as connection:
+        connection.request("/")
+        connection.receive_until(b"xxx")
+
+    assert closed.wait(PATIENCE_S)
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_background_task_runs_to_its_end_though_the_client_has_left() -> None:
+    from starlette.background import BackgroundTask
+
+    may_end, outcome = threading.Event(), []
+    ended = threading.Event()
+
+    async def background() -> None:
+        try:
+            await asyncio.to_thread(may_end.wait, PATIENCE_S)
+            outcome.append("ended")
+        finally:
+            ended.set()
+
+    @serve.deployment
+    async def answers(request: Request) -> Response:
+        if request.url.path == "/stream":
+
+            async def items() -> AsyncIterator[bytes]:
+                yield b"ok"
+
+            return StreamingResponse(items(), background=BackgroundTask(background))
+        return Response("ok", background=BackgroundTask(background))
+
+    port = served(answers.bind())
+    for path in ("/", "/stream"):
+        may_end.clear()
+        ended.clear()
+        assert get(port, path).body == b"ok"
+        assert not ended.is_set()
+        may_end.set()
+        assert ended.wait(PATIENCE_S)
+
+    assert outcome == ["ended"] * 2
+
+
+def test_a_client_that_leaves_cancels_the_request_that_has_not_answered_yet() -> None:
+    began, outcome = threading.Event(), []
+    ended = threading.Event()
+
+    @serve.deployment(max_ongoing_requests=1)
+    async def slow(request: Request) -> str:
+        began.set()
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError:
+            outcome.append("cancelled")
+            raise
+        finally:
+            ended.set()
+        return "done"
+
+    port = served(slow.bind())
+    with Connection(port) as connection:
+        connection.request("/")
+        assert began.wait(PATIENCE_S)
+
+    assert ended.wait(PATIENCE_S / 4)
+    assert outcome == ["cancelled"]
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_client_that_leaves_the_queue_never_reaches_a_replica() -> None:
+    may_end, seen = threading.Event(), []
+    began = threading.Event()
+
+    @serve.deployment(max_ongoing_requests=1)
+    async def slow(request: Request) -> str:
+        seen.append(request.url.path)
+        began.set()
+        await asyncio.to_thread(may_end.wait, PATIENCE_S)
+        return "done"
+
+    def queued() -> int:
+        return serve.status().applications["default"].deployments["slow"].queued
+
+    port = served(slow.bind())
+    with Connection(port) as first:
+        first.request("/first")
+        assert began.wait(PATIENCE_S)
+        with Connection(port) as second:
+            second.request("/second")
+            wait_until(lambda: queued() == 1)
+        wait_until(lambda: queued() == 0, PATIENCE_S / 4)
+        may_end.set()
+        assert first.answer().body == b"done"
+
+    assert get(port, "/third").status == 200
+    assert seen == ["/first", "/third"]
+
+
+# WebSockets.
+
+
+def sockets(seen: list[Any], closed: threading.Event) -> serve.Application:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Sockets:
+        prefix = "echo "
+
+        @app.websocket("/echo")
+        async def echo(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            try:
+                while True:
+                    await websocket.send_text(self.prefix + await websocket.receive_text())
+            except WebSocketDisconnect as gone:
+                seen.append(gone.code)
+            finally:
+                closed.set()
+
+        @app.websocket("/bytes")
+        async def bytes_(self, websocket: WebSocket) -> None:
+            await websocket.accept("chat")
+            await websocket.send_bytes(await websocket.receive_bytes())
+            await websocket.close(4001, "enough")
+
+        @app.websocket("/flood")
+        async def flood(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            try:
+                while True:
+                    await websocket.send_bytes(b"x" * 65536)
+                    seen.append(1)
+            finally:
+                closed.set()
+
+        @app.websocket("/refused")
+        async def refused(self, websocket: WebSocket) -> None:
+            await websocket.close(1008)
+
+    return bind(Sockets)
+
+
+def test_a_websocket_echoes_and_sees_its_client_leave() -> None:
+    seen: list[Any] = []
+    closed = threading.Event()
+    port = served(sockets(seen, closed))
+    with connect(f"ws://127.0.0.1:{port}/echo", proxy=None) as client:
+        for number in range(100):
+            client.send(str(number))
+            assert client.recv(timeout=PATIENCE_S) == f"echo {number}"
+
+    assert closed.wait(PATIENCE_S)
+    assert seen == [1000]
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_websocket_carries_bytes_subprotocols_and_close_codes() -> None:
+    port = served(sockets([], threading.Event()))
+    with connect(f"ws://127.0.0.1:{port}/bytes", subprotocols=["chat"], proxy=None) as client:  # type: ignore[list-item]
+        assert client.subprotocol == "chat"
+        client.send(MEGABYTE[:100_000])
+        assert client.recv(timeout=PATIENCE_S) == MEGABYTE[:100_000]
+        with pytest.raises(ConnectionClosed) as ended:
+            client.recv(timeout=PATIENCE_S)
+
+    assert ended.value.rcvd is not None
+    assert (ended.value.rcvd.code, ended.value.rcvd.reason) == (4001, "enough")
+
+
+UPGRADE = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+
+
+@pytest.mark.parametrize("end", ["FIN", "RST"])
+@pytest.mark.parametrize("path", ["/echo", "/flood"])
+def test_a_websocket_whose_client_vanishes_gives_its_slot_back(path: str, end: str) -> None:
+    closed = threading.Event()
+    with Connection(served(sockets([], closed)), receive_buffer=4096) as connection:
+        connection.request(path, headers=UPGRADE)
+        connection.receive_until(b"101 Switching Protocols")
+        if path == "/flood":
+            connection.receive_until(b"xxx")
+        if end == "RST":
+            connection.reset()
+
+    assert closed.wait(PATIENCE_S), "the handler still runs"
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_client_that_does_not_read_suspends_a_websocket_that_sends() -> None:
+    made: list[Any] = []
+    with Connection(served(sockets(made, threading.Event())), receive_buffer=4096) as connection:
+        connection.request("/flood", headers=UPGRADE)
+        connection.receive_until(b"xxx")
+        number = -1
+        while number != len(made):
+            number = len(made)
+            time.sleep(0.1)
+
+        assert number < 150

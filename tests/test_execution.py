@@ -1,0 +1,593 @@
+"""`ingress.execution`: the table in its docstring, observed from inside the callables."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import itertools
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+
+from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
+from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role, kind, name_of, plan
+from ingress.loops import BorrowedLoop
+from ingress.threads import WorkerPool
+
+pytestmark = pytest.mark.anyio
+ON_LOOP, IN_THREAD = ExecutionMode.EVENT_LOOP, ExecutionMode.THREADPOOL
+PATIENCE_S = 10.0
+WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(BorrowedLoop("pool", asyncio.get_running_loop()), 4)
+    yield pool
+    pool.shutdown()
+    assert pool.join(PATIENCE_S)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Most plans here warn at flag 0; the tests of the warning say when."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyncMethodOnEventLoopWarning)
+        yield
+
+
+def here() -> ExecutionMode:
+    """Where this line runs: a worker thread has no running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return IN_THREAD
+    return ON_LOOP
+
+
+async def here_async() -> ExecutionMode:
+    return here()
+
+
+def gen() -> Iterator[ExecutionMode]:
+    yield here()
+
+
+async def agen() -> AsyncIterator[ExecutionMode]:
+    yield here()
+
+
+class Here:
+    def __call__(self) -> ExecutionMode:
+        return here()
+
+    def method(self) -> ExecutionMode:
+        return here()
+
+    @staticmethod
+    def static() -> ExecutionMode:
+        return here()
+
+    @classmethod
+    def of_class(cls) -> ExecutionMode:
+        return here()
+
+
+class HereAsync:
+    async def __call__(self) -> ExecutionMode:
+        return here()
+
+    async def method(self) -> ExecutionMode:
+        return here()
+
+    @staticmethod
+    async def static() -> ExecutionMode:
+        return here()
+
+
+class HereGen:
+    def __call__(self) -> Iterator[ExecutionMode]:
+        yield here()
+
+    async def agen(self) -> AsyncIterator[ExecutionMode]:
+        yield here()
+
+
+class CallsAnObject:
+    __call__ = HereAsync()
+
+
+def sync_wrapper(func: Callable[[], Any]) -> Callable[[], Any]:
+    @wraps(func)
+    def wrapper() -> Any:
+        return func()
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "func",
+    [here, Here(), Here().method, Here.static, Here.of_class, partial(here), partial(Here())],
+    ids=["function", "object", "bound", "static", "class", "partial", "partial-object"],
+)
+@pytest.mark.parametrize(
+    ("role", "flag", "expected"),
+    [
+        pytest.param(Role.METHOD, False, ON_LOOP, id="method-0"),
+        pytest.param(Role.METHOD, True, IN_THREAD, id="method-1"),
+        pytest.param(Role.ENDPOINT, False, IN_THREAD, id="endpoint-ignores-the-flag"),
+        pytest.param(Role.ENDPOINT, True, IN_THREAD, id="endpoint-1"),
+        pytest.param(Role.LIFECYCLE, False, ON_LOOP, id="lifecycle-0"),
+        pytest.param(Role.LIFECYCLE, True, ON_LOOP, id="lifecycle-ignores-the-flag"),
+        pytest.param(Role.BATCH, False, IN_THREAD, id="batch-ignores-the-flag"),
+    ],
+)
+async def test_def_runs_where_its_role_says(
+    func: Callable[[], Any], role: Role, flag: bool, expected: ExecutionMode, pool: WorkerPool
+) -> None:
+    execution = plan(func, role, sync_in_threadpool=flag, pool=pool)
+
+    assert await execution.run() is execution.mode is expected
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    "func",
+    [
+        here_async,
+        HereAsync(),
+        HereAsync().method,
+        HereAsync.static,
+        partial(here_async),
+        partial(partial(HereAsync().method)),
+        CallsAnObject(),
+    ],
+    ids=["function", "object", "bound", "static", "partial", "partial-bound", "nested-object"],
+)
+async def test_async_def_never_leaves_the_loop(
+    func: Callable[[], Any], role: Role, pool: WorkerPool
+) -> None:
+    execution = plan(func, role, sync_in_threadpool=True, pool=pool)
+
+    assert await execution.run() is execution.mode is ON_LOOP
+
+
+@pytest.mark.parametrize(
+    ("func", "expected"),
+    [
+        (gen, Kind.GENERATOR),
+        (HereGen(), Kind.GENERATOR),
+        (partial(HereGen()), Kind.GENERATOR),
+        (agen, Kind.ASYNC_GENERATOR),
+        (HereGen().agen, Kind.ASYNC_GENERATOR),
+        (sync_wrapper(here_async), Kind.FUNCTION),
+        (sync_wrapper(gen), Kind.FUNCTION),
+        (functools.lru_cache(here), Kind.FUNCTION),
+        (len, Kind.FUNCTION),
+        (Here, Kind.FUNCTION),
+        (HereAsync, Kind.FUNCTION),
+    ],
+    ids=lambda value: value.name if isinstance(value, Kind) else name_of(value),
+)
+async def test_how_it_is_written_is_seen_through_partials_and_objects_not_through_wraps(
+    func: Callable[..., Any], expected: Kind
+) -> None:
+    assert kind(func) is expected
+
+
+@pytest.mark.parametrize("func", [lambda: here_async(), sync_wrapper(here_async)])
+async def test_def_returning_a_coroutine_has_it_awaited_on_the_loop(
+    func: Callable[[], Any], pool: WorkerPool
+) -> None:
+    execution = plan(func, Role.METHOD, sync_in_threadpool=True, pool=pool)
+
+    assert execution.mode is IN_THREAD
+    assert await execution.run() is ON_LOOP
+
+
+async def test_a_wrapper_that_really_makes_it_sync_works_in_its_thread(pool: WorkerPool) -> None:
+    execution = plan(
+        lambda: asyncio.run(here_async()), Role.ENDPOINT, sync_in_threadpool=False, pool=pool
+    )
+
+    assert await execution.run() is ON_LOOP  # a loop of its own
+
+
+async def test_a_builtin_counts_as_def_and_does_not_warn(pool: WorkerPool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        execution = plan(len, Role.METHOD, sync_in_threadpool=False, pool=pool)
+        assert await execution.run([1, 2]) == 2
+
+
+@pytest.mark.parametrize("func", [here, here_async, gen, agen], ids=lambda func: func.__name__)
+@pytest.mark.parametrize("flag", [False, True])
+async def test_a_plan_says_what_happens_and_why(
+    func: Callable[..., Any], flag: bool, pool: WorkerPool
+) -> None:
+    execution = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool)
+
+    reason = "async def" if func in (here_async, agen) else f"IN_THREADPOOL={int(flag)}"
+    assert reason in execution.reason
+    assert execution.name == func.__name__
+
+
+# Generators.
+
+
+async def returns_gen() -> Iterator[ExecutionMode]:
+    return gen()
+
+
+def returns_agen() -> AsyncIterator[ExecutionMode]:
+    return agen()
+
+
+@pytest.mark.parametrize(
+    ("func", "expected"),
+    [
+        (gen, IN_THREAD),
+        (HereGen(), IN_THREAD),
+        (sync_wrapper(gen), IN_THREAD),
+        (agen, ON_LOOP),
+        (returns_agen, ON_LOOP),
+        (returns_gen, ON_LOOP),
+    ],
+    ids=["gen", "object", "returned", "agen", "agen-from-def", "gen-from-async-def"],
+)
+async def test_generator_is_iterated_where_its_function_ran(
+    func: Callable[[], Any], expected: ExecutionMode, pool: WorkerPool
+) -> None:
+    execution = plan(func, Role.METHOD, sync_in_threadpool=True, pool=pool)
+
+    assert [item async for item in execution.stream()] == [expected]
+
+
+@pytest.mark.parametrize("func", [here, here_async])
+async def test_streaming_a_plain_value_is_a_type_error(
+    func: Callable[[], Any], pool: WorkerPool
+) -> None:
+    execution = plan(func, Role.METHOD, sync_in_threadpool=False, pool=pool)
+
+    with pytest.raises(TypeError, match="stream=True"):
+        await anext(execution.stream())
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["loop", "thread"])
+async def test_a_sync_generator_keeps_one_thread_and_one_context_for_its_life(
+    flag: bool, pool: WorkerPool
+) -> None:
+    threads: list[str] = []
+
+    def items() -> Iterator[str]:
+        token = WHO.set("mine")
+        for _ in range(40):
+            threads.append(threading.current_thread().name)
+            yield WHO.get()
+        WHO.reset(token)
+        threads.append(threading.current_thread().name)
+
+    execution = plan(items, Role.METHOD, sync_in_threadpool=flag, pool=pool)
+
+    assert [item async for item in execution.stream()] == ["mine"] * 40
+    assert len(threads) == 41
+    assert len(set(threads)) == 1
+    assert threads[0].startswith("pool-worker") == flag
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["gen", "agen"])
+async def test_leaving_early_runs_the_finally_where_the_generator_ran(
+    flag: bool, is_async: bool, pool: WorkerPool
+) -> None:
+    seen: list[str] = []
+
+    def note() -> None:
+        seen.append(threading.current_thread().name)
+
+    def items() -> Iterator[int]:
+        note()
+        try:
+            yield from range(100)
+        finally:
+            note()
+
+    async def aitems() -> AsyncIterator[int]:
+        note()
+        try:
+            for number in range(100):
+                yield number
+        finally:
+            await asyncio.sleep(0)
+            note()
+
+    func = aitems if is_async else items
+    stream = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool).stream()
+    assert await anext(stream) == 0
+    await stream.aclose()
+
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert seen[0].startswith("pool-worker") == (flag and not is_async)
+
+
+# Containment.
+
+RAISED = [
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+    asyncio.CancelledError,
+    StopIteration,
+    RecursionError,
+    ValueError,
+]
+BECOMES: dict[type[BaseException], type[Exception]] = {
+    StopIteration: RuntimeError,
+    RecursionError: RecursionError,
+    ValueError: ValueError,
+}
+
+
+def raising(error: type[BaseException], how: str) -> Callable[[], Any]:
+    """Return a callable that raises `error`, a generator after one item."""
+
+    def function() -> None:
+        raise error
+
+    async def coroutine() -> None:
+        raise error
+
+    def generator() -> Iterator[int]:
+        yield 1
+        raise error
+
+    async def async_generator() -> AsyncIterator[int]:
+        yield 1
+        raise error
+
+    def returns_awaitable() -> Any:
+        return coroutine()
+
+    return {
+        "def": function,
+        "async": coroutine,
+        "gen": generator,
+        "agen": async_generator,
+        "awaitable": returns_awaitable,
+    }[how]
+
+
+def contains(error: BaseException, raised: type[BaseException]) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen) is raised:
+            return True
+        seen = seen.__cause__
+    return False
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
+@pytest.mark.parametrize("how", ["def", "async", "awaitable", "gen", "agen"])
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: error.__name__)
+async def test_whatever_user_code_raises_comes_as_an_exception(
+    error: type[BaseException], how: str, flag: bool, pool: WorkerPool
+) -> None:
+    execution = plan(raising(error, how), Role.METHOD, sync_in_threadpool=flag, pool=pool)
+    expected = BECOMES.get(error, UserCodeExit)
+    got: list[int] = []
+
+    with pytest.raises(expected) as caught:  # noqa: PT012
+        if how in ("gen", "agen"):
+            async for item in execution.stream():
+                got += [item]
+        else:
+            await execution.run()
+
+    assert got == ([1] if how in ("gen", "agen") else [])
+    assert contains(caught.value, error)
+    if expected is UserCodeExit:
+        assert execution.name in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
+@pytest.mark.parametrize("how", ["gen", "agen"])
+async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
+    how: str, flag: bool, pool: WorkerPool
+) -> None:
+    closed = []
+
+    def items() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(1)
+            sys.exit(3)
+
+    async def aitems() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(1)
+            sys.exit(3)
+
+    func = items if how == "gen" else aitems
+    stream = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool).stream()
+    await anext(stream)
+    try:
+        await stream.aclose()
+    except UserCodeExit:
+        pass
+
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
+@pytest.mark.parametrize("how", ["async", "def"])
+async def test_a_cancellation_somebody_asked_for_stays_one(
+    how: str, flag: bool, pool: WorkerPool
+) -> None:
+    started = threading.Event()
+    leave = threading.Event()
+
+    def function() -> Any:
+        started.set()
+        if flag:
+            return leave.wait(PATIENCE_S)
+        return asyncio.sleep(PATIENCE_S)
+
+    async def coroutine() -> None:
+        started.set()
+        await asyncio.sleep(PATIENCE_S)
+
+    execution = plan(
+        coroutine if how == "async" else function,
+        Role.METHOD,
+        sync_in_threadpool=flag,
+        pool=pool,
+    )
+    task = asyncio.ensure_future(execution.run())
+    while not started.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    leave.set()
+
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert caught.value.__cause__ is not caught.value
+
+
+async def test_closing_an_on_loop_stream_is_not_the_users_generator_exit(pool: WorkerPool) -> None:
+    stream = plan(gen, Role.METHOD, sync_in_threadpool=False, pool=pool).stream()
+    await anext(stream)
+
+    await stream.aclose()  # raises nothing
+
+
+# The warning.
+
+
+MODEL = """
+class Model:
+    def predict(self): return 1
+    def items(self): yield 1
+    async def apredict(self): return 1
+"""
+files = itertools.count()
+
+
+def fresh() -> type:
+    """Return a class from a file of its own: once per process is once per test then."""
+    namespace: dict[str, Any] = {}
+    exec(compile(MODEL, f"model_{next(files)}.py", "exec"), namespace)
+    return namespace["Model"]  # type: ignore[no-any-return]
+
+
+async def call(execution: ExecutionPlan) -> None:
+    if execution.kind is Kind.GENERATOR:
+        async for _ in execution.stream():
+            pass
+    else:
+        await execution.run()
+
+
+@pytest.mark.parametrize("method", ["predict", "items"])
+async def test_a_def_on_the_loop_warns_once_per_method_and_process(
+    method: str, pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fresh()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):  # three replicas
+            bound = getattr(model(), method)
+            execution = plan(bound, Role.METHOD, sync_in_threadpool=False, pool=pool)
+            assert not caught or len(caught) == 1
+            await call(execution)
+            await call(execution)
+
+    (warning,) = caught
+    code = getattr(model, method).__code__
+    assert issubclass(warning.category, SyncMethodOnEventLoopWarning)
+    assert (warning.filename, warning.lineno) == (code.co_filename, code.co_firstlineno)
+    text = str(warning.message)
+    assert text.startswith(
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
+        f"'Model.{method}' directly on the asyncio loop. In a future version, sync methods will "
+        "be run in a threadpool by default"
+    )
+    for part in ("thread-safe", "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1", "async def"):
+        assert part in text
+    assert f"Model.{method} at {code.co_filename}:{code.co_firstlineno}" in text
+    records = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert [each.getMessage() for each in records] == [text]
+
+
+async def test_the_warning_comes_once_although_replicas_call_at_once(
+    switch_interval: None, pool: WorkerPool
+) -> None:
+    model = fresh()
+    plans = [
+        plan(model().predict, Role.METHOD, sync_in_threadpool=False, pool=pool) for _ in range(8)
+    ]
+    gate = threading.Barrier(8)
+
+    def replica(execution: ExecutionPlan) -> None:
+        gate.wait(PATIENCE_S)
+        asyncio.run(call(execution))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=replica, args=(each,)) for each in plans]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, PATIENCE_S)
+
+    assert len(caught) == 1
+
+
+async def test_like_methods_in_two_files_warn_for_themselves(pool: WorkerPool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (fresh(), fresh()):
+            await plan(model().predict, Role.METHOD, sync_in_threadpool=False, pool=pool).run()
+
+    assert len({each.filename for each in caught}) == 2
+
+
+async def test_warnings_as_errors_do_not_fail_the_request(pool: WorkerPool) -> None:
+    execution = plan(fresh()().predict, Role.METHOD, sync_in_threadpool=False, pool=pool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert await execution.run() == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "role", "flag"),
+    [
+        ("predict", Role.METHOD, True),
+        ("predict", Role.ENDPOINT, False),
+        ("predict", Role.LIFECYCLE, False),
+        ("predict", Role.BATCH, False),
+        ("apredict", Role.METHOD, False),
+    ],
+)
+async def test_nothing_else_warns(method: str, role: Role, flag: bool, pool: WorkerPool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound = getattr(fresh()(), method)
+        assert await plan(bound, role, sync_in_threadpool=flag, pool=pool).run() == 1
+
+
+async def test_a_plan_is_made_without_calling_anything() -> None:
+    assert inspect.signature(plan).parameters["sync_in_threadpool"].kind.name == "KEYWORD_ONLY"

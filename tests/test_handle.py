@@ -1,0 +1,473 @@
+"""`ingress.handle`: calling a deployment from wherever one is, at every flag value."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    RayServeException,
+    RequestCancelledError,
+    SyncMethodOnEventLoopWarning,
+)
+from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.settings import Settings
+from tests.fakes import bind
+
+PATIENCE_S = 10.0
+
+pytestmark = pytest.mark.filterwarnings(
+    f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
+)
+
+
+class Latches:
+    """What the user code of these tests waits for, and what it says."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.leave = threading.Event()
+        self.ended = threading.Event()
+        self.met = threading.Barrier(2)
+
+
+latches = Latches()
+
+
+@serve.deployment(max_ongoing_requests=50)
+class Child:
+    async def __call__(self, value: Any = "called") -> Any:
+        return value
+
+    def sync(self, value: Any) -> Any:
+        return value
+
+    async def wait(self) -> str:
+        try:
+            latches.started.set()
+            while not latches.leave.is_set():
+                await asyncio.sleep(0.002)
+            return "waited"
+        finally:
+            latches.ended.set()
+
+    async def meet(self) -> str:
+        await asyncio.to_thread(latches.met.wait, PATIENCE_S)
+        return "met"
+
+    async def fail(self) -> None:
+        raise KeyError("mine")
+
+    async def items(self, count: int) -> AsyncIterator[int]:
+        try:
+            for number in range(count):
+                yield number
+        finally:
+            latches.ended.set()
+
+    def sync_items(self, count: int) -> Iterator[int]:
+        try:
+            yield from range(count)
+        finally:
+            latches.ended.set()
+
+    async def failing_items(self) -> AsyncIterator[int]:
+        yield 1
+        raise KeyError("mine")
+
+    async def model(self) -> str:
+        return "one"
+
+
+@serve.deployment(max_ongoing_requests=50)
+class Parent:
+    """Calls its child from every place user code can be in."""
+
+    def __init__(self, child: DeploymentHandle) -> None:
+        self.child = child
+
+    async def from_loop(self) -> Any:
+        return await self.child.remote("loop")
+
+    async def from_to_thread(self) -> Any:
+        return await asyncio.to_thread(lambda: self.child.remote("thread").result())
+
+    async def from_another_loop(self) -> Any:
+        async def main() -> Any:
+            return await self.child.remote("another loop")
+
+        return await asyncio.to_thread(asyncio.run, main())
+
+    def from_def(self) -> Any:
+        """A worker thread at flag 1, the event loop at flag 0."""
+        response = self.child.remote("def")
+        try:
+            return response.result(timeout_s=PATIENCE_S)
+        except RuntimeError as error:
+            return str(error)
+
+    async def stream(self) -> list[int]:
+        return [item async for item in self.child.options(stream=True).items.remote(3)]
+
+
+@pytest.fixture
+def parent(flags: Settings) -> Iterator[DeploymentHandle]:
+    latches.__init__()  # type: ignore[misc]
+    yield serve.run(bind(Parent, bind(Child)), route_prefix=None)
+    latches.leave.set()
+    serve.shutdown()
+
+
+@pytest.fixture
+def child() -> Iterator[DeploymentHandle]:
+    latches.__init__()  # type: ignore[misc]
+    yield serve.run(bind(Child), route_prefix=None)
+    latches.leave.set()
+    serve.shutdown()
+
+
+def result(response: Any) -> Any:
+    return response.result(timeout_s=PATIENCE_S)
+
+
+def test_a_handle_works_from_everywhere_at_every_flag_value(
+    parent: DeploymentHandle, flags: Settings
+) -> None:
+    child = serve.get_deployment_handle("Child", "default")
+
+    async def two() -> list[Any]:
+        response = child.remote("main loop")
+        return [await response, await response]
+
+    assert result(child.remote("main thread")) == "main thread"
+    assert asyncio.run(two()) == ["main loop", "main loop"], "awaiting twice is fine"
+    assert result(parent.from_loop.remote()) == "loop"
+    assert result(parent.from_to_thread.remote()) == "thread"
+    assert result(parent.from_another_loop.remote()) == "another loop"
+    from_def = result(parent.from_def.remote())
+    if flags.run_sync_in_threadpool:
+        assert from_def == "def"
+    else:
+        assert "Sync methods should not be called from within an `asyncio` event loop" in from_def
+    assert result(parent.stream.remote()) == [0, 1, 2]
+    assert list(child.options(stream=True).sync_items.remote(3)) == [0, 1, 2]
+    assert result(child.remote(child.remote("argument"))) == "argument"
+
+
+def test_one_handle_serves_several_loops_and_threads_at_once(
+    parent: DeploymentHandle, switch_interval: None
+) -> None:
+    child = serve.get_deployment_handle("Child", "default")
+
+    def on_a_loop(base: int) -> list[int]:
+        async def main() -> list[int]:
+            return list(
+                await asyncio.gather(*(child.remote(base + number) for number in range(40)))
+            )
+
+        return asyncio.run(main())
+
+    def in_a_thread(base: int) -> list[int]:
+        return [child.sync.remote(base + number).result() for number in range(40)]
+
+    with ThreadPoolExecutor(6) as threads:
+        jobs = [
+            threads.submit(target, base) for base, target in enumerate([on_a_loop, in_a_thread] * 3)
+        ]
+        for base, job in enumerate(jobs):
+            assert job.result(30) == [base + number for number in range(40)]
+
+
+def test_a_result_that_does_not_come_in_time_is_not_cancelled(child: DeploymentHandle) -> None:
+    response = child.wait.remote()
+    assert latches.started.wait(PATIENCE_S)
+    with pytest.raises(TimeoutError):
+        response.result(timeout_s=0.01)
+    assert "pending" in repr(response)
+
+    latches.leave.set()
+    assert result(response) == "waited"
+    assert "done" in repr(response)
+
+
+def test_an_answer_outlives_the_loop_that_asked(child: DeploymentHandle) -> None:
+    async def ask() -> Any:
+        return child.remote("asked"), child.remote(child.remote("as an argument"))
+
+    one, other = asyncio.run(ask())
+
+    assert result(one) == "asked"
+    assert result(other) == "as an argument"
+
+
+@pytest.mark.anyio
+async def test_result_and_for_in_a_loop_are_an_error_that_says_what_to_do(
+    child: DeploymentHandle,
+) -> None:
+    with pytest.raises(RuntimeError, match="Use `await response`"):
+        child.remote().result()
+    with pytest.raises(RuntimeError, match="async for"):
+        next(child.options(stream=True).items.remote(1))
+
+
+@pytest.mark.anyio
+async def test_what_user_code_raises_is_raised_as_often_as_one_asks(
+    child: DeploymentHandle,
+) -> None:
+    response = child.fail.remote()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            await response
+    assert "failed" in repr(response)
+
+
+def test_cancelling_stops_the_work_and_tells_who_waits(child: DeploymentHandle) -> None:
+    response = child.wait.remote()
+    assert latches.started.wait(PATIENCE_S)
+    assert not response.cancelled()
+    response.cancel()
+    response.cancel()
+
+    with pytest.raises(RequestCancelledError):
+        result(response)
+    assert response.cancelled()
+    assert latches.ended.wait(PATIENCE_S)
+
+
+@pytest.mark.anyio
+async def test_cancelling_the_awaiter_cancels_the_request(child: DeploymentHandle) -> None:
+    response = child.wait.remote()
+    task = asyncio.ensure_future(response)
+    await asyncio.to_thread(latches.started.wait, PATIENCE_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert await asyncio.to_thread(latches.ended.wait, PATIENCE_S)
+    assert response.cancelled()
+
+
+# Responses as arguments.
+
+
+def test_responses_as_arguments_are_resolved_by_place_and_by_name_side_by_side(
+    child: DeploymentHandle,
+) -> None:
+    assert result(child.remote(child.remote(1))) == 1
+    assert result(child.remote(value=child.remote(2))) == 2
+    assert result(child.remote(child.remote(child.remote(3)))) == 3
+
+    @serve.deployment
+    class Pair:
+        async def __call__(self, one: str, *, other: str) -> list[str]:
+            return [one, other]
+
+    pair = serve.run(bind(Pair), name="pair", route_prefix=None)
+    # Each returns only once both run.
+    assert result(pair.remote(child.meet.remote(), other=child.meet.remote())) == ["met", "met"]
+
+
+def test_an_argument_that_failed_fails_the_call_that_needs_it(child: DeploymentHandle) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        result(child.remote(child.fail.remote()))
+    cancelled = child.wait.remote()
+    waiting = child.remote(cancelled)
+    cancelled.cancel()
+    with pytest.raises(RequestCancelledError):
+        result(waiting)
+
+
+def test_a_call_cancelled_while_its_argument_is_on_its_way_never_runs(
+    child: DeploymentHandle,
+) -> None:
+    argument = child.wait.remote()
+    waiting = child.remote(argument)
+    waiting.cancel()
+    with pytest.raises(RequestCancelledError):
+        result(waiting)
+    latches.leave.set()
+
+    assert result(argument) == "waited", "the argument itself is not touched"
+    assert result(child.remote("next")) == "next"
+
+
+@pytest.mark.anyio
+async def test_a_response_inside_a_list_arrives_as_it_is(child: DeploymentHandle) -> None:
+    """Only what is an argument itself is resolved; the user awaits the rest."""
+    (inner,) = await child.remote([child.remote("inner")])
+
+    assert isinstance(inner, DeploymentResponse)
+    assert await inner == "inner"
+
+
+def test_a_stream_is_no_argument(child: DeploymentHandle) -> None:
+    stream = child.options(stream=True).items.remote(1)
+    with pytest.raises(RuntimeError, match="cannot be passed"):
+        child.remote(stream)
+    assert list(stream) == [0]
+
+
+# Generators.
+
+
+@pytest.mark.parametrize("method", ["items", "sync_items"])
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_generators_by_for_and_by_async_for(
+    method: str, flag: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", flag)
+    child = request.getfixturevalue("child")
+    remote = getattr(child.options(stream=True), method).remote
+
+    async def main() -> list[int]:
+        return [item async for item in remote(100)]
+
+    assert asyncio.run(main()) == list(range(100))
+    assert list(remote(100)) == list(range(100))
+    stream = remote(0)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
+def test_a_stream_that_fails_gives_its_items_first(child: DeploymentHandle) -> None:
+    stream = child.options(stream=True).failing_items.remote()
+    assert next(stream) == 1
+    with pytest.raises(KeyError, match="mine"):
+        next(stream)
+
+
+@pytest.mark.parametrize("method", ["items", "sync_items"])
+@pytest.mark.parametrize("how", ["cancel", "aclose", "abandon", "task"])
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_a_stream_that_is_left_early_closes_its_producer(
+    method: str,
+    how: str,
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", flag)
+    child = request.getfixturevalue("child")
+    stream = getattr(child.options(stream=True), method).remote(1_000_000)
+    assert next(stream) == 0
+    if how == "cancel":
+        stream.cancel()
+        with pytest.raises(RequestCancelledError):
+            next(stream)
+        assert stream.cancelled()
+    elif how == "aclose":
+        asyncio.run(stream.aclose())
+    elif how == "abandon":
+        del stream
+        gc.collect()
+    else:
+
+        async def main() -> None:
+            async def consume() -> None:
+                async for _ in stream:
+                    pass
+
+            task = asyncio.ensure_future(consume())
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+
+    assert latches.ended.wait(PATIENCE_S)
+    assert result(child.remote("next")) == "next"
+    assert [each.message for each in caplog.records if "failed after" in each.message] == []
+
+
+def test_a_stream_has_no_single_result(child: DeploymentHandle) -> None:
+    stream = child.options(stream=True).items.remote(1)
+    with pytest.raises(TypeError, match="no single result"):
+        stream.result()
+
+    async def main() -> None:
+        with pytest.raises(TypeError, match="cannot be awaited"):
+            await stream
+
+    asyncio.run(main())
+    assert list(stream) == [0]
+
+
+def test_a_generator_without_stream_and_a_stream_without_generator_are_type_errors(
+    child: DeploymentHandle,
+) -> None:
+    with pytest.raises(TypeError, match=r"options\(stream=True\)"):
+        result(child.items.remote(1))
+    with pytest.raises(TypeError, match="did not return a generator"):
+        list(child.options(stream=True).remote())
+
+
+# The handle itself.
+
+
+def test_a_name_the_deployment_lacks_is_an_attribute_error_that_lists_its_methods(
+    child: DeploymentHandle,
+) -> None:
+    with pytest.raises(AttributeError, match=r"no method 'predict'.*'items'"):
+        child.predict
+    assert not hasattr(child, "__x__")
+    assert not hasattr(child, "_private")
+    assert not hasattr(child, "__getstate__x__")
+    with pytest.raises(RayServeException, match=r"predict.*does not exist"):
+        result(child.options(method_name="predict").remote())
+
+
+def test_options_make_another_handle_and_leave_this_one_alone(child: DeploymentHandle) -> None:
+    other = child.options(method_name="sync")
+    assert other is not child
+    assert result(other.remote(1)) == 1
+    assert result(child.remote()) == "called"
+    assert result(child.options(method_name="model", multiplexed_model_id="m").remote()) == "one"
+    with pytest.raises(TypeError):
+        child.options(unknown=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_handle_is_the_handle(
+    child: DeploymentHandle, copied: Callable[[Any], Any]
+) -> None:
+    assert copied([child])[0] is child
+    assert (child.deployment_name, child.app_name) == ("Child", "default")
+    assert "Child" in repr(child)
+
+
+def test_handles_are_found_by_name(child: DeploymentHandle) -> None:
+    assert result(serve.get_app_handle("default").remote(1)) == 1
+    assert result(serve.get_deployment_handle("Child", "default").remote(2)) == 2
+    with pytest.raises(RayServeException, match="'other' does not exist"):
+        serve.get_app_handle("other")
+    with pytest.raises(KeyError, match="Nobody"):
+        serve.get_deployment_handle("Nobody", "default")
+    with pytest.raises(RayServeException, match="needs the application's name"):
+        serve.get_deployment_handle("Child")
+
+
+def test_a_handle_outlives_the_redeployment_of_what_it_calls(child: DeploymentHandle) -> None:
+    serve.run(bind(Child), route_prefix=None)
+    assert result(child.remote("again")) == "again"
+
+    serve.delete("default")
+    with pytest.raises(DeploymentUnavailableError):
+        child.remote()
+
+
+def test_arguments_and_results_pass_by_reference(child: DeploymentHandle) -> None:
+    value = object()
+
+    assert result(child.remote(value)) is value

@@ -1,0 +1,76 @@
+"""`ingress.logs`: a record says whose it is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.logs import RequestFilter
+from tests.fakes import bind
+
+PATIENCE_S = 10.0
+FIELDS = ("request_id", "deployment", "replica", "application")
+
+
+class Remembering(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in FIELDS}
+
+
+@serve.deployment
+class Talker:
+    async def on_loop(self, logger: str) -> None:
+        logging.getLogger(logger).warning("said")
+
+    def in_thread(self, logger: str) -> None:
+        logging.getLogger(logger).warning("said")
+
+
+@pytest.mark.parametrize("method", ["on_loop", "in_thread"])
+@pytest.mark.parametrize("logger", ["ingress", "users.own"])
+def test_a_record_from_a_request_has_its_identity(
+    method: str, logger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
+    handler = Remembering()
+    if logger != "ingress":
+        handler.addFilter(RequestFilter())  # a filter of a logger sees that logger's records only
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        handle = serve.run(bind(Talker), name="app", route_prefix=None)
+        response = getattr(handle, method).remote(logger)
+        response.result(timeout_s=PATIENCE_S)
+    finally:
+        serve.shutdown()
+        logging.getLogger(logger).removeHandler(handler)
+
+    (record,) = (each for each in handler.records if each.getMessage() == "said")
+    assert fields(record) == {
+        "request_id": response.request_id,
+        "deployment": "Talker",
+        "replica": "0",
+        "application": "app",
+    }
+
+
+def test_outside_of_a_request_the_fields_are_empty_and_the_record_passes() -> None:
+    handler = Remembering()
+    logger = logging.getLogger("ingress")
+    logger.addHandler(handler)
+    try:
+        logger.warning("said")
+    finally:
+        logger.removeHandler(handler)
+
+    assert fields(handler.records[0]) == dict.fromkeys(FIELDS, "")

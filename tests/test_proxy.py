@@ -1,0 +1,354 @@
+"""`ingress.proxy`: which application a path belongs to, and what the proxy answers by itself."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.testclient import TestClient
+
+import ingress as serve
+from ingress.proxy import RouteTable
+from ingress.router import Router
+from ingress.types import DeploymentID
+from tests.servers import Connection, bind, get, served, set_flags
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param)
+    yield
+    serve.shutdown()
+
+
+def named(text: str) -> serve.Application:
+    @serve.deployment
+    async def name(request: Request) -> dict[str, str]:
+        return {"app": text, "path": request.url.path, "root_path": request.scope["root_path"]}
+
+    return name.bind()
+
+
+def paths_app() -> serve.Application:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Paths:
+        @app.get("/items/{number}", name="item")
+        async def item(self, request: Request, number: int) -> str:
+            return str(request.url_for("item", number=number))
+
+        @app.get("/")
+        async def root(self, request: Request) -> str:
+            return str(request.scope["root_path"])
+
+    return bind(Paths)
+
+
+# Routes.
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix"),
+    [
+        ("/", "/"),
+        ("/x", "/"),
+        ("/b", "/b"),
+        ("/b/", "/b"),
+        ("/b/c", "/b/c"),
+        ("/b/c/d", "/b/c"),
+        ("/b/cd", "/b"),
+        ("/bx", "/"),
+        ("/B", "/"),
+        ("", "/"),
+    ],
+)
+def test_the_longest_prefix_that_ends_at_a_slash_wins(path: str, prefix: str) -> None:
+    table = RouteTable({each: Router(DeploymentID(each)) for each in ("/b", "/", "/b/c")})
+
+    route = table.match(path)
+
+    assert route is not None
+    assert route.prefix == prefix
+
+
+def test_applications_are_told_apart_by_their_prefix() -> None:
+    for name, prefix in (("root", "/"), ("b", "/b"), ("bc", "/b/c")):
+        port = served(named(name), name, prefix)
+
+    found = {
+        path: json.loads(get(port, path).body)["app"]
+        for path in ("/", "/bx", "/b", "/b/", "/b/x", "/b/c", "/b/cd", "/b/c/d?q=/b")
+    }
+
+    assert found == {
+        "/": "root",
+        "/bx": "root",
+        "/b": "b",
+        "/b/": "b",
+        "/b/x": "b",
+        "/b/c": "bc",
+        "/b/cd": "b",
+        "/b/c/d?q=/b": "bc",
+    }
+
+
+def test_a_path_of_no_application_is_a_404_that_says_where_to_look() -> None:
+    port = served(named("b"), "b", "/b")
+    answer = get(port, "/bx")
+
+    assert answer.status == 404
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.body == (b"Path '/bx' not found. Ping http://.../-/routes for available routes.")
+
+
+def test_an_application_without_a_prefix_is_not_served_over_http() -> None:
+    port = served(named("b"), "b", "/b")
+    serve.run(named("hidden"), name="hidden", route_prefix=None)
+
+    assert json.loads(get(port, "/-/routes").body) == {"/b": "b"}
+
+
+def test_a_deleted_application_is_a_404_and_the_others_stay() -> None:
+    port = served(named("a"), "a", "/a")
+    served(named("b"), "b", "/b")
+    serve.delete("a")
+
+    assert get(port, "/a").status == 404
+    assert get(port, "/b").status == 200
+
+
+def test_links_and_docs_stand_under_the_prefix() -> None:
+    port = served(paths_app(), "paths", "/v1")
+    base = f"http://127.0.0.1:{port}/v1"
+
+    assert httpx.get(f"{base}/items/3").json() == f"{base}/items/3"
+    assert httpx.get(f"{base}/").json() == "/v1"
+    assert "/v1/openapi.json" in httpx.get(f"{base}/docs").text
+    schema = httpx.get(f"{base}/openapi.json").json()
+    assert list(schema["paths"]) == ["/items/{number}", "/"]
+    assert schema["servers"] == [{"url": "/v1"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/api/items/3", 200), ("/items/3", 200), ("/apix", 404)]
+)
+def test_the_servers_root_path_is_taken_off_where_it_ends(path: str, status: int) -> None:
+    with TestClient(paths_app(), root_path="/api") as client:
+        assert client.get(path).status_code == status
+
+
+def test_a_root_path_and_a_prefix_add_up() -> None:
+    serve.start({"port": 0, "root_path": "/api"})
+    port = served(paths_app(), "paths", "/v1")
+    answer = httpx.get(f"http://127.0.0.1:{port}/v1/items/3")
+
+    assert answer.json() == f"http://127.0.0.1:{port}/api/v1/items/3"
+
+
+# What the proxy answers itself.
+
+
+def test_healthz_says_success_and_before_there_is_anything_503() -> None:
+    serve.start({"port": 0})
+    (url,) = serve.status().proxies
+    before = httpx.get(f"{url}/-/healthz")
+    serve.run(named("a"))
+    after = httpx.post(f"{url}/-/healthz")
+
+    assert (before.status_code, before.text) == (503, "Route table is not populated yet.")
+    assert (after.status_code, after.text) == (200, "success")
+    assert "x-request-id" in after.headers
+
+
+HOSTS = {
+    "127.0.0.1": 200,
+    "127.0.0.1:8000": 200,
+    "localhost": 200,
+    "LocalHost:80": 200,
+    "[::1]:8000": 200,
+    "evil.example": 404,
+    "evil.example:8000": 404,
+    "localhost.evil.example": 404,
+    "127.0.0.1.evil.example": 404,
+    "": 404,
+    "192.168.1.2": 404,
+}
+
+
+def test_routes_are_told_to_a_loopback_host_only() -> None:
+    url = f"http://127.0.0.1:{served(named('b'), 'b', '/b')}/-/routes"
+    answers = {host: httpx.get(url, headers={"host": host}) for host in HOSTS}
+
+    assert {host: answer.status_code for host, answer in answers.items()} == HOSTS
+    assert answers["localhost"].json() == {"/b": "b"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("server", "is_told"),
+    [
+        (("127.0.0.1", 80), True),
+        (("::1", 80), True),
+        (("/tmp/server.sock", None), True),
+        (("192.168.1.2", 80), False),
+        (("0.0.0.0", 80), False),
+    ],
+)
+async def test_routes_are_told_by_a_loopback_server_only(
+    server: tuple[str, int | None], is_told: bool
+) -> None:
+    application = named("a")
+
+    async def elsewhere(scope: Any, receive: Any, send: Any) -> None:
+        await application({**scope, "server": server}, receive, send)
+
+    transport = httpx.ASGITransport(elsewhere)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get("/-/routes")
+    await application.aclose()
+
+    assert (answer.json() == {"/": "default"}) == is_told
+
+
+# The request's id.
+
+
+@pytest.fixture
+def id_port() -> int:
+    """Serves an application that says the id it sees, and one that fails in every way."""
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Ids:
+        @app.get("/seen")
+        async def seen(self, request: Request) -> list[str]:
+            return request.headers.getlist("x-request-id")
+
+        @app.get("/boom")
+        async def boom(self) -> None:
+            raise ValueError
+
+        @app.get("/own")
+        async def own(self) -> Response:
+            return PlainTextResponse("x", headers={"X-Request-ID": "mine"})
+
+        @app.get("/stream")
+        async def stream(self) -> Response:
+            from starlette.responses import StreamingResponse
+
+            async def items() -> AsyncIterator[str]:
+                yield "x"
+
+            return StreamingResponse(items())
+
+    @serve.deployment
+    async def plain(request: Request) -> str:
+        if "boom" in request.url.path:
+            raise ValueError
+        return request.headers["x-request-id"]
+
+    served(plain.bind(), "plain", "/plain")
+    return served(bind(Ids), "ids", "/ids")
+
+
+PATHS = [
+    "/ids/seen",
+    "/ids/boom",
+    "/ids/missing",
+    "/ids/stream",
+    "/plain",
+    "/plain/boom",
+    "/nobody",
+    "/-/healthz",
+    "/-/routes",
+]
+
+
+def test_a_request_id_comes_back_with_every_answer(id_port: int) -> None:
+    for path in PATHS:
+        answer = get(id_port, path, "X-Request-Id: abc-1.2_3\r\n")
+        assert answer.raw.lower().count(b"x-request-id: abc-1.2_3\r\n") == 1, path
+
+
+def test_without_one_every_answer_has_a_new_request_id(id_port: int) -> None:
+    ids = {get(id_port, path).headers["x-request-id"] for path in PATHS * 2}
+
+    assert len(ids) == len(PATHS) * 2
+    assert all(uuid.UUID(each).version == 4 for each in ids)
+
+
+def test_an_unfit_request_id_is_replaced_also_for_user_code(id_port: int) -> None:
+    for value in ("", "a b", "x" * 129, "{}", "\xe9", "a;b", "../x"):
+        answer = get(id_port, "/ids/seen", f"X-Request-Id: {value}\r\n")
+        (seen,) = json.loads(answer.body)
+        assert answer.headers["x-request-id"] == seen
+        assert uuid.UUID(seen).version == 4
+
+
+def test_of_several_request_ids_user_code_and_client_see_the_same_one(id_port: int) -> None:
+    for sent in (["a b", "fine"], ["fine", "a b"], ["fine", "other"]):
+        lines = "".join(f"X-Request-Id: {each}\r\n" for each in sent)
+        answer = get(id_port, "/ids/seen", lines)
+        assert json.loads(answer.body) == [answer.headers["x-request-id"]] == ["fine"]
+
+
+def test_user_code_sees_the_id_it_was_sent(id_port: int) -> None:
+    answer = get(id_port, "/plain", "X-Request-Id: sent\r\n")
+
+    assert (answer.body, answer.headers["x-request-id"]) == (b"sent", "sent")
+
+
+def test_an_id_of_the_users_own_is_not_added_to(id_port: int) -> None:
+    answer = get(id_port, "/ids/own", "X-Request-Id: sent\r\n")
+
+    assert answer.raw.lower().count(b"x-request-id") == 1
+    assert answer.headers["x-request-id"] == "mine"
+
+
+# An application behind another.
+
+
+@pytest.mark.parametrize("has_lifespan", [False, True])
+def test_a_mounted_application_is_found_under_its_mount(has_lifespan: bool) -> None:
+    application, other = paths_app(), named("other")
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with application.lifespan(app), other.lifespan(app):
+            yield
+
+    parent = FastAPI(lifespan=lifespan if has_lifespan else None)
+    parent.mount("/v1", application)
+    parent.mount("/v2/deep", other)
+    with TestClient(parent) as client:
+        assert client.get("/v1/items/3").json() == "http://testserver/v1/items/3"
+        assert client.get("/v1/").json() == "/v1"
+        assert client.get("/v2/deep/x").json()["root_path"] == "/v2/deep"
+        assert client.get("/v3").status_code == 404
+        names = set(serve.status().applications)
+
+    assert names == {"default", "default_1"}
+    assert set(serve.status().applications) == (set() if has_lifespan else names)
+
+
+def test_a_websocket_to_no_application_is_refused() -> None:
+    port = served(named("b"), "b", "/b")
+    upgrade = (
+        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    )
+    for path in ("/nobody", "/b"):  # a plain deployment takes none either
+        with Connection(port) as connection:
+            connection.request(path, headers=upgrade)
+            assert connection.receive_until(b"\r\n").startswith(b"HTTP/1.1 403")

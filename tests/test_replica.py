@@ -1,0 +1,559 @@
+"""`ingress.replica`: the slot follows the work, and every call gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.call import CURRENT_CALL, Call
+from ingress.exceptions import (
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    SyncMethodOnEventLoopWarning,
+    UserCodeExit,
+)
+from ingress.loops import EventLoopThread, run_blocking
+from ingress.replica import Replica
+from ingress.router import Router
+from ingress.types import DeploymentID, ReplicaID
+from tests.fakes import bind, make_call
+
+PATIENCE_S = 10.0
+D = DeploymentID("D")
+WHO: contextvars.ContextVar[int] = contextvars.ContextVar("who", default=-1)
+
+pytestmark = pytest.mark.filterwarnings(
+    f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
+)
+
+
+class Latches:
+    """What the user code of these tests waits for, and what it says."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.leave = threading.Event()
+        self.ended = threading.Event()
+
+
+class Model:
+    """User code: every kind of callable, held by latches."""
+
+    def __init__(self, latches: Latches) -> None:
+        self.latches = latches
+
+    async def wait(self) -> str:
+        try:
+            self.latches.started.set()
+            await asyncio.Future()
+        finally:
+            self.latches.ended.set()
+        return "never"
+
+    async def stubborn(self) -> str:
+        self.latches.started.set()
+        while not self.latches.leave.is_set():
+            try:
+                await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                self.latches.ended.set()
+        return "late"
+
+    def block(self) -> str:
+        self.latches.started.set()
+        self.latches.leave.wait(PATIENCE_S)
+        self.latches.ended.set()
+        return "late"
+
+    def quick(self) -> str:
+        return "quick"
+
+    async def cancels_itself(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+
+class Rig:
+    """A router with one real replica."""
+
+    def __init__(
+        self, *, slots: int = 1, in_threads: bool = True, borrowed: EventLoopThread | None = None
+    ) -> None:
+        self.latches = Latches()
+        self.released: Counter[Call] = Counter()
+        self.router = Router(D)
+        self.replica = Replica(
+            ReplicaID("0", D),
+            Model,
+            None,
+            max_ongoing=slots,
+            num_cpus=1,
+            sync_in_threadpool=in_threads,
+            release=self.release,
+            borrowed=None if borrowed is None else borrowed.loop,
+        )
+        self.control = EventLoopThread("control")
+        run_blocking(self.control.loop, self.replica.start((self.latches,), {}), PATIENCE_S)
+        self.router.add(self.replica)
+
+    def release(self, replica: Replica, call: Call) -> None:
+        self.released[call] += 1
+        self.router.release(replica, call)
+
+    def call(self, method: str) -> Call:
+        call = make_call()
+        call.work = lambda user_code: user_code.call(method, (), {})
+        return call
+
+    def submit(self, method: str) -> Call:
+        call = self.call(method)
+        self.router.assign(call)
+        return call
+
+    def stop(self, timeout_s: float = PATIENCE_S) -> None:
+        run_blocking(self.control.loop, self.replica.stop(timeout_s), PATIENCE_S + timeout_s)
+
+    def free(self) -> bool:
+        """Whether every slot comes back, soon."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.replica.ongoing and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.replica.ongoing == 0
+
+
+@contextmanager
+def rig(**options: Any) -> Iterator[Rig]:
+    rig = Rig(**options)
+    try:
+        yield rig
+    finally:
+        rig.latches.leave.set()
+        rig.stop()
+        assert rig.control.stop(PATIENCE_S)
+
+
+@pytest.fixture(params=["own-thread", "borrowed-loop"])
+def own(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """A rig on a loop of its own, and one on somebody else's."""
+    lender = EventLoopThread("lender") if request.param == "borrowed-loop" else None
+    with rig(borrowed=lender) as it:
+        yield it
+    assert lender is None or lender.stop(PATIENCE_S)
+
+
+def test_a_slot_comes_back_once_after_an_answer(own: Rig) -> None:
+    call = own.submit("quick")
+
+    assert call.wait_blocking(PATIENCE_S)
+    assert call.outcome() == "quick"
+    assert own.free()
+    assert own.released == {call: 1}
+
+
+def test_a_call_cancelled_in_the_queue_never_starts(own: Rig) -> None:
+    first, second = own.submit("wait"), own.submit("wait")
+    assert own.latches.started.wait(PATIENCE_S)
+    second.cancel()
+    first.cancel()
+
+    assert own.free()
+    assert own.released == {first: 1}
+
+
+def test_a_call_cancelled_between_its_begin_and_its_first_step_gives_its_slot_back(
+    own: Rig,
+) -> None:
+    """On one loop this is simply `handle.remote()` and then `cancel()`."""
+    call = own.call("wait")
+
+    async def both() -> None:
+        own.router.assign(call)
+        call.cancel()
+
+    run_blocking(own.replica.loop, both(), PATIENCE_S)
+
+    assert own.free()
+    assert own.released == {call: 1}
+    assert not own.latches.started.is_set()
+    after = own.submit("quick")
+    assert after.wait_blocking(PATIENCE_S)
+    assert after.outcome() == "quick"
+
+
+def test_a_call_cancelled_while_it_runs_ends_at_its_await(own: Rig) -> None:
+    call = own.submit("wait")
+    assert own.latches.started.wait(PATIENCE_S)
+    call.cancel()
+
+    assert own.latches.ended.wait(PATIENCE_S), "its finally ran"
+    assert own.free()
+    assert own.released == {call: 1}
+
+
+def test_a_call_that_swallows_its_cancellation_keeps_its_slot_until_it_returns(own: Rig) -> None:
+    call = own.submit("stubborn")
+    assert own.latches.started.wait(PATIENCE_S)
+    call.cancel()
+    assert own.latches.ended.wait(PATIENCE_S)
+
+    assert own.replica.ongoing == 1
+    own.latches.leave.set()
+    assert own.free()
+    assert own.released == {call: 1}
+
+
+def test_a_def_in_a_thread_keeps_its_slot_until_the_thread_is_done(own: Rig) -> None:
+    call = own.submit("block")
+    assert own.latches.started.wait(PATIENCE_S)
+    call.cancel()
+    waiting = own.submit("quick")
+    assert not waiting.wait_blocking(0.03)
+    assert own.replica.ongoing == 1
+
+    own.latches.leave.set()
+    assert waiting.wait_blocking(PATIENCE_S)
+    assert own.free()
+    assert own.released == {call: 1, waiting: 1}
+
+
+def test_random_cancels_give_every_slot_back_once(own: Rig, switch_interval: None) -> None:
+    calls: list[Call] = []
+
+    def submit() -> None:
+        for number in range(300):
+            call = own.submit("quick")
+            calls.append(call)
+            if number % 3 == 0:
+                call.cancel()
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert all(call.wait_blocking(PATIENCE_S) for call in calls)
+    assert own.free()
+    assert set(own.released.values()) <= {1}
+    for call in calls:
+        assert call.error is None or isinstance(call.error, RequestCancelledError)
+
+
+def test_user_code_that_cancels_its_own_task_has_failed(own: Rig) -> None:
+    call = own.submit("cancels_itself")
+    assert call.wait_blocking(PATIENCE_S)
+
+    with pytest.raises(UserCodeExit, match="CancelledError"):
+        call.outcome()
+    assert own.free()
+
+
+def test_what_runs_when_a_replica_stops_is_told(own: Rig) -> None:
+    call = own.submit("wait")
+    assert own.latches.started.wait(PATIENCE_S)
+    own.router.remove(own.replica)
+    own.stop()
+
+    with pytest.raises(ReplicaUnavailableError, match="D#0"):
+        call.outcome()
+    assert own.latches.ended.is_set()
+    assert own.released == {call: 1}
+
+
+def test_calls_on_a_dying_loop_are_failed(own: Rig) -> None:
+    """The router still believes in a replica whose loop has gone; two thousand calls wait."""
+    own.stop()
+    calls = [own.submit("quick") for _ in range(2_000)]
+
+    for call in calls:
+        assert call.settled
+        with pytest.raises(ReplicaUnavailableError):
+            call.outcome()
+    assert own.released == Counter(calls)
+    assert own.replica.ongoing == 0
+
+
+def test_a_queue_behind_a_dead_replica_is_failed_to_its_end() -> None:
+    with rig() as it:
+        first = it.submit("wait")
+        waiting = [it.submit("quick") for _ in range(3_000)]
+        assert it.latches.started.wait(PATIENCE_S)
+        it.stop()
+
+        for call in (first, *waiting):
+            assert call.wait_blocking(PATIENCE_S)
+            assert isinstance(call.error, ReplicaUnavailableError)
+        assert set(it.released.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_thousand_calls_racing_a_stop_all_get_an_answer(seed: int, switch_interval: None) -> None:
+    with rig(slots=50) as it:
+        calls: list[Call] = []
+
+        def submit() -> None:
+            calls.extend(it.submit("quick") for _ in range(250))
+
+        threads = [threading.Thread(target=submit) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(seed * 0.004)
+        it.stop()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+
+        assert len(calls) == 1_000
+        for call in calls:
+            assert call.wait_blocking(5.0)
+            assert call.value == "quick" or isinstance(call.error, ReplicaUnavailableError)
+        assert set(it.released.values()) == {1}
+
+
+def test_stop_is_bounded_when_a_def_is_stuck_on_the_loop_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with rig(in_threads=False) as it:
+        call = it.submit("block")
+        assert it.latches.started.wait(PATIENCE_S)
+        begin = time.monotonic()
+        it.stop(0.2)
+
+        assert time.monotonic() - begin < 3
+        assert isinstance(call.error, ReplicaUnavailableError)
+        assert any("left behind" in record.message for record in caplog.records)
+        it.latches.leave.set()
+        assert it.latches.ended.wait(PATIENCE_S)
+
+
+def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
+    latches = Latches()
+
+    class Sick:
+        calls = 0
+
+        def check_health(self) -> None:
+            Sick.calls += 1
+            if Sick.calls > 1:
+                latches.leave.wait(PATIENCE_S)
+
+        def quick(self) -> str:
+            return "quick"
+
+    replica = Replica(
+        ReplicaID("0", D),
+        Sick,
+        None,
+        max_ongoing=1,
+        num_cpus=1,
+        sync_in_threadpool=True,
+        release=lambda replica, call: None,
+    )
+    control = EventLoopThread("control")
+
+    async def ask() -> None:
+        async with asyncio.timeout(0.02):
+            await replica.check_health()
+
+    run_blocking(control.loop, replica.start((), {}), PATIENCE_S)
+    for _ in range(20):
+        with pytest.raises(TimeoutError):
+            run_blocking(control.loop, ask(), PATIENCE_S)
+    assert Sick.calls == 2, "once at start, and one that is still there"
+    call = make_call()
+    call.work = lambda user_code: user_code.call("quick", (), {})
+    replica.submit(call)
+    assert call.wait_blocking(PATIENCE_S)
+
+    latches.leave.set()
+    run_blocking(control.loop, replica.stop(PATIENCE_S), PATIENCE_S)
+    assert control.stop(PATIENCE_S)
+
+
+def test_calls_that_each_start_the_next_do_not_keep_all_who_came_before() -> None:
+    @serve.deployment
+    class Chain:
+        async def __call__(self, left: int, calls: list[Any]) -> None:
+            call = CURRENT_CALL.get()
+            assert call.work is not None
+            if left:
+                serve.get_deployment_handle("Chain").remote(left - 1, calls)
+            else:
+                done.set()
+                await asyncio.to_thread(leave.wait, PATIENCE_S)
+
+    done, leave = threading.Event(), threading.Event()
+    handle = serve.run(bind(Chain), route_prefix=None)
+    try:
+        handle.remote(500, [])
+        assert done.wait(PATIENCE_S)
+        gc.collect()
+        alive = sum(type(each) is Call for each in gc.get_objects())
+    finally:
+        leave.set()
+        serve.shutdown()
+
+    assert alive < 20
+
+
+# The whole of it.
+
+
+@serve.deployment(num_replicas=8, max_ongoing_requests=16)
+class Identity:
+    def __init__(self) -> None:
+        self.replica = serve.get_replica_context().replica_tag
+        self.me = id(self)
+
+    def _who(self, number: int) -> tuple[int, bool]:
+        context = serve.get_replica_context()
+        right = context.replica_tag == self.replica and context.servable_object is self
+        return WHO.get(), right and CURRENT_CALL.get().metadata.method_name != ""
+
+    def sync(self, number: int) -> tuple[int, bool]:
+        return self._who(number)
+
+    async def on_loop(self, number: int) -> tuple[int, bool]:
+        before = self._who(number)
+        await asyncio.sleep(0)
+        assert self._who(number) == before
+        return before
+
+    async def in_thread(self, number: int) -> tuple[int, bool]:
+        return await asyncio.to_thread(self._who, number)
+
+    def items(self, number: int) -> Iterator[tuple[int, bool]]:
+        yield self._who(number)
+        yield self._who(number)
+
+
+@pytest.mark.parametrize("sync_in_threadpool", ["0", "1"])
+def test_self_replica_context_and_variables_are_right_under_ten_thousand_mixed_calls(
+    sync_in_threadpool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", sync_in_threadpool)
+    handle = serve.run(bind(Identity), route_prefix=None)
+    wrong: list[object] = []
+
+    async def one(number: int) -> None:
+        WHO.set(number)
+        kind = number % 10
+        if kind == 9:
+            stream = handle.options(stream=True).items.remote(number)
+            got = [item async for item in stream]
+        else:
+            name = "in_thread" if kind == 8 else "sync" if kind % 2 else "on_loop"
+            got = [await getattr(handle, name).remote(number)]
+        wrong.extend(each for each in got if each != (number, True))
+
+    async def client(first: int) -> None:
+        for number in range(first, 5_000, 50):
+            await asyncio.create_task(one(number), context=contextvars.copy_context())
+
+    async def main() -> None:
+        await asyncio.gather(*(client(first) for first in range(50)))
+
+    try:
+        threads = [threading.Thread(target=lambda: asyncio.run(main())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+            assert not thread.is_alive()
+        overview = serve.status().applications["default"].deployments["Identity"]
+    finally:
+        serve.shutdown()
+
+    assert wrong == []
+    assert overview.requests == 10_000
+    assert sum(sum(each.count for each in r.latency_ms.values()) for r in overview.replicas) == (
+        10_000
+    )
+
+
+@serve.deployment(num_replicas=2, max_ongoing_requests=1)
+class Half:
+    """One replica of two blocks its whole loop."""
+
+    def __call__(self, how: str) -> str:
+        if how == "block":
+            latches.started.set()
+            latches.leave.wait(PATIENCE_S)
+        return serve.get_replica_context().replica_tag
+
+
+@serve.deployment
+class Other:
+    async def __call__(self) -> str:
+        return "other"
+
+
+latches = Latches()
+
+
+def test_a_blocked_replica_stops_neither_the_router_nor_other_replicas_nor_deployments() -> None:
+    latches.started.clear()
+    latches.leave.clear()
+    half = serve.run(bind(Half), name="half", route_prefix=None)
+    other = serve.run(bind(Other), name="other", route_prefix=None)
+    try:
+        blocking = half.remote("block")
+        assert latches.started.wait(PATIENCE_S)
+        answers = {half.remote("go").result(timeout_s=PATIENCE_S) for _ in range(20)}
+        assert len(answers) == 1, "the replica that is free"
+        assert other.remote().result(timeout_s=PATIENCE_S) == "other"
+        assert serve.status().applications["half"].deployments["Half"].requests == 21
+        latches.leave.set()
+        assert blocking.result(timeout_s=PATIENCE_S) not in answers
+    finally:
+        latches.leave.set()
+        serve.shutdown()
+
+
+@serve.deployment(num_replicas=2)
+class Everything:
+    async def on_loop(self) -> str:
+        return await asyncio.to_thread(lambda: "loop")
+
+    def sync(self) -> str:
+        return "sync"
+
+    def items(self) -> Iterator[int]:
+        yield from range(3)
+
+
+def _tasks() -> int:
+    return sum(type(each) is asyncio.Task and not each.done() for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("separate", ["1", "0"])
+def test_threads_and_tasks_are_at_baseline_after_twenty_starts_and_stops(
+    separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File descriptors too: the leak check looks at them after every test."""
+    monkeypatch.setenv("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", separate)
+    monkeypatch.setenv("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", separate)
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
+    before = threading.active_count(), _tasks()
+    for _ in range(20):
+        handle = serve.run(bind(Everything), route_prefix=None)
+        assert handle.on_loop.remote().result(timeout_s=PATIENCE_S) == "loop"
+        assert handle.sync.remote().result(timeout_s=PATIENCE_S) == "sync"
+        assert list(handle.options(stream=True).items.remote()) == [0, 1, 2]
+        serve.shutdown()
+
+    deadline = time.monotonic() + 2
+    while (after := (threading.active_count(), _tasks())) != before:
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.01)

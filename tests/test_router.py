@@ -1,0 +1,642 @@
+"""`ingress.router`: who gets a slot, and when; nobody overtakes, nobody is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import ingress as serve
+from ingress.call import CURRENT_CALL, Call
+from ingress.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+    RequestCycleError,
+)
+from ingress.router import Router
+from ingress.types import DeploymentID
+from tests.fakes import FakeReplica, bind, make_call
+
+PATIENCE_S = 10.0
+
+
+def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]]:
+    """Return a router over fake replicas with so many slots each."""
+    router = Router(DeploymentID("D"), max_queued)
+    replicas = [FakeReplica(router, count) for count in slots]
+    for replica in replicas:
+        router.add(replica.real)
+    return router, replicas
+
+
+def together(*targets: Callable[[], object]) -> None:
+    """Run all `targets` at the same time, each in a thread; return when all have ended."""
+    gate = threading.Barrier(len(targets))
+
+    def run(target: Callable[[], object]) -> None:
+        gate.wait(PATIENCE_S)
+        target()
+
+    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_nobody_overtakes_in_eighteen_thousand_submissions(switch_interval: None) -> None:
+    """Four callers, one who ends the work; each caller's requests start in its order."""
+    count, callers = 4_500, 4
+    router = Router(DeploymentID("D"))
+    started: list[Call] = []
+    work: deque[Call] = deque()
+    ready = threading.Semaphore(0)
+
+    class Recording(FakeReplica):
+        def submit(self, call: Call) -> None:
+            super().submit(call)
+            started.append(call)
+            work.append(call)
+            ready.release()
+
+    replica = Recording(router, 2)
+    router.add(replica.real)
+    numbers: dict[Call, tuple[int, int]] = {}
+
+    def caller(which: int) -> None:
+        for number in range(count):
+            call = make_call()
+            numbers[call] = which, number
+            router.assign(call)
+
+    def finisher() -> None:
+        for _ in range(count * callers):
+            assert ready.acquire(timeout=PATIENCE_S)
+            replica.finish(work.popleft())
+
+    together(finisher, *(lambda which=which: caller(which) for which in range(callers)))
+
+    assert len(started) == count * callers
+    for which in range(callers):
+        order = [number for owner, number in map(numbers.__getitem__, started) if owner == which]
+        assert order == list(range(count))
+    assert replica.most_running <= 2
+    assert (router.num_queued, router.num_ongoing) == (0, 0)
+    assert router.num_requests == count * callers
+
+
+def test_admission_is_exact_in_a_burst(switch_interval: None) -> None:
+    """S slots, a queue of Q and S + Q + 50 at once: S run, Q wait, 50 are refused."""
+    slots, queue = 20, 30
+    router, replicas = routed(5, 5, 10, max_queued=queue)
+    calls = [make_call() for _ in range(slots + queue + 50)]
+
+    def submit(part: list[Call]) -> None:
+        for call in part:
+            router.assign(call)
+
+    together(*(partial(submit, calls[first::10]) for first in range(10)))
+
+    assert sum(len(each.running) for each in replicas) == slots
+    assert router.num_queued == queue
+    refused = [call.error for call in calls if call.settled]
+    assert len(refused) == 50
+    assert all(isinstance(error, BackPressureError) for error in refused)
+    assert router.num_requests == slots + queue, "what was refused was not accepted"
+    router.refuse("the test is over")
+
+
+def test_a_refusal_says_what_is_full() -> None:
+    router, _ = routed(1, max_queued=1)
+    calls = [make_call() for _ in range(3)]
+    for call in calls:
+        router.assign(call)
+
+    assert [call.settled for call in calls] == [False, False, True]
+    with pytest.raises(BackPressureError, match=r"max_queued_requests=1\) on 'D'"):
+        calls[2].outcome()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slot_handed_to_a_cancelled_call_goes_on_to_the_next(
+    seed: int, switch_interval: None
+) -> None:
+    choice = random.Random(seed)
+    for _ in range(200):
+        router, (replica,) = routed(1)
+        first, second, third = calls = [make_call() for _ in range(3)]
+        for call in calls:
+            router.assign(call)
+        assert replica.started == [first]
+
+        both: list[Callable[[], object]] = [partial(replica.finish, first), second.cancel]
+        choice.shuffle(both)
+        together(*both)
+
+        assert isinstance(second.error, RequestCancelledError)
+        if second in replica.running:  # it began before the cancellation
+            assert replica.cancelled == [second]
+            replica.finish(second)
+        assert replica.running == {third}
+        assert replica.ongoing == 1
+        replica.finish(third)
+        assert (replica.ongoing, router.num_queued) == (0, 0)
+
+
+def test_a_cancelled_call_never_starts_and_its_place_in_the_queue_is_free_at_once() -> None:
+    router, (replica,) = routed(1, max_queued=1)
+    first, second, third = (make_call() for _ in range(3))
+    router.assign(first)
+    router.assign(second)
+    second.cancel()
+    router.assign(third)
+    replica.finish(first)
+
+    assert replica.started == [first, third]
+    assert replica.skipped == []
+
+
+def test_a_call_cancelled_before_it_is_assigned_takes_no_slot_with_it() -> None:
+    router, (replica,) = routed(1)
+    early, late = make_call(), make_call()
+    early.cancel()
+    router.assign(early)
+    router.assign(late)
+    assert replica.started == [late]
+
+    waiting = make_call()
+    waiting.cancel()
+    router.assign(waiting)
+    assert router.num_queued == 0
+
+
+def test_ten_thousand_calls_with_cancels_from_all_sides_leave_nothing(
+    switch_interval: None,
+) -> None:
+    router, replicas = routed(1, 2, 3, max_queued=40)
+    settled: Counter[Call] = Counter()
+    ended = threading.Event()
+    calls: deque[Call] = deque()
+
+    def submit(seed: int) -> None:
+        choice = random.Random(seed)
+        for _ in range(2_500):
+            call = make_call()
+            call.when_settled(lambda each: settled.update([each]))
+            calls.append(call)
+            if choice.random() < 0.05:
+                call.cancel()
+            router.assign(call)
+
+    def cancel() -> None:
+        choice = random.Random(9)
+        while not ended.is_set():
+            if calls:
+                choice.choice(calls).cancel()
+
+    def finish() -> None:
+        while not ended.is_set() or any(each.running for each in replicas):
+            for replica in replicas:
+                for call in list(replica.running):
+                    replica.finish(call)
+
+    def submit_all() -> None:
+        together(*(lambda seed=seed: submit(seed) for seed in range(4)))
+        ended.set()
+
+    together(submit_all, cancel, finish)
+
+    assert all(settled[call] == 1 for call in calls)
+    assert len(settled) == len(calls) == 10_000
+    assert [each.ongoing for each in replicas] == [0, 0, 0]
+    assert router.num_queued == 0
+    for replica in replicas:
+        assert replica.most_running <= replica.max_ongoing
+        assert len(set(replica.started)) == len(replica.started), "none began twice"
+
+
+def test_what_waited_for_a_replica_starts_when_one_is_added() -> None:
+    router = Router(DeploymentID("D"))
+    calls = [make_call() for _ in range(4)]
+    for call in calls:
+        router.assign(call)
+    replica = FakeReplica(router, 3)
+    router.add(replica.real)
+
+    assert replica.started == calls[:3]
+    replica.finish(calls[1])
+    assert replica.started == calls
+
+
+def test_a_removed_replica_gets_nothing_more_and_keeps_what_it_runs() -> None:
+    router, (one, other) = routed(1, 1)
+    first, second, third = (make_call() for _ in range(3))
+    router.assign(first)
+    router.assign(second)
+    router.assign(third)
+    leaving, staying = (one, other) if first in one.running else (other, one)
+    router.remove(leaving.real)
+
+    assert leaving.finish(first)
+    assert router.num_queued == 1, "a slot that is going away is handed to nobody"
+    staying.finish(second)
+    assert third in staying.running
+    assert first not in staying.started
+
+
+def test_refusing_settles_all_who_wait_and_all_who_come() -> None:
+    router, (replica,) = routed(1)
+    running, waiting, late = (make_call() for _ in range(3))
+    router.assign(running)
+    router.assign(waiting)
+    router.refuse("it is being deleted")
+    router.assign(late)
+
+    for call in (waiting, late):
+        with pytest.raises(DeploymentUnavailableError, match="it is being deleted"):
+            call.outcome()
+    assert replica.finish(running, "what runs goes on")
+
+
+def test_many_replicas_cost_a_request_no_more_than_few() -> None:
+    """Counted, not timed: how often a request looks at how busy a replica is."""
+
+    class Counting(FakeReplica):
+        looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "ongoing":
+                Counting.looks += 1
+            return super().__getattribute__(name)
+
+    def looks(count: int) -> int:
+        router = Router(DeploymentID("D"))
+        replicas = [Counting(router, 2) for _ in range(count)]
+        for replica in replicas:
+            router.add(replica.real)
+        Counting.looks = 0
+        calls = [make_call() for _ in range(2 * count)]
+        for call in calls:
+            router.assign(call)
+        for replica in replicas:
+            for call in list(replica.running):
+                replica.finish(call)
+        return Counting.looks // count
+
+    assert looks(1_000) <= looks(10) + 2
+
+
+# The state machine: any sequence of steps, and what must hold after each.
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """The real router over fake replicas."""
+
+    @initialize(max_queued=st.sampled_from([-1, 1, 3]))
+    def begin(self, max_queued: int) -> None:
+        self.max_queued = max_queued
+        self.router = Router(DeploymentID("D"), max_queued)
+        self.replicas: list[FakeReplica] = []
+        self.removed: dict[FakeReplica, int] = {}  # how many it had begun by then
+        self.calls: list[Call] = []
+        self.number: dict[Call, int] = {}
+        self.settled: Counter[Call] = Counter()
+        self.cancelled_waiting: set[Call] = set()
+        self.expected: dict[Call, Any] = {}
+        self.order: list[int] = []
+        self.seen: dict[FakeReplica, int] = {}
+        self.refuses = False
+
+    def everybody(self) -> list[FakeReplica]:
+        return [*self.replicas, *self.removed]
+
+    def running(self) -> list[tuple[FakeReplica, Call]]:
+        pairs = [(each, call) for each in self.everybody() for call in each.running]
+        return sorted(pairs, key=lambda pair: self.number[pair[1]])
+
+    def note_starts(self) -> None:
+        """Remember in which order calls began in this step; it may have been several."""
+        fresh: list[int] = []
+        for each in self.everybody():
+            begun = each.started[self.seen.get(each, 0) :]
+            self.seen[each] = len(each.started)
+            fresh += [self.number[call] for call in begun]
+        self.order += sorted(fresh)
+
+    @rule()
+    def submit(self) -> None:
+        call = make_call()
+        call.when_settled(lambda each: self.settled.update([each]))
+        self.number[call] = len(self.calls)
+        self.calls.append(call)
+        full = 0 <= self.max_queued <= self.router.num_queued
+        free = any(each.ongoing < each.max_ongoing for each in self.replicas)
+        self.router.assign(call)
+        if self.refuses:
+            assert isinstance(call.error, DeploymentUnavailableError)
+        elif full and not free:
+            assert isinstance(call.error, BackPressureError)
+        else:
+            assert not call.settled
+
+    @precondition(lambda self: self.calls)
+    @rule(which=st.randoms(use_true_random=False))
+    def cancel(self, which: random.Random) -> None:
+        call = which.choice(self.calls)
+        was_running = any(call in each.running for each in self.everybody())
+        if call.cancel():
+            self.expected[call] = RequestCancelledError
+            if was_running:
+                assert any(call in each.cancelled for each in self.everybody())
+            else:
+                self.cancelled_waiting.add(call)
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.randoms(use_true_random=False), fails=st.booleans())
+    def finish(self, which: random.Random, fails: bool) -> None:
+        replica, call = which.choice(self.running())
+        ongoing = sum(each.ongoing for each in self.everybody())
+        waiting = self.router.num_queued
+        answered = replica.finish(call, self.number[call])
+        freed = ongoing - sum(each.ongoing for each in self.everybody())
+        handed = waiting - self.router.num_queued
+        assert freed + handed == 1, "exactly one slot is freed or handed over"
+        if answered:
+            self.expected[call] = self.number[call]
+
+    @precondition(lambda self: len(self.replicas) < 4)
+    @rule(slots=st.integers(1, 3))
+    def add(self, slots: int) -> None:
+        replica = FakeReplica(self.router, slots)
+        self.replicas.append(replica)
+        self.router.add(replica.real)
+
+    @precondition(lambda self: self.replicas)
+    @rule(which=st.randoms(use_true_random=False))
+    def remove(self, which: random.Random) -> None:
+        replica = which.choice(self.replicas)
+        self.replicas.remove(replica)
+        self.removed[replica] = len(replica.started)
+        self.router.remove(replica.real)
+
+    @precondition(lambda self: len(self.calls) > 20 and not self.refuses)
+    @rule()
+    def refuse(self) -> None:
+        self.refuses = True
+        self.router.refuse("gone")
+        assert self.router.num_queued == 0
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        self.note_starts()
+        router = self.router
+        for each in self.everybody():
+            assert len(each.running) == each.ongoing <= each.max_ongoing  # (1), (7)
+        assert self.max_queued < 0 or router.num_queued <= self.max_queued  # (2)
+        free = any(each.ongoing < each.max_ongoing for each in self.replicas)
+        assert not (free and router.num_queued)  # (3)
+        assert self.order == sorted(self.order)  # (4)
+        assert all(count == 1 for count in self.settled.values())  # (5)
+        started = {call for each in self.everybody() for call in each.started}
+        assert not started & self.cancelled_waiting  # (6)
+        for each, count in self.removed.items():
+            assert len(each.started) == count  # (8)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        while running := self.running():
+            replica, call = running[0]
+            if replica.finish(call, self.number[call]):
+                self.expected[call] = self.number[call]
+        self.router.refuse("over")
+        assert (self.router.num_queued, self.router.num_ongoing) == (0, 0)  # (10)
+        assert all(self.settled[call] == 1 for call in self.calls)
+        for call, expected in self.expected.items():
+            assert call.value == expected or isinstance(call.error, expected)
+
+
+TestRouterMachine = RouterMachine.TestCase
+TestRouterMachine.settings = settings(max_examples=800, stateful_step_count=50, deadline=None)
+
+
+# Cycles.
+
+
+def wait_as(waiter: Call, call: Call) -> threading.Thread:
+    """Wait for `call` in the user code of `waiter`, in a thread."""
+
+    def wait() -> None:
+        CURRENT_CALL.set(waiter)
+        call.wait_blocking(PATIENCE_S)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def blocked_by(waiter: Call, call: Call) -> threading.Thread:
+    """The same; return once the waiting has begun."""
+    thread = wait_as(waiter, call)
+    while call not in waiter.waits_for and thread.is_alive():
+        thread.join(0.001)
+    return thread
+
+
+def test_two_chains_that_wait_for_each_other_are_a_cycle_too() -> None:
+    """No call waits for a slot of its own ancestors here; A -> B and B -> A meet."""
+    routers = {name: Router(DeploymentID(name)) for name in "AB"}
+    replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
+    for name, router in routers.items():
+        router.add(replicas[name].real)
+    a, b = make_call("A"), make_call("B")
+    a_in_b, b_in_a = make_call("B"), make_call("A")
+    routers["A"].assign(a)
+    routers["B"].assign(b)
+    routers["B"].assign(a_in_b)
+    routers["A"].assign(b_in_a)
+    threads = [blocked_by(a, a_in_b)]
+    assert not a_in_b.settled, "b may still end"
+    threads.append(blocked_by(b, b_in_a))
+
+    assert isinstance(b_in_a.error, RequestCycleError)
+    assert "A -> B -> A" in str(b_in_a.error)
+    assert not a_in_b.settled
+    replicas["B"].finish(b)
+    assert a_in_b in replicas["B"].running
+    replicas["B"].finish(a_in_b)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    replicas["A"].finish(a)
+
+
+def test_as_long_as_one_holder_can_end_nobody_is_failed() -> None:
+    router, (replica,) = routed(2)
+    one, other, child, grandchild = (make_call() for _ in range(4))
+    router.assign(one)
+    router.assign(other)
+    router.assign(child)
+    router.assign(grandchild)
+    threads = [blocked_by(one, child), blocked_by(one, grandchild)]
+
+    assert not child.settled
+    replica.finish(other)
+    assert child in replica.running
+    replica.finish(child)
+    replica.finish(grandchild)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    replica.finish(one)
+
+
+def test_a_child_somebody_begins_to_await_late_is_found() -> None:
+    """b awaits its child in A first; only then a awaits b."""
+    routers = {name: Router(DeploymentID(name)) for name in "AB"}
+    replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
+    for name, router in routers.items():
+        router.add(replicas[name].real)
+    a, b, again = make_call("A"), make_call("B"), make_call("A")
+    routers["A"].assign(a)
+    routers["B"].assign(b)
+    routers["A"].assign(again)
+    threads = [blocked_by(b, again)]
+    assert not again.settled, "a does not wait for b, and will end"
+    threads.append(blocked_by(a, b))
+
+    assert isinstance(again.error, RequestCycleError)
+    replicas["B"].finish(b)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    replicas["A"].finish(a)
+
+
+def test_a_cycle_that_is_seen_once_only_was_none() -> None:
+    """The queues are read one after the other; between two of them a call may have moved on."""
+    router, (replica,) = routed(1)
+    waiter, child = make_call(), make_call("B")
+
+    class MovesOn:
+        looks = 0
+
+        def withdraw(self, call: Call) -> bool:
+            return True
+
+        def holders(self, call: Call) -> frozenset[Call] | None:
+            self.looks += 1
+            return frozenset([waiter]) if self.looks == 1 else None
+
+        def check_cycle(self, call: Call) -> None:
+            pass
+
+    router.assign(waiter)
+    child.queue = MovesOn()
+    thread = blocked_by(waiter, child)
+    router.check_cycle(waiter)
+
+    assert not child.settled
+    child.settle("in time")
+    thread.join(PATIENCE_S)
+    replica.finish(waiter)
+
+
+@serve.deployment(max_ongoing_requests=1)
+class Pong:
+    async def __call__(self, how: str) -> Any:
+        response = serve.get_deployment_handle("Ping").remote("end")
+        if how == "forget":
+            kept.append(response)
+            return "forgotten"
+        return await response
+
+
+@serve.deployment(max_ongoing_requests=1)
+class Ping:
+    def __init__(self, pong: Any) -> None:
+        self.pong = pong
+
+    async def __call__(self, how: str = "await") -> Any:
+        if how == "end":
+            return "ended"
+        if how == "stream":
+            handle = serve.get_deployment_handle("Ping").options(stream=True, method_name="items")
+            return [item async for item in handle.remote()]
+        if how == "argument":
+            first = serve.get_deployment_handle("Ping").remote("end")
+            return await self.pong.remote(first)
+        if how == "unawaited argument":
+            first = serve.get_deployment_handle("Ping").remote("end")
+            kept.append(self.pong.remote(first))
+            return "not awaited"
+        return await self.pong.remote(how)
+
+    async def items(self) -> Any:
+        yield 1
+
+
+kept: list[Any] = []
+
+
+@pytest.fixture
+def ping(flags: Any) -> Iterator[serve.DeploymentHandle]:
+    yield serve.run(bind(Ping, bind(Pong)), route_prefix=None)
+    kept.clear()
+    serve.shutdown()
+
+
+@pytest.mark.parametrize("how", ["await", "stream", "argument"])
+def test_a_chain_that_waits_for_its_own_slot_fails_at_once_and_names_the_cycle(
+    ping: serve.DeploymentHandle, how: str
+) -> None:
+    with pytest.raises(RequestCycleError, match="Ping") as caught:
+        ping.remote(how).result(timeout_s=PATIENCE_S)
+
+    cycle = {"await": "Ping -> Pong -> Ping", "stream": "Ping -> Ping"}.get(how, "Ping")
+    assert cycle in str(caught.value)
+    assert ping.remote("end").result(timeout_s=PATIENCE_S) == "ended"
+
+
+def test_a_child_that_nobody_awaits_runs_when_its_parent_has_ended(
+    ping: serve.DeploymentHandle,
+) -> None:
+    assert ping.remote("forget").result(timeout_s=PATIENCE_S) == "forgotten"
+    assert kept[0].result(timeout_s=PATIENCE_S) == "ended"
+    assert ping.remote("unawaited argument").result(timeout_s=PATIENCE_S) == "not awaited"
+    assert kept[1].result(timeout_s=PATIENCE_S) == "ended"
+
+
+@serve.deployment(max_ongoing_requests=8)
+class Recursive:
+    async def __call__(self, depth: int) -> int:
+        if depth == 0:
+            return 0
+        return 1 + int(await serve.get_deployment_handle("Recursive").remote(depth - 1))
+
+
+def test_thirty_two_clients_on_eight_recursive_slots_all_get_an_answer() -> None:
+    handle = serve.run(bind(Recursive), route_prefix=None)
+
+    async def main() -> list[Any]:
+        calls = (handle.remote(3) for _ in range(32))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    try:
+        answers = asyncio.run(main())
+    finally:
+        serve.shutdown()
+
+    assert len(answers) == 32
+    assert all(answer == 3 or isinstance(answer, RequestCycleError) for answer in answers)
+    assert 3 in answers

@@ -1,0 +1,474 @@
+"""Every way to serve an application, for real, and what each leaves behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.testclient import TestClient
+from starlette.types import Message
+
+import ingress as serve
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    UVICORN,
+    bind,
+    environment,
+    get,
+    process,
+    set_flags,
+    wait_until,
+    write_module,
+)
+
+APP = """
+from fastapi import FastAPI, Request
+import ingress as serve
+app = FastAPI()
+
+@serve.deployment(num_replicas=2)
+@serve.ingress(app)
+class Hello:
+    def __init__(self, greeting="hello"):
+        self.greeting = greeting
+
+    @app.get("/sync")
+    def sync_endpoint(self, name: str = "you"): return f"{self.greeting} {name}"
+
+    @app.get("/where")
+    async def where(self, request: Request):
+        import os
+        return {"pid": os.getpid(), "url": str(request.url_for("where"))}
+
+hello = Hello.bind("hi")
+
+@serve.deployment
+class Failing:
+    def __init__(self):
+        raise ValueError("no model file")
+
+failing = Failing.bind()
+"""
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param)
+    yield request.param
+    serve.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_module(tmp_path, "app", APP)
+    return tmp_path
+
+
+# In a process of its own.
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*UVICORN, "app:hello"],
+        [*UVICORN, "app:hello", "--loop", "asyncio", "--http", "h11"],
+        [*INGRESS, "run", "app:hello", "--port", "0"],
+    ],
+    ids=["uvicorn", "uvicorn-asyncio-h11", "ingress-run"],
+)
+def test_a_server_serves_it_and_stops_cleanly(
+    folder: Path, separate: str, command: list[str]
+) -> None:
+    with process(command, folder, environment(folder, separate=separate)) as server:
+        assert get(server.port, "/sync?name=me").body == b'"hi me"'
+        assert get(server.port, "/-/healthz").body == b"success"
+        assert get(server.port, "/-/routes").body == b'{"/": "default"}'
+        server.signal()
+        assert server.wait() in (0, -15)
+        assert "Traceback" not in server.output
+
+
+def test_uvicorn_with_two_workers_has_the_application_in_each(folder: Path) -> None:
+    command = [*UVICORN, "app:hello", "--workers", "2"]
+    with process(command, folder, environment(folder)) as server:
+        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        pids = set()
+        for _ in range(400):
+            pids.add(get(server.port, "/where").body.split(b",")[0])
+            if len(pids) == 2:
+                break
+        assert len(pids) == 2
+        server.signal()
+        assert server.wait() in (0, -15)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*UVICORN, "app:hello", "--reload"],
+        [*INGRESS, "run", "app:hello", "--port", "0", "--reload"],
+    ],
+    ids=["uvicorn", "ingress-run"],
+)
+def test_reload_serves_the_edited_file(folder: Path, command: list[str]) -> None:
+    with process(command, folder, environment(folder)) as server:
+
+        def says(body: bytes) -> bool:
+            try:
+                return get(server.port, "/sync").body == body
+            except ConnectionRefusedError:  # the process that listens is on its way
+                return False
+
+        wait_until(lambda: says(b'"hi you"'))
+        write_module(folder, "app", APP.replace('bind("hi")', 'bind("good morning")'))
+        wait_until(lambda: says(b'"good morning you"'))
+        server.signal()
+        assert server.wait() in (0, -15)
+
+
+def test_uvicorn_root_path_is_in_the_links(folder: Path) -> None:
+    command = [*UVICORN, "app:hello", "--root-path", "/api"]
+    with process(command, folder, environment(folder)) as server:
+        answer = get(server.port, "/where")
+
+        assert f"{server.url[:16]}/api/where".encode() in answer.body
+        assert b'"/api/openapi.json"' in get(server.port, "/docs").body.replace(b"'", b'"')
+
+
+def test_uvicorn_serves_it_on_a_unix_socket(folder: Path) -> None:
+    path = folder / "s"
+    command = [*UVICORN[:3], "app:hello", "--uds", str(path)]
+    with process(command, folder, environment(folder)) as server:
+        server.wait_for("Uvicorn running")
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost") as client:
+            assert client.get("/sync").json() == "hi you"
+            assert client.get("/-/routes").json() == {"/": "default"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[*UVICORN, "app:failing"], [*INGRESS, "run", "app:failing", "--port", "0"]],
+    ids=["uvicorn", "ingress-run"],
+)
+def test_a_constructor_that_fails_ends_the_server_with_its_traceback(
+    folder: Path, separate: str, command: list[str]
+) -> None:
+    with process(command, folder, environment(folder, separate=separate)) as server:
+        assert server.wait() not in (0, -15)
+        assert "Failing" in server.output
+        assert 'raise ValueError("no model file")' in server.output
+        assert "deployment 'Failing' failed to start" in server.output
+
+
+# In this process, each twice.
+
+
+def greeting(name: str = "you") -> serve.Application:
+    app = FastAPI()
+
+    @serve.deployment(num_replicas=2)
+    @serve.ingress(app)
+    class Hello:
+        @app.get("/def")
+        def def_endpoint(self) -> str:
+            return f"hi {name}"
+
+        @app.get("/async")
+        async def async_endpoint(self) -> str:
+            return f"hi {name}"
+
+        @app.get("/boom")
+        async def boom(self) -> None:
+            raise ValueError("the user's own")
+
+    return bind(Hello)
+
+
+def by_run(application: serve.Application) -> list[str]:
+    serve.start({"port": 0})
+    serve.run(application)
+    (url,) = serve.status().proxies
+    with httpx.Client(base_url=url) as client:
+        found = [client.get(path).json() for path in ("/def", "/async")]
+    serve.shutdown()
+    return found
+
+
+def by_handle(application: serve.Application) -> list[str]:
+    handle = serve.run(application, route_prefix=None)
+    return [handle.def_endpoint.remote().result(), handle.async_endpoint.remote().result()]
+
+
+def by_client_with(application: serve.Application) -> list[str]:
+    with TestClient(application) as client:
+        return [client.get(path).json() for path in ("/def", "/async")]
+
+
+def by_client_without(application: serve.Application) -> list[str]:
+    client = TestClient(application)
+    return [client.get(path).json() for path in ("/def", "/async")]
+
+
+def by_transport(application: serve.Application) -> list[str]:
+    async def ask(path: str) -> str:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return str((await client.get(path)).json())
+
+    return [asyncio.run(ask("/def")), asyncio.run(ask("/async"))]
+
+
+def by_mount(application: serve.Application) -> list[str]:
+    parent = FastAPI()
+    parent.mount("/v1", application)
+    with TestClient(parent) as client:
+        return [client.get(path).json() for path in ("/v1/def", "/v1/async")]
+
+
+def by_mount_with_lifespan(application: serve.Application) -> list[str]:
+    parent = FastAPI(lifespan=application.lifespan)
+    parent.mount("/v1", application)
+    with TestClient(parent) as client:
+        return [client.get(path).json() for path in ("/v1/def", "/v1/async")]
+
+
+@pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+@pytest.mark.parametrize(
+    "way",
+    [
+        by_run,
+        by_handle,
+        by_client_with,
+        by_client_without,
+        by_transport,
+        by_mount,
+        by_mount_with_lifespan,
+    ],
+)
+def test_it_is_served_twice_in_one_process(
+    separate: str, way: Callable[[serve.Application], list[str]]
+) -> None:
+    application = greeting()
+    assert way(application) == ["hi you"] * 2
+    assert way(application) == ["hi you"] * 2
+    serve.shutdown()
+    assert way(application) == ["hi you"] * 2
+    assert way(greeting("again")) == ["hi again"] * 2
+
+
+@pytest.mark.parametrize("count", [30])
+def test_the_first_requests_start_it_once(separate: str, count: int) -> None:
+    made: list[int] = []
+
+    @serve.deployment(num_replicas=3)
+    class Counted:
+        def __init__(self) -> None:
+            made.append(1)
+
+        async def __call__(self) -> str:
+            return "x"
+
+    application = bind(Counted)
+
+    async def ask() -> set[str]:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            answers = await asyncio.gather(*(client.get("/") for _ in range(count)))
+        return {answer.text for answer in answers}
+
+    assert asyncio.run(ask()) == {"x"}
+    assert len(made) == 3
+
+
+def test_a_start_that_fails_is_a_500_for_all_who_wait_and_is_tried_again(separate: str) -> None:
+    attempts: list[int] = []
+
+    @serve.deployment
+    class Flaky:
+        def __init__(self) -> None:
+            attempts.append(1)
+            if len(attempts) == 1:
+                raise ValueError("not yet")
+
+        async def __call__(self) -> str:
+            return "x"
+
+    application = bind(Flaky)
+
+    async def ask(count: int) -> list[int]:
+        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            answers = await asyncio.gather(*(client.get("/") for _ in range(count)))
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(ask(5)) == [500] * 5
+    assert asyncio.run(ask(5)) == [200] * 5
+    assert len(attempts) == 2
+
+
+@pytest.mark.anyio
+async def test_a_first_comer_that_leaves_does_not_take_the_start_with_it(separate: str) -> None:
+    may_start, made = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Slow:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            made.set()
+            await asyncio.to_thread(may_start.wait, PATIENCE_S)
+
+        async def __call__(self) -> str:
+            return "x"
+
+    application = bind(Slow)
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        first = asyncio.ensure_future(client.get("/"))
+        await asyncio.to_thread(made.wait, PATIENCE_S)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.ensure_future(client.get("/"))
+        may_start.set()
+        assert (await second).text == "x"
+    await application.aclose()
+
+
+def test_the_users_exception_is_raised_again_after_its_500(separate: str) -> None:
+    with TestClient(greeting()) as client, pytest.raises(ValueError, match="the user's own"):
+        client.get("/boom")
+    with TestClient(greeting(), raise_server_exceptions=False) as client:
+        assert client.get("/boom").status_code == 500
+
+
+def test_a_constructor_that_fails_fails_the_client_with_its_error(separate: str) -> None:
+    @serve.deployment
+    class Failing:
+        def __init__(self) -> None:
+            raise ValueError("no model file")
+
+    with pytest.raises(RuntimeError, match="'Failing' failed to start: ValueError: no model"):
+        with TestClient(bind(Failing)):
+            pass  # pragma: no cover
+
+
+@pytest.mark.anyio
+async def test_a_failed_start_is_answered_as_the_lifespan_protocol_says(separate: str) -> None:
+    @serve.deployment
+    class Failing:
+        def __init__(self) -> None:
+            raise ValueError("no model file")
+
+    sent: list[Message] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    with pytest.raises(RuntimeError):
+        await bind(Failing)({"type": "lifespan"}, receive, send)
+
+    (message,) = sent
+    assert message["type"] == "lifespan.startup.failed"
+    assert 'raise ValueError("no model file")' in message["message"]
+    assert "deployment 'Failing' failed to start" in message["message"]
+
+
+@pytest.mark.anyio
+async def test_a_scope_without_asgi_is_served(separate: str) -> None:
+    application = greeting()
+    sent: list[Message] = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/async", "headers": [], "query_string": b""}
+    await application(scope, receive, send)
+    await application.aclose()
+
+    assert [sent[0]["status"], sent[1]["body"]] == [200, b'"hi you"']
+
+
+def test_a_server_that_went_without_a_word_does_not_hang_the_next(separate: str) -> None:
+    application = greeting()
+
+    tasks: list[asyncio.Future[None]] = []
+
+    async def start_and_die() -> None:
+        started = asyncio.Event()
+        messages = [{"type": "lifespan.startup"}]
+
+        async def receive() -> dict[str, str]:
+            if messages:
+                return messages.pop()
+            await asyncio.Future()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            started.set()
+
+        application_task: Any = application({"type": "lifespan"}, receive, send)
+        tasks.append(asyncio.ensure_future(application_task))
+        await started.wait()  # and nobody tells it to shut down
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(start_and_die())
+    loop.close()
+    assert by_client_with(application) == ["hi you"] * 2
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_the_applications_are_named_in_the_order_they_are_served(separate: str) -> None:
+    with TestClient(greeting("a")) as one, TestClient(greeting("b")) as two:
+        assert [one.get("/async").json(), two.get("/async").json()] == ["hi a", "hi b"]
+        assert list(serve.status().applications) == ["default", "default_1"]
+    assert serve.status().applications == {}
+
+
+def test_handles_and_http_reach_the_same_replicas(separate: str) -> None:
+    @serve.deployment
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        async def __call__(self, request: Request | None = None) -> int:
+            self.count += 1
+            return self.count
+
+    with TestClient(bind(Counter)) as client:
+        assert client.get("/").json() == 1
+        assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == 2
+        assert client.get("/").json() == 3
+
+
+def test_http_may_be_off(separate: str) -> None:
+    serve.start({"host": None})
+    handle = serve.run(greeting())
+
+    assert handle.def_endpoint.remote().result(timeout_s=PATIENCE_S) == "hi you"
+    assert serve.status().proxies == {}
+
+
+def test_every_port_is_closed_after_it(separate: str) -> None:
+    serve.start({"port": 0})
+    (url,) = serve.status().proxies
+    found = re.search(r":(\d+)$", url)
+    assert found is not None
+    serve.shutdown()
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", int(found[1]))) != 0

@@ -1,0 +1,390 @@
+"""Stopping: refuse, drain, tell, cancel, run the user's last words, and be gone in time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.testclient import TestClient
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+import ingress as serve
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    Connection,
+    ServerProcess,
+    environment,
+    get,
+    process,
+    served,
+    set_flags,
+    wait_until,
+    write_module,
+)
+
+GRACEFUL_S = 0.5
+LAST_WORDS_S = 2.0
+
+APP = """
+import asyncio, time, threading
+from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from fastapi import FastAPI, WebSocket
+from starlette.responses import StreamingResponse
+import ingress as serve
+
+@asynccontextmanager
+async def lifespan(app):
+    yield
+    print("lifespan ended", flush=True)
+
+app = FastAPI(lifespan=lifespan)
+
+@serve.deployment(graceful_shutdown_timeout_s=0.5)
+@serve.ingress(app)
+class App:
+    def __del__(self):
+        print("deleted", flush=True)
+
+    @app.get("/quick")
+    async def quick(self): return "quick"
+
+    @app.get("/slow")
+    async def slow(self, s: float):
+        print("slow began", flush=True)
+        await asyncio.sleep(s)
+        return "slow"
+
+    @app.get("/stuck")
+    def stuck(self):
+        print("stuck began", flush=True)
+        time.sleep(1000)
+
+    @app.get("/blocked")
+    async def blocked(self):
+        print("blocked began", flush=True)
+        time.sleep(1000)
+
+    @app.get("/events")
+    async def events(self):
+        async def items() -> AsyncIterator[str]:
+            try:
+                while True:
+                    yield "data: x\\n\\n"
+                    await asyncio.sleep(0.01)
+            finally:
+                print("events closed", flush=True)
+        return StreamingResponse(items(), media_type="text/event-stream")
+
+    @app.websocket("/ws")
+    async def ws(self, websocket: WebSocket):
+        await websocket.accept()
+        try:
+            while True:
+                await websocket.send_text(await websocket.receive_text())
+        finally:
+            print("websocket closed", flush=True)
+
+hello = App.bind()
+"""
+
+BLOCKING = """
+import ingress as serve
+from app import hello
+if __name__ == "__main__":
+    serve.start({"port": 0})
+    print("serving on", *serve.status().proxies, flush=True)
+    serve.run(hello, blocking=True)
+"""
+
+COMMANDS = {
+    "ingress run": [*INGRESS, "run", "app:hello", "--port", "0"],
+    "serve.run": [sys.executable, "blocking.py"],
+}
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request: pytest.FixtureRequest) -> list[str]:
+    return COMMANDS[request.param]
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(tmp_path: Path, command: list[str], separate: str) -> Iterator[ServerProcess]:
+    write_module(tmp_path, "app", APP)
+    write_module(tmp_path, "blocking", BLOCKING)
+    with process(command, tmp_path, environment(tmp_path, separate=separate)) as running:
+        wait_until(lambda: _is_ready(running))
+        yield running
+
+
+def _is_ready(server: ServerProcess) -> bool:
+    return get(server.port, "/-/healthz").status == 200
+
+
+def test_a_stop_with_nothing_to_do_is_quick_and_clean(server: ServerProcess) -> None:
+    server.signal(signal.SIGTERM)
+    began = time.monotonic()
+
+    assert server.wait() == 0
+    assert time.monotonic() - began < LAST_WORDS_S
+    assert server.output.count("deleted") == 1
+    assert server.output.index("lifespan ended") < server.output.index("deleted")
+    assert "Traceback" not in server.output
+
+
+def test_ctrl_c_is_a_clean_stop_too(server: ServerProcess) -> None:
+    server.signal(signal.SIGINT)
+
+    assert server.wait() == 0
+    assert server.output.count("deleted") == 1
+    assert "Traceback" not in server.output
+
+
+def test_what_runs_is_answered_and_what_comes_is_refused(server: ServerProcess) -> None:
+    port = server.port
+    with Connection(port) as running, Connection(port) as waiting:
+        running.request("/slow?s=0.3")
+        server.wait_for("slow began")
+        server.signal()
+        wait_until(lambda: get(port, "/-/healthz").status == 503)
+        waiting.request("/quick")
+        refused = waiting.answer()
+        assert (refused.status, refused.body) == (503, b"This node is being drained.")
+        assert running.answer().body == b'"slow"'
+
+    assert server.wait() == 0
+
+
+def test_what_does_not_end_in_time_is_a_503_and_the_process_goes(server: ServerProcess) -> None:
+    with Connection(server.port) as running:
+        running.request("/slow?s=1000")
+        server.wait_for("slow began")
+        server.signal()
+        began = time.monotonic()
+        answer = running.answer()
+
+        assert (answer.status, answer.is_complete) == (503, True)
+        assert b"was stopped before it answered" in answer.body
+    assert server.wait() == 0
+    assert time.monotonic() - began < GRACEFUL_S + LAST_WORDS_S
+    assert server.output.count("deleted") == 1
+    assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("path", ["/stuck", "/blocked"])
+def test_code_that_never_returns_does_not_keep_the_process(
+    server: ServerProcess, path: str
+) -> None:
+    with Connection(server.port) as running:
+        running.request(path)
+        server.wait_for(f"{path[1:]} began")
+        server.signal()
+        began = time.monotonic()
+        assert server.wait() == 0
+        assert time.monotonic() - began < GRACEFUL_S + LAST_WORDS_S
+
+
+def test_open_streams_are_ended(server: ServerProcess) -> None:
+    port = server.port
+    with Connection(port) as events, connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket_:
+        events.request("/events")
+        events.receive_until(b"data")
+        socket_.send("x")
+        assert socket_.recv(timeout=PATIENCE_S) == "x"
+        server.signal()
+        began = time.monotonic()
+        with pytest.raises(ConnectionClosed) as closed:
+            socket_.recv(timeout=PATIENCE_S)
+        assert not events.answer().is_complete
+
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1001
+    assert server.wait() == 0
+    assert time.monotonic() - began < GRACEFUL_S + LAST_WORDS_S
+    assert server.output.count("events closed") == server.output.count("websocket closed") == 1
+
+
+def test_a_second_signal_ends_it_at_once(server: ServerProcess) -> None:
+    with Connection(server.port) as running:
+        running.request("/slow?s=1000")
+        server.wait_for("slow began")
+        server.signal(signal.SIGINT)
+        wait_until(lambda: get(server.port, "/-/healthz").status == 503)
+        server.signal(signal.SIGINT)
+        began = time.monotonic()
+
+        assert server.wait() != 0
+        assert time.monotonic() - began < 1.0
+
+
+def test_under_load_every_request_is_answered_or_refused(server: ServerProcess) -> None:
+    port = server.port
+    sent: list[tuple[float, str]] = []
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            try:
+                with httpx.Client(trust_env=False) as client:
+                    answer = client.get(f"http://127.0.0.1:{port}/slow?s=0.02", timeout=PATIENCE_S)
+                outcome = str(answer.status_code)
+            except httpx.ConnectError:
+                outcome = "refused"
+            except httpx.HTTPError as error:
+                outcome = repr(error)
+            with lock:
+                sent.append((began, outcome))
+
+    clients = [threading.Thread(target=send) for _ in range(4)]
+    for client in clients:
+        client.start()
+    wait_until(lambda: len(sent) > 40)
+    signalled = time.monotonic()
+    server.signal()
+    code = server.wait()
+    stop.set()
+    for client in clients:
+        client.join()
+
+    assert code == 0
+    early = {outcome for began, outcome in sent if began < signalled - 0.05}
+    assert early == {"200"}
+    late = {outcome for began, outcome in sent if signalled - 0.05 <= began < signalled}
+    assert late <= {"200", "503", "refused"}
+
+
+# In this process.
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch, separate: str) -> Iterator[None]:
+    set_flags(monkeypatch, separate)
+    yield
+    serve.shutdown()
+
+
+def test_callers_stop_before_those_they_call(in_process: None) -> None:
+    order: list[str] = []
+
+    class Leaf:
+        async def __call__(self) -> str:
+            return "leaf"
+
+        def __del__(self) -> None:
+            order.append(type(self).__name__)
+
+    class Middle(Leaf):
+        def __init__(self, child: object) -> None:
+            self.child = child
+
+    class Root(Middle): ...
+
+    leaf = serve.deployment(Leaf).bind()
+    application = serve.deployment(Root).bind(serve.deployment(Middle).bind(leaf))
+    serve.run(application, route_prefix=None)
+    serve.shutdown()
+
+    assert order == ["Root", "Middle", "Leaf"]
+
+
+def held() -> tuple[int, int]:
+    return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_twenty_starts_and_stops_leave_nothing(in_process: None) -> None:
+    @serve.deployment(num_replicas=2)
+    async def echo(request: Request) -> str:
+        return "x"
+
+    application = echo.bind()
+    before = held()
+    for _ in range(10):
+        assert get(served(application), "/").body == b"x"
+        serve.shutdown()
+    for _ in range(10):
+        with TestClient(application) as client:
+            assert client.get("/").text == "x"
+
+    wait_until(lambda: held() <= before)
+
+
+def test_shutdown_of_nothing_and_twice_is_nothing(in_process: None) -> None:
+    serve.shutdown()
+    serve.run(serve.deployment(lambda_app).bind(), route_prefix=None)
+    serve.shutdown()
+    serve.shutdown()
+
+    assert serve.status().applications == {}
+
+
+async def lambda_app() -> str:
+    return "x"
+
+
+def test_replacing_an_application_does_not_touch_the_requests_of_the_new_one(
+    in_process: None,
+) -> None:
+    may_end = threading.Event()
+    began = threading.Event()
+
+    def version(number: int) -> serve.Application:
+        @serve.deployment(name="app", graceful_shutdown_timeout_s=0.5)
+        async def app(request: Request) -> str:
+            import asyncio
+
+            if request.url.path == "/wait":
+                began.set()
+                assert await asyncio.to_thread(may_end.wait, PATIENCE_S)
+            return str(number)
+
+        return app.bind()
+
+    port = served(version(1))
+    with Connection(port) as old:
+        old.request("/wait")
+        assert began.wait(PATIENCE_S)
+        began.clear()
+        redeploy = threading.Thread(target=served, args=(version(2),))
+        redeploy.start()
+        wait_until(lambda: get(port, "/").body == b"2")
+        with Connection(port) as new:
+            new.request("/wait")
+            assert began.wait(PATIENCE_S)
+            redeploy.join()  # by then the old one's time is over
+            may_end.set()
+            assert new.answer().body == b"2"
+        assert old.answer().status == 503
+
+
+def test_a_port_is_free_again_after_shutdown(in_process: None) -> None:
+    port = served(serve.deployment(lambda_app).bind())
+    serve.shutdown()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+
+
+def test_status_is_json_and_empty_after_shutdown(in_process: None) -> None:
+    served(serve.deployment(lambda_app).bind())
+    assert json.dumps(list(serve.status().applications)) == '["default"]'
+    serve.shutdown()
+
+    assert serve.status() == serve.status().__class__()

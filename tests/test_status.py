@@ -1,0 +1,208 @@
+"""`serve.status()`: what runs, how it is, and what was counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+
+import ingress as serve
+from ingress.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusOverview
+from tests.servers import PATIENCE_S, bind, get, served, set_flags, wait_until
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield request.param
+    serve.shutdown()
+
+
+def overview(name: str, app: str = "default") -> DeploymentStatusOverview:
+    return serve.status().applications[app].deployments[name]
+
+
+def test_status_is_empty_while_nothing_runs() -> None:
+    status = serve.status()
+
+    assert (status.proxies, status.applications, status.target_capacity) == ({}, {}, None)
+
+
+def test_status_has_the_shape_of_ray() -> None:
+    @serve.deployment(num_replicas=2)
+    class Child:
+        async def __call__(self) -> str:
+            return "x"
+
+    @serve.deployment
+    class Parent:
+        def __init__(self, child: Any) -> None: ...
+
+        async def __call__(self) -> str:
+            return "x"
+
+    before = time.time()
+    port = served(bind(Parent, bind(Child)))
+    status = serve.status()
+    application = status.applications["default"]
+    child = application.deployments["Child"]
+
+    assert status.proxies == {f"http://127.0.0.1:{port}": "HEALTHY"}
+    assert application.status is ApplicationStatus.RUNNING
+    assert application.status == "RUNNING"
+    assert before <= application.last_deployed_time_s <= time.time()
+    assert list(application.deployments) == ["Child", "Parent"]
+    assert (child.status, child.status_trigger) == ("HEALTHY", "CONFIG_UPDATE_COMPLETED")
+    assert (child.replica_states, child.message) == ({"RUNNING": 2}, "")
+
+
+def test_what_is_running_queued_and_done_is_counted_exactly() -> None:
+    may_end = threading.Event()
+
+    @serve.deployment(num_replicas=2, max_ongoing_requests=2)
+    class Held:
+        async def __call__(self) -> str:
+            await asyncio.to_thread(may_end.wait, PATIENCE_S)
+            return "x"
+
+    handle = serve.run(bind(Held), route_prefix=None)
+    responses = [handle.remote() for _ in range(7)]
+    wait_until(lambda: overview("Held").queued == 3)
+    held = overview("Held")
+
+    assert held.requests == 7
+    assert sorted(each.ongoing for each in held.replicas) == [2, 2]
+    may_end.set()
+    assert [each.result(timeout_s=PATIENCE_S) for each in responses] == ["x"] * 7
+    wait_until(lambda: sum(each.ongoing for each in overview("Held").replicas) == 0)
+    assert (overview("Held").requests, overview("Held").queued) == (7, 0)
+
+
+def test_processing_time_and_errors_are_counted_by_route() -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Timed:
+        @app.get("/items/{number}")
+        async def item(self, number: int) -> int:
+            if number == 0:
+                raise ValueError
+            return number
+
+    port = served(bind(Timed), route_prefix="/v1")
+    statuses = [get(port, f"/v1/items/{number}").status for number in (1, 2, 0)]
+    (replica,) = overview("Timed").replicas
+    ((route, latency),) = replica.latency_ms.items()
+
+    assert statuses == [200, 200, 500]
+    assert route.startswith("/v1")
+    assert (latency.count, latency.errors, sum(latency.buckets)) == (3, 1, 3)
+    assert latency.total_ms > 0
+
+
+class Health:
+    """What the checks of a deployment do, and what became of them."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.at_once = self.most_at_once = 0
+        self.error: Exception | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.threads: set[str] = set()
+
+
+@pytest.fixture
+def health() -> Iterator[Health]:
+    state = Health()
+    yield state
+    state.may_answer.set()
+
+
+def checked(health: Health, kind: str) -> serve.Application:
+    class Checked:
+        async def __call__(self, request: Request) -> str:
+            return "x"
+
+        if kind == "def":
+
+            def check_health(self) -> None:
+                health.asked += 1
+                health.at_once += 1
+                health.most_at_once = max(health.at_once, health.most_at_once)
+                health.may_answer.wait(PATIENCE_S)
+                health.at_once -= 1
+                if health.error is not None:
+                    raise health.error
+
+        else:
+
+            async def check_health(self) -> None:  # type: ignore[misc]
+                health.threads.add(threading.current_thread().name)
+                health.asked += 1
+                health.at_once += 1
+                health.most_at_once = max(health.at_once, health.most_at_once)
+                try:
+                    while not health.may_answer.is_set():
+                        await asyncio.sleep(0.002)
+                finally:
+                    health.at_once -= 1
+                if health.error is not None:
+                    raise health.error
+
+    deployment = serve.deployment(health_check_period_s=0.02, health_check_timeout_s=0.1)
+    return deployment(Checked).bind()
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_health_is_asked_every_period(health: Health, kind: str, separate: str) -> None:
+    served(checked(health, kind))
+    wait_until(lambda: health.asked >= 5)
+
+    assert overview("Checked").status is DeploymentStatus.HEALTHY
+    assert health.most_at_once == 1
+    if kind == "async def":
+        assert health.threads == {"Checked#0" if separate == "1" else "ingress-http"}
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_a_failing_health_check_is_in_status_until_it_succeeds(health: Health, kind: str) -> None:
+    port = served(checked(health, kind))
+    health.error = ValueError("the model is gone")
+    wait_until(lambda: overview("Checked").status is DeploymentStatus.UNHEALTHY)
+
+    assert "check_health raised ValueError: the model is gone" in overview("Checked").message
+    assert serve.status().applications["default"].status is ApplicationStatus.UNHEALTHY
+    assert get(port, "/").status == 200
+    health.error = None
+    wait_until(lambda: overview("Checked").status is DeploymentStatus.HEALTHY)
+    assert overview("Checked").message == ""
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_a_hanging_health_check_is_in_status_and_never_overlaps_itself(
+    health: Health, kind: str
+) -> None:
+    port = served(checked(health, kind))
+    health.may_answer.clear()
+    wait_until(lambda: overview("Checked").status is DeploymentStatus.UNHEALTHY)
+
+    assert "did not answer within 0.1 s" in overview("Checked").message
+    assert get(port, "/").status == 200
+    assert health.most_at_once == 1
+    health.may_answer.set()
+    wait_until(lambda: overview("Checked").status is DeploymentStatus.HEALTHY)
+    assert health.most_at_once == 1
+
+
+def test_a_first_health_check_that_fails_fails_the_start(health: Health) -> None:
+    health.error = ValueError("never was")
+    with pytest.raises(RuntimeError, match="'Checked' failed to start: ValueError: never was"):
+        served(checked(health, "async def"))
