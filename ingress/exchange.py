@@ -30,7 +30,6 @@ from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
 
-WATCH_AFTER_S = 0.025  # how long a request runs before somebody looks whether its client is there
 GOING_AWAY = 1001  # RFC 6455, 7.4.1: the code of a WebSocket whose application stops
 YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
@@ -43,32 +42,22 @@ class Exchange(Call):
     order: a response is there before the end of its call.
     """
 
-    __slots__ = (
-        "_assigned_here",
-        "_chunks",
-        "_disconnected",
-        "_ended",
-        "_event",
-        "_expects_more",
-        "_first",
-        "_has_body",
-        "_is_complete",
-        "_is_forwarding",
-        "_is_stopped",
-        "_is_told",
-        "_loop",
-        "_mailbox",
-        "_outbound",
-        "_pump_task",
-        "_receive",
-        "_response",
-        "_send",
-        "inbound",
-        "is_http",
-        "router",
-        "scope",
-        "started",
-    )
+    # No slots: what most requests never need stays in the class.
+    started = False
+    _event: asyncio.Future[None] | None = None
+    _assigned_here = False
+    _ended = False
+    _response: tuple[Message, Message] | None = None
+    _inbound: Channel | None = None
+    _outbound: Channel | None = None
+    _is_forwarding = False
+    _pump_task: asyncio.Task[None] | None = None
+    _disconnected = False
+    _is_complete = False
+    _is_stopped = False
+    _is_told = False
+    _has_left = False
+    _chunks = 0
 
     def __init__(
         self,
@@ -83,29 +72,22 @@ class Exchange(Call):
         super().__init__(metadata, self._work, copy_context())
         self.router = router
         self.scope = scope
-        self.started = False
-        self.inbound = Channel()
         self.is_http = scope["type"] == "http"
         self._receive = receive
         self._send = send
         self._has_body = has_body
-        self._loop = asyncio.get_running_loop()
-        self._mailbox: Mailbox = mailbox_of(self._loop)
-        self._event: asyncio.Future[None] | None = None
-        self._assigned_here = False
-        self._ended = False
+        self.loop = asyncio.get_running_loop()
         self._first: Message | None = _NO_BODY if self.is_http else None
         self._expects_more = not self.is_http
-        self._response: tuple[Message, Message] | None = None
-        self._outbound: Channel | None = None
-        self._is_forwarding = False
-        self._pump_task: asyncio.Task[None] | None = None
-        self._disconnected = False
-        self._is_complete = False
-        self._is_stopped = False
-        self._is_told = False
-        self._chunks = 0
-        self.when_settled(self._settled)
+
+    @property
+    def inbound(self) -> Channel:
+        """What the client sends, for user code. Made at first use, which may be on either loop."""
+        if self._inbound is None:
+            with self._lock:
+                if self._inbound is None:
+                    self._inbound = Channel()
+        return self._inbound
 
     @property
     def is_stream(self) -> bool:
@@ -120,8 +102,6 @@ class Exchange(Call):
             if self._first["type"] == "http.disconnect":
                 return
             self._expects_more = bool(self._first.get("more_body"))
-        # Most requests end sooner, and cost no task for this.
-        watch = self._loop.call_later(WATCH_AFTER_S, self.pump)
         self.router.assign(self)
         try:
             await self._answer()
@@ -138,7 +118,9 @@ class Exchange(Call):
             if not self._disconnected:
                 raise
         finally:
-            watch.cancel()
+            self._has_left = True
+            if self._assigned_here and self.runner is not None:
+                self.runner.release(self)  # it was given a slot, and cancelled before it resumed
             if self._pump_task is not None:
                 self._pump_task.cancel()
         if self._disconnected:
@@ -165,7 +147,7 @@ class Exchange(Call):
                 await self._serve_here()
             elif self._response is not None:
                 (start, body), self._response = self._response, None
-                await self._start(start)
+                await self._send(self._begun(start))
                 self._is_complete = True
                 await self._send(body)
             elif self._outbound is not None and not self._is_forwarding:
@@ -174,13 +156,13 @@ class Exchange(Call):
             elif self._ended:
                 return
             else:
-                self._event = self._loop.create_future()
+                self._event = self.loop.create_future()
                 await self._event
 
     def start(self, runner: Runner) -> None:
         """Begin on the replica whose slot it was given. Thread-safe, called once."""
         self.runner = runner
-        if runner.loop is self._loop:
+        if runner.loop is self.loop:
             self._post(self._assign_here)
         else:
             runner.submit(self)
@@ -195,21 +177,27 @@ class Exchange(Call):
         self.cancel()
 
     def _post(self, callback: Any, *args: Any) -> None:
-        if running_loop() is self._loop:
+        if running_loop() is self.loop:
             callback(*args)
         else:
-            self._mailbox.post(callback, *args)
+            mailbox_of(self.loop).post(callback, *args)
 
     def _wake(self) -> None:
         if self._event is not None and not self._event.done():
             self._event.set_result(None)
 
     def _assign_here(self) -> None:
+        if self._has_left and self.runner is not None:
+            self.runner.release(self)
+            return
         self._assigned_here = True
         self._wake()
 
-    def _settled(self, _: Call) -> None:
+    def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
+        if not super().settle(value, error):
+            return False
         self._post(self._end)
+        return True
 
     def _end(self) -> None:
         self._ended = True
@@ -227,8 +215,8 @@ class Exchange(Call):
         self.pump()
         self._wake()
 
-    async def _start(self, message: Message) -> None:
-        """Send the start of a response, with the request's id among its headers."""
+    def _begun(self, message: Message) -> Message:
+        """Return the start of a response, with the request's id among its headers."""
         self.started = True
         headers = list(message.get("headers", ()))
         for name, _ in headers:
@@ -236,8 +224,7 @@ class Exchange(Call):
                 break
         else:
             headers.append((b"x-request-id", self.metadata.request_id.encode()))
-            message = {**message, "headers": headers}
-        await self._send(message)
+        return {**message, "headers": headers}
 
     async def _forward(self, outbound: Channel) -> None:
         """Send a stream, message by message, at the client's pace."""
@@ -246,7 +233,7 @@ class Exchange(Call):
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            await self._start(message)
+            await self._send(self._begun(message))
             return
         self.started = True
         self._is_complete = (
@@ -259,7 +246,7 @@ class Exchange(Call):
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to see the client leave."""
         if self._pump_task is None and not self._ended:
-            self._pump_task = self._loop.create_task(self._pump())
+            self._pump_task = self.loop.create_task(self._pump())
 
     async def _pump(self) -> None:
         """Pass on what the server receives, as fast as user code takes it."""
@@ -338,12 +325,15 @@ class Exchange(Call):
 
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
-        if running_loop() is self._loop:
-            await user_code.http(self.scope, self._receive_here, self._send_here)
+        # Let go of: whatever copies the context of the request holds its call, as the server's
+        # keep-alive timer does, and must not hold all that frameworks keep in a scope.
+        scope, self.scope = self.scope, {}
+        if running_loop() is self.loop:
+            await user_code.http(scope, self._receive_here, self._send_here)
             return
-        bridge = _Bridge(self, self._mailbox, self._first)
+        bridge = _Bridge(self, mailbox_of(self.loop), self._first)
         try:
-            await user_code.http(self.scope, bridge.receive, bridge.send)
+            await user_code.http(scope, bridge.receive, bridge.send)
         finally:
             bridge.finish()
 

@@ -100,11 +100,9 @@ class ExecutionPlan:
         except Exception:
             raise
         except BaseException as error:
-            # Twice, without a name: an error in a variable of a frame of its own traceback is a
-            # cycle, and what it holds, a generator say, ends when the collector comes by.
-            if contained(error, self.name) is error:
+            if may_leave(error):
                 raise
-            raise contained(error, self.name) from error
+            raise UserCodeExit(error, self.name) from error
 
     async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Yield the items of the generator the function returns.
@@ -153,9 +151,9 @@ class ExecutionPlan:
         except BaseException as error:
             if delivering and isinstance(error, GeneratorExit):
                 raise  # our consumer closes us; it is not the user's generator that raised it
-            if contained(error, self.name) is error:
+            if may_leave(error):
                 raise
-            raise contained(error, self.name) from error
+            raise UserCodeExit(error, self.name) from error
 
     def _warn(self) -> None:
         """Warn of a `def` on the event loop, once per method and process."""
@@ -230,16 +228,14 @@ def is_generator(value: Any) -> bool:
     return inspect.isgenerator(value) or inspect.isasyncgen(value)
 
 
-def contained(error: BaseException, where: str) -> BaseException:
-    """Return what may leave the task for an `error` that is not an `Exception`.
+def may_leave(error: BaseException) -> bool:
+    """Whether an `error` that is not an `Exception` may leave its task as it is.
 
-    A cancellation somebody asked for goes on as it is, and so does the `GeneratorExit` of a
-    coroutine that is collected together with its loop. Everything else becomes `UserCodeExit`.
+    A cancellation somebody asked for may, and the `GeneratorExit` of a coroutine that is collected
+    together with its loop. All else becomes `UserCodeExit`: it would end the loop.
     """
     task = _current_task()
-    if task is None or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
-        return error
-    return UserCodeExit(error, where)
+    return task is None or (isinstance(error, asyncio.CancelledError) and task.cancelling() > 0)
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -34,7 +34,7 @@ class Directory(Protocol):
     def methods(self, deployment_id: DeploymentID) -> list[str] | None: ...
 
     def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        """Call `then` once all of them are settled; wait for that on the router loop."""
+        """Call `then` once all of them are settled, on the router loop if there is one."""
 
     def later(self, callback: Callable[[], Any]) -> None:
         """Call `callback` on a loop of the framework's, soon."""

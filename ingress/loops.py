@@ -288,7 +288,25 @@ async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any,
     """Run `coroutine` on `loop` and await its result; cancellation travels along."""
     if running_loop() is loop:
         return await coroutine
-    return await asyncio.wrap_future(start_on(loop, coroutine))
+    errors: list[Exception] = []
+
+    async def run() -> T | None:
+        # Round the future, not in it: asyncio makes a new `TimeoutError` of one, with no traceback.
+        try:
+            return await coroutine
+        except Exception as error:
+            errors.append(error)
+            return None
+
+    try:
+        future = start_on(loop, run())
+    except RuntimeError:
+        coroutine.close()
+        raise
+    result = await asyncio.wrap_future(future)
+    if errors:
+        raise errors.pop()
+    return result  # type: ignore[return-value]
 
 
 def run_blocking(

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from time import monotonic
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
@@ -27,6 +29,7 @@ from ingress.types import RequestMetadata, new_request_id
 HEALTHZ = "/-/healthz"
 ROUTES = "/-/routes"
 
+SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
 
 # What our `send` and `receive` promise user code: after a disconnect `send` raises an `OSError`.
@@ -66,6 +69,7 @@ class HTTPProxy:
         self.is_draining = False
         # Added to and taken from on any loop; `drain` reads it.
         self._in_flight: set[Exchange] = set()
+        self._swept: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -116,18 +120,40 @@ class HTTPProxy:
         )
         exchange = Exchange(metadata, route.router, inner, receive, send, has_body=has_body)
         self._in_flight.add(exchange)
+        if exchange.loop not in self._swept:
+            self._swept.add(exchange.loop)
+            exchange.loop.call_later(SWEEP_S, self._sweep, exchange.loop)
         try:
             await exchange.respond()
         except ClientDisconnect:
             pass
         except Exception as error:
-            if exchange.started or not await self._answer(error, exchange, receive, send):
+            answered = not exchange.started and await self._answer(
+                error, exchange, scope, receive, send
+            )
+            if not answered:
                 raise  # as Starlette does, so that the server logs it and cuts what had begun
         finally:
             self._in_flight.discard(exchange)
 
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have those that run for longer than a sweep watch for their clients to leave.
+
+        Most requests are over before anybody looks: they cost no task, and no timer, for this.
+        """
+        before = monotonic() - SWEEP_S
+        mine = [exchange for exchange in list(self._in_flight) if exchange.loop is loop]
+        for exchange in mine:
+            # In the queue or beyond: until then it reads its body itself.
+            if exchange.queue is not None and exchange.started_at <= before:
+                exchange.pump()
+        if mine:
+            loop.call_later(SWEEP_S, self._sweep, loop)
+        else:
+            self._swept.discard(loop)
+
     async def _answer(
-        self, error: Exception, exchange: Exchange, receive: Receive, send: Send
+        self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
     ) -> bool:
         """Tell the client that its request failed. Returns False if that needs a look."""
         status = getattr(error, "status_code", 500)
@@ -137,7 +163,7 @@ class HTTPProxy:
             return bool(status != 500)
         response = error_response(error)
         send = _with_request_id(send, exchange.metadata.request_id)
-        await response(exchange.scope, receive, send)
+        await response(scope, receive, send)
         return response.status_code != 500
 
     async def drain(self, router: Router, timeout_s: float) -> None:

@@ -167,7 +167,7 @@ class Replica:
             self._calls.pop(call, None)
             self.release(call)
             raise self._gone()
-        self._calls[call] = asyncio.current_task()
+        self._calls[call] = asyncio.current_task(self.loop)
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
         begin = monotonic()
@@ -180,9 +180,9 @@ class Replica:
         except Exception:
             raise
         except BaseException as error:
-            if execution.contained(error, str(self.replica_id)) is error:
+            if execution.may_leave(error):
                 raise
-            raise execution.contained(error, str(self.replica_id)) from error
+            raise UserCodeExit(error, str(self.replica_id)) from error
         finally:
             CURRENT_CALL.reset(call_token)
             REPLICA.reset(replica_token)

@@ -36,7 +36,8 @@ TEXT = "text/plain; charset=utf-8"
 def to_response(value: Any) -> Response:
     """Return the response for a complete value. Raises `TypeError` if it cannot be JSON."""
     if isinstance(value, Response):
-        closing_its_stream(value)
+        if isinstance(value, StreamingResponse):
+            close_its_stream(value)
         return value
     if value is None:
         return _bare(b"", b"text/plain")
@@ -47,14 +48,12 @@ def to_response(value: Any) -> Response:
     return _bare(_to_json(value).encode(), b"application/json")
 
 
-def closing_its_stream(response: Any) -> None:
+def close_its_stream(response: StreamingResponse) -> None:
     """Have a response that streams close what it streams, however it ends.
 
     Starlette leaves a generator whose client is gone to the garbage collector, which comes late,
     because the error on its way out holds the generator: its `finally` blocks would not run.
     """
-    if not isinstance(response, StreamingResponse):
-        return
     stream_response = response.stream_response
 
     async def stream_and_close(send: Send) -> None:

@@ -22,8 +22,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, TypeVar
 
-from anyio import CancelScope
-from anyio._backends._asyncio import AsyncIOBackend
+from anyio._backends._asyncio import AsyncIOBackend, CancelScope
 from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ingress.channel import Channel
@@ -205,7 +204,8 @@ class _Work:
         self.finished = False
         self.result: Any = None
         self.error: BaseException | None = None
-        # Never entered; `anyio.from_thread.check_cancelled` in the thread reads it.
+        # Never entered; `anyio.from_thread.check_cancelled` in the thread reads it. The backend's
+        # own class: `anyio.CancelScope` looks for the backend each time (1.5 us, not 0.4).
         self.scope = CancelScope()
 
     def __call__(self) -> None:

@@ -10,7 +10,7 @@ Where each of these runs is `execution`'s to say.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -105,14 +105,13 @@ class UserCode:
         """Call a method that returns a generator and yield its items."""
         return (self._plans.get(method) or self._plan(method)).stream(*args, **kwargs)
 
-    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def http(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one HTTP request or WebSocket."""
         if self._app is not None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000, "reason": ""})
-        else:
-            await self._plain(scope, receive, send)
+            return self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return send({"type": "websocket.close", "code": 1000, "reason": ""})
+        return self._plain(scope, receive, send)
 
     async def _plain(self, scope: Scope, receive: Receive, send: Send) -> None:
         plan = self._plans.get("__call__") or self._plan("__call__")

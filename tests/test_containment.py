@@ -162,17 +162,7 @@ def threads() -> set[threading.Thread]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async-def"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            # `asyncio.wrap_future` makes a new TimeoutError, without the traceback.
-            marks=pytest.mark.xfail(name == "TimeoutError", reason="lost", strict=False),
-        )
-        for name in ERRORS
-    ],
-)
+@pytest.mark.parametrize("name", ERRORS)
 def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
     separate: str, name: str, is_async: bool
 ) -> None:

@@ -249,21 +249,6 @@ SHAPES = [
 ]
 
 
-LATE = "closed by the garbage collector: an error on its way out is in a cycle with its frame"
-CLOSED_BETWEEN = [
-    pytest.param(each, marks=pytest.mark.xfail(run=False, reason=LATE))
-    if each in ("response-def", "fastapi-def", "fastapi-middleware")
-    else each
-    for each in SHAPES
-]
-CLOSED_BLOCKED = [
-    pytest.param(each, marks=pytest.mark.xfail(run=False, reason=LATE))
-    if each.startswith("fastapi")
-    else each
-    for each in SHAPES
-]
-
-
 def streaming(stream: Stream, shape: str) -> serve.Application:
     """A deployment that answers with the stream, in one of several ways."""
     if not shape.startswith("fastapi"):
@@ -299,7 +284,7 @@ class _Generator:
 
 
 @pytest.mark.parametrize("end", ["FIN", "RST"])
-@pytest.mark.parametrize("shape", CLOSED_BETWEEN)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_client_that_leaves_closes_the_generator_it_read(shape: str, end: str) -> None:
     stream = Stream()
     with Connection(served(streaming(stream, shape))) as connection:
@@ -313,7 +298,7 @@ def test_a_client_that_leaves_closes_the_generator_it_read(shape: str, end: str)
     wait_until(lambda: ongoing() == 0)
 
 
-@pytest.mark.parametrize("shape", CLOSED_BLOCKED)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_client_that_leaves_while_the_producer_waits_for_it_closes_the_generator(
     shape: str,
 ) -> None:

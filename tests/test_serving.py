@@ -291,14 +291,16 @@ def test_the_first_requests_start_it_once(separate: str, count: int) -> None:
     assert len(made) == 3
 
 
-def test_a_start_that_fails_is_a_500_for_all_who_wait_and_is_tried_again(separate: str) -> None:
+def test_a_start_that_fails_fails_all_who_wait_and_is_tried_again(separate: str) -> None:
     attempts: list[int] = []
+    all_wait = threading.Event()
 
     @serve.deployment
     class Flaky:
         def __init__(self) -> None:
             attempts.append(1)
             if len(attempts) == 1:
+                assert all_wait.wait(PATIENCE_S)
                 raise ValueError("not yet")
 
         async def __call__(self) -> str:
@@ -306,13 +308,23 @@ def test_a_start_that_fails_is_a_500_for_all_who_wait_and_is_tried_again(separat
 
     application = bind(Flaky)
 
+    async def never(*_: Any) -> Any:
+        raise AssertionError("the start failed, so nothing is received or sent")
+
+    async def come_first(count: int) -> list[Any]:
+        scope = {"type": "http", "path": "/", "headers": []}
+        comers = [asyncio.create_task(application(scope, never, never)) for _ in range(count)]
+        asyncio.get_running_loop().call_soon(all_wait.set)  # each has gone as far as it can
+        return await asyncio.gather(*comers, return_exceptions=True)
+
     async def ask(count: int) -> list[int]:
         transport = httpx.ASGITransport(application, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             answers = await asyncio.gather(*(client.get("/") for _ in range(count)))
         return [answer.status_code for answer in answers]
 
-    assert asyncio.run(ask(5)) == [500] * 5
+    failures = asyncio.run(come_first(5))
+    assert [str(failure.__cause__) for failure in failures] == ["not yet"] * 5
     assert asyncio.run(ask(5)) == [200] * 5
     assert len(attempts) == 2
 

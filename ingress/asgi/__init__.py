@@ -3,6 +3,7 @@
     spec          the decorator; what it records; the app bound once per deployment
     apps          the clone of the app each replica gets
     routes        the clone of the route tree, endpoints wrapped
+    route_index   the route of a path, looked up
     dependencies  `Depends(...)` on the replica's threads and instance
     methods       whose function it is, and what runs for it
     state         `app.state`, one per replica

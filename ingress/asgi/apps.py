@@ -17,6 +17,7 @@ from starlette.websockets import WebSocket
 
 from ingress.asgi.guard import Guard, guarded
 from ingress.asgi.methods import Methods, Target
+from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
 from ingress.asgi.state import ReplicaState, view_of
 from ingress.exceptions import (
@@ -67,7 +68,7 @@ class BoundRoutes:
         clone.router = copy.copy(self._router)
         clone.router.routes = list(self._router.routes)
         clone.router.middleware_stack = rebased(
-            self._router.middleware_stack, self._router.app, clone.router.app
+            self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
         )
         clone.state = ReplicaState(self._view)
         clone.middleware_stack = None

@@ -11,13 +11,13 @@ event loop. And it ends a stream that failed half-way as if it had been complete
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.execution import contained
+from ingress.exceptions import UserCodeExit
+from ingress.execution import may_leave
 
 ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""
@@ -35,7 +35,7 @@ class Answer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
 
     async def send(self, message: Message) -> None:
         if self.failure is not None:
@@ -64,18 +64,45 @@ class Guard:
 
         try:
             await self.app(scope, receive, watched_send)
+        except Exception as error:
+            if is_half_sent:
+                _note(scope, error)
+            raise
         except BaseException as error:
-            failure = error if isinstance(error, Exception) else contained(error, "the ASGI app")
-            answer: Answer | None = scope.get(ANSWER)
-            # Who cancels a part of the request (a middleware with a timeout) answers for it.
-            is_failed = is_half_sent and not isinstance(failure, asyncio.CancelledError)
-            if is_failed and answer is not None:
-                answer.failure = failure
-            if failure is error:
+            if may_leave(error):
+                raise  # who cancels a part of the request (a timeout, say) answers for it
+            if is_half_sent:
+                _note(scope, UserCodeExit(error, "the ASGI app"))
+            raise UserCodeExit(error, "the ASGI app") from error
+
+
+def _note(scope: Scope, error: Exception) -> None:
+    answer: Answer | None = scope.get(ANSWER)
+    if answer is not None:
+        answer.failure = error
+
+
+class OutermostGuard:
+    """A guard for the place below `ServerErrorMiddleware`, which raises whatever it is given.
+
+    So it need not note that a response failed, and leaves `send` alone.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception:
+            raise
+        except BaseException as error:
+            if may_leave(error):
                 raise
-            raise failure from error
+            raise UserCodeExit(error, "the ASGI app") from error
 
 
 def guarded(middleware: list[Middleware]) -> list[Any]:
     """Return the middleware with a guard before, between and after."""
-    return [Middleware(Guard), *(each for m in middleware for each in (m, Middleware(Guard)))]
+    guards = (each for m in middleware for each in (m, Middleware(Guard)))
+    return [Middleware(OutermostGuard), *guards]

@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
 
 from ingress.context import ReplicaContext
-from ingress.exceptions import RayServeException
-from ingress.execution import contained
+from ingress.exceptions import RayServeException, UserCodeExit
+from ingress.execution import may_leave
 
 logger = logging.getLogger("ingress")
 
@@ -73,9 +73,10 @@ class Lifespan:
             self._error = error
         except BaseException as error:
             # A `SystemExit` must not leave the task: it would end the loop.
-            self._error = contained(error, "the lifespan")
-            if self._error is error:
+            if may_leave(error):
+                self._error = error
                 raise
+            self._error = UserCodeExit(error, "the lifespan")
             self._error.__cause__ = error
         finally:
             self._answer()

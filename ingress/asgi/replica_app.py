@@ -11,7 +11,8 @@ from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
 from ingress.context import ReplicaContext
-from ingress.execution import ExecutionPlan, Role, contained
+from ingress.exceptions import UserCodeExit
+from ingress.execution import ExecutionPlan, Role, may_leave
 
 BUILDER_METHOD = "__serve_build_asgi_app__"
 
@@ -70,10 +71,11 @@ class ReplicaApp:
         except Exception:
             raise
         except BaseException as error:
-            failure = contained(error, "the ASGI app")
-            if failure is error:
+            if may_leave(error):
                 raise
-            raise failure from error
+            raise UserCodeExit(error, "the ASGI app") from error
+        finally:
+            del scope[ANSWER]  # it leads back to the scope
         if answer.failure is not None:
             raise answer.failure
 

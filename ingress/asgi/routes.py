@@ -21,6 +21,7 @@ from fastapi.datastructures import Default
 from fastapi.dependencies.utils import get_typed_return_annotation, get_typed_signature
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
 
 from ingress.asgi.dependencies import Dependencies
@@ -28,6 +29,7 @@ from ingress.asgi.guard import Guard, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
 from ingress.execution import Kind, kind
+from ingress.responses import close_its_stream
 
 IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
 """An included router as a node of the tree. FastAPI below 0.137 copies its routes instead."""
@@ -126,7 +128,10 @@ def wrapper(original: Callable[..., Any], target: Target, *, streams: bool) -> C
     else:
 
         async def endpoint(**values: Any) -> Any:  # type: ignore[misc]
-            return await REPLICA.get()._plans[func].run(**values)
+            result = await REPLICA.get()._plans[func].run(**values)
+            if isinstance(result, StreamingResponse):
+                close_its_stream(result)
+            return result
 
     endpoint.__dict__.update(getattr(original, "__dict__", {}))  # what libraries marked it with
     for name in ("__wrapped__", "__signature__"):

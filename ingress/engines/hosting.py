@@ -40,6 +40,7 @@ class Hosted:
         self._running: RunningApplication | None = None
         self._starting: Future[None] | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
+        self._lifespans = 0
 
     @property
     def proxy(self) -> HTTPProxy | None:
@@ -72,8 +73,23 @@ class Hosted:
         await wakeup.wait()
         starting.result()
 
+    async def enter(self) -> None:
+        """Start the application for a lifespan, on its loop."""
+        await self.start(asyncio.get_running_loop())
+        with self._lock:
+            self._lifespans += 1
+
+    async def leave(self) -> None:
+        """Stop the application, unless another lifespan still needs it."""
+        with self._lock:
+            self._lifespans -= 1
+            if self._lifespans > 0:
+                return
+        await self.stop()
+
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Run on the control loop."""
+        self._lifespans = 0
         previous, self._running = self._running, None
         if previous is not None:  # its loop is gone, and nobody told us
             await self._engine.abandon_application(previous)
@@ -140,11 +156,11 @@ class Hosting:
     @asynccontextmanager
     async def lifespan(self, application: Application) -> AsyncIterator[None]:
         hosted = self._get(application)
-        await hosted.start(asyncio.get_running_loop())
+        await hosted.enter()
         try:
             yield
         finally:
-            await hosted.stop()
+            await hosted.leave()
 
     def _get(self, application: Application) -> Hosted:
         with self._lock:
@@ -159,7 +175,7 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
     """Answer the lifespan protocol: start on the loop that sent it, and stop."""
     await receive()
     try:
-        await hosted.start(asyncio.get_running_loop())
+        await hosted.enter()
     except BaseException:
         # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
         await send({"type": "lifespan.startup.failed", "message": traceback.format_exc()})
@@ -168,5 +184,5 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
         await send({"type": "lifespan.startup.complete"})
         await receive()
     finally:
-        await hosted.stop()
+        await hosted.leave()
     await send({"type": "lifespan.shutdown.complete"})

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ingress.build import BuiltApplication, build
+from ingress.call import Call
 from ingress.config import HTTPOptions
 from ingress.controller import Controller, RunningApplication
 from ingress.declaration import Application
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle, DeploymentResponse
-from ingress.loops import EventLoopThread, mailbox_of, run_blocking, running_loop
+from ingress.loops import EventLoopThread, run_blocking
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.router import Router
 from ingress.schema import ServeStatus
@@ -45,7 +46,10 @@ class EngineThreads:
         self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
         self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
         self.router = (
-            EventLoopThread("ingress-router") if settings.run_router_in_separate_loop else None
+            # What still comes when it has stopped is for routers to refuse, not to be lost.
+            EventLoopThread("ingress-router", lambda callback, args: callback(*args))
+            if settings.run_router_in_separate_loop
+            else None
         )
         self._user: EventLoopThread | None = None
 
@@ -54,12 +58,6 @@ class EngineThreads:
         if self._user is None:
             self._user = EventLoopThread("ingress-user")
         return self._user.loop
-
-    def waiting_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop on which a call of the current thread waits for its arguments."""
-        if self.router is not None:
-            return self.router.loop
-        return running_loop() or self.control.loop
 
     def stop(self) -> None:
         self._executor.shutdown()
@@ -85,7 +83,6 @@ class LocalEngine:
         self._users = 0
         self._threads: EngineThreads | None = None
         self._controller: Controller | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         # What `serve.run` serves over HTTP.
         self._http_options = HTTPOptions()
         self._is_started = False
@@ -188,7 +185,7 @@ class LocalEngine:
     ) -> DeploymentHandle:
         built = build(application, name)
         with self._operations:
-            self._refuse_prefix_of_another(name, route_prefix)
+            self._refuse_clash(name, route_prefix)
             previous = self.applications.get(name)
             threads = self.acquire()
             try:
@@ -287,8 +284,13 @@ class LocalEngine:
             }
         )
 
-    def _refuse_prefix_of_another(self, name: str, route_prefix: str | None) -> None:
+    def _refuse_clash(self, name: str, route_prefix: str | None) -> None:
         for other in self.applications.values():
+            if other.name == name and other.proxy is not self._proxy:
+                raise RayServeException(
+                    f'Application name "{name}" is being used by an application that is served as '
+                    "an ASGI app. Give this one another name."
+                )
             if other.name == name or other.proxy is not self._proxy:
                 continue
             if route_prefix is not None and other.route_prefix == route_prefix:
@@ -336,21 +338,25 @@ class LocalEngine:
         return []
 
     def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        threads = self._threads
-        assert threads is not None
-        mailbox_of(threads.waiting_loop()).post(self._wait_for, responses, then)
+        threads = self.threads
+        left = len(responses)
+        lock = threading.Lock()  # they are settled in any thread, even at the same moment
+
+        def settled(_: Call) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            if threads.router is None:
+                then()
+            else:
+                threads.router.mailbox.post(then)
+
+        for response in responses:
+            response._call.when_settled(settled)
 
     def later(self, callback: Callable[[], Any]) -> None:
         threads = self._threads
         if threads is not None:
             threads.control.mailbox.post(callback)
-
-    def _wait_for(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        async def wait() -> None:
-            for response in responses:  # they all run already
-                await response._call.wait()
-            then()
-
-        task = asyncio.get_running_loop().create_task(wait())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

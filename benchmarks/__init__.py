@@ -1,0 +1,1 @@
+"""Plain FastAPI against `ingress`; run it with `python -m benchmarks`."""

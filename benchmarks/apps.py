@@ -1,0 +1,93 @@
+"""The same endpoints for both sides; each name below is served by `uvicorn benchmarks.apps:name`.
+
+    fastapi_app     functions on plain FastAPI   ingress_app         methods, on one replica
+    starlette_app   one function on Starlette    ingress_plain_app   an `async def __call__`
+
+Every app with routes has ten of them, and what is measured stands in the middle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+import ingress as serve
+
+ROUTES = 10
+
+
+async def other() -> str:
+    return "never asked"
+
+
+def add_others(app: FastAPI, first: int, count: int) -> None:
+    for number in range(first, first + count):
+        app.get(f"/other/{number}", response_model=None)(other)
+
+
+# `response_model=None`: a return annotation, which types want, would otherwise be a model.
+
+fastapi_app = FastAPI()
+add_others(fastapi_app, 0, 4)
+
+
+@fastapi_app.get("/async", response_model=None)
+async def async_endpoint() -> str:
+    return "hello"
+
+
+@fastapi_app.get("/async/{item_id}", response_model=None)
+async def async_query_endpoint(item_id: int, name: str = "you") -> dict[str, Any]:
+    return {"item_id": item_id, "name": name}
+
+
+@fastapi_app.get("/def", response_model=None)
+def def_endpoint() -> str:
+    return "hello"
+
+
+add_others(fastapi_app, 4, 3)
+
+methods_app = FastAPI()
+add_others(methods_app, 0, 4)
+
+
+@serve.ingress(methods_app)
+class Methods:
+    @methods_app.get("/async", response_model=None)
+    async def async_endpoint(self) -> str:
+        return "hello"
+
+    @methods_app.get("/async/{item_id}", response_model=None)
+    async def async_query_endpoint(self, item_id: int, name: str = "you") -> dict[str, Any]:
+        return {"item_id": item_id, "name": name}
+
+    @methods_app.get("/def", response_model=None)
+    def def_endpoint(self) -> str:
+        return "hello"
+
+
+add_others(methods_app, 4, 3)
+ingress_app = serve.deployment(Methods).bind()
+
+
+async def hello(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("hello")
+
+
+starlette_app = Starlette(
+    routes=[Route("/" if number == 5 else f"/other/{number}", hello) for number in range(ROUTES)]
+)
+
+
+class Plain:
+    async def __call__(self, request: Request) -> str:
+        return "hello"
+
+
+ingress_plain_app = serve.deployment(Plain).bind()
