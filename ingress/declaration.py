@@ -14,7 +14,7 @@ import inspect
 import reprlib
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
 
 from starlette.types import Receive, Scope, Send
@@ -93,6 +93,8 @@ class Application:
     deployment: Deployment
     init_args: tuple[Any, ...]
     init_kwargs: dict[str, Any]
+    # What its host knows of it; here, because the host is asked at every request.
+    _hosted: Any = field(default=None, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI connection. Servers look for exactly these three parameters."""

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ingress.asgi import ASGI
 from ingress.exchange import Exchange
 from ingress.responses import error_response
 from ingress.router import Router
@@ -32,8 +33,6 @@ ROUTES = "/-/routes"
 SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
 
-# What our `send` and `receive` promise user code: after a disconnect `send` raises an `OSError`.
-_ASGI = {"version": "3.0", "spec_version": "2.4"}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -105,7 +104,7 @@ class HTTPProxy:
         else:
             request_id = new_request_id()
         headers = [*headers, (b"x-request-id", request_id.encode())]
-        inner = {**scope, "asgi": _ASGI, "headers": headers}
+        inner = {**scope, "asgi": ASGI, "headers": headers}
         if "router" in inner:  # a parent's that mounts us; links are made by the app's own
             del inner["router"]
             inner.pop("app_root_path", None)

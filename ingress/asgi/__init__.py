@@ -9,13 +9,14 @@
     state         `app.state`, one per replica
     replica_app   the ASGI app of one replica
     lifespan      its start-up and shutdown
+    telemetry     whether FastAPI's is on
     guard         failures stay inside their request
 
 Only these modules touch FastAPI's route internals.
 """
 
-from ingress.asgi.replica_app import ReplicaApp
+from ingress.asgi.replica_app import ASGI, ReplicaApp
 from ingress.asgi.routes import RouteInfo
 from ingress.asgi.spec import BoundApp, IngressSpec, ingress
 
-__all__ = ["BoundApp", "IngressSpec", "ReplicaApp", "RouteInfo", "ingress"]
+__all__ = ["ASGI", "BoundApp", "IngressSpec", "ReplicaApp", "RouteInfo", "ingress"]

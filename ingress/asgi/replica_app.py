@@ -10,10 +10,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
+from ingress.asgi.telemetry import TELEMETRY, Telemetry
 from ingress.context import ReplicaContext
 from ingress.exceptions import UserCodeExit
 from ingress.execution import ExecutionPlan, Role, may_leave
 
+ASGI = {"version": "3.0", "spec_version": "2.4"}
 BUILDER_METHOD = "__serve_build_asgi_app__"
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
@@ -40,6 +42,7 @@ class ReplicaApp:
         self._context = context
         self._make_plan = make_plan
         self.lifespan = Lifespan(context)
+        self._telemetry: Telemetry | None = None
         if routes is not None:
             # Before the constructor, so that `app.state` is the replica's in there.
             context._asgi_app = routes.clone()
@@ -49,6 +52,7 @@ class ReplicaApp:
         if self._routes is None:
             self._routes = BoundRoutes(await self._build(instance), self._cls)
             self._context._asgi_app = self._routes.clone()
+        self._telemetry = Telemetry.of(self._context._asgi_app)
         for target in self._routes.targets:
             self._context._plans[target.func] = self._make_plan(
                 target.bound_to(instance), Role.ENDPOINT
@@ -63,7 +67,9 @@ class ReplicaApp:
         """
         answer = Answer(send)
         scope[ANSWER] = answer
-        scope["asgi"] = {**scope.get("asgi", {"version": "3.0"}), "spec_version": "2.4"}
+        scope["asgi"] = ASGI
+        if self._telemetry is not None and not self._telemetry.is_on():
+            scope[TELEMETRY] = None
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:

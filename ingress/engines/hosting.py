@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-import weakref
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -127,13 +126,12 @@ class Hosting:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self._hosted: weakref.WeakKeyDictionary[Application, Hosted] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        hosted = self._hosted.get(application)
+        hosted: Hosted | None = application._hosted
         if hosted is not None and scope["type"] != "lifespan":
             proxy = hosted.proxy
             if proxy is not None:
@@ -164,10 +162,9 @@ class Hosting:
 
     def _get(self, application: Application) -> Hosted:
         with self._lock:
-            hosted = self._hosted.get(application)
-            if hosted is None:
-                # Holds the application through a weak reference only, as its key does.
-                hosted = self._hosted[application] = Hosted(self._engine, application)
+            if application._hosted is None:
+                object.__setattr__(application, "_hosted", Hosted(self._engine, application))
+            hosted: Hosted = application._hosted
             return hosted
 
 

@@ -1,0 +1,45 @@
+"""Whether FastAPI's own telemetry is on, asked once a second and not at every request."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+from starlette.routing import Mount
+
+TELEMETRY = "fastapi.telemetry"
+"""The key of a scope under which FastAPI finds its telemetry, `None` for off."""
+
+CHECK_EVERY_S = 1.0
+
+
+class Telemetry:
+    """Owned by the user event loop.
+
+    FastAPI (0.142 and newer) looks at every request whether an OpenTelemetry provider has been
+    configured, which reads the environment six times: a tenth of what a simple request costs. A
+    provider that is configured later is found within a second.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._is_on = True
+        self._next_check = 0.0
+
+    @classmethod
+    def of(cls, app: Any) -> Telemetry | None:
+        """Return the telemetry of a FastAPI app that has it.
+
+        `None` too if apps are mounted, because these may have providers of their own.
+        """
+        native = getattr(app, "_native_telemetry", None)
+        if native is None or any(isinstance(route, Mount) for route in app.routes):
+            return None
+        return cls(native)
+
+    def is_on(self) -> bool:
+        now = monotonic()
+        if now >= self._next_check:
+            self._next_check = now + CHECK_EVERY_S
+            self._is_on = self._native.enabled()
+        return self._is_on
