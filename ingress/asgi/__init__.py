@@ -4,6 +4,7 @@
     apps          the clone of the app each replica gets
     routes        the clone of the route tree, endpoints wrapped
     route_index   the route of a path, looked up
+    lean          a route without the exit stacks it does not need
     dependencies  `Depends(...)` on the replica's threads and instance
     methods       whose function it is, and what runs for it
     state         `app.state`, one per replica

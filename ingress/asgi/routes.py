@@ -26,6 +26,7 @@ from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRo
 
 from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guarded
+from ingress.asgi.lean import lean_app
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
 from ingress.execution import Kind, kind
@@ -177,6 +178,8 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
             setattr(clone, name, configured[name])
     for name, value in configured.items():  # what the user added to the route
         vars(clone).setdefault(name, value)
+    if base is APIRoute:
+        clone.app = lean_app(clone)
     return clone
 
 
