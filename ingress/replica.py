@@ -15,6 +15,8 @@ from enum import Enum
 from time import monotonic
 from typing import Any
 
+from anyio.to_thread import current_default_thread_limiter
+
 from ingress import execution
 from ingress.asgi import BoundApp
 from ingress.call import CURRENT_CALL, Call
@@ -26,6 +28,8 @@ from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running
 from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
 from ingress.types import ReplicaID
 from ingress.user_code import UserCode
+
+ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
 
 logger = logging.getLogger("ingress")
 
@@ -71,6 +75,8 @@ class Replica:
         self.position = -1
         self._release = release
         self._sync_in_threadpool = sync_in_threadpool
+        self._borrows = borrowed is not None
+        self._anyio_threads = 0
         name = str(replica_id)
         on_dead: OnDead = self._on_dead
         self._home = (
@@ -108,8 +114,18 @@ class Replica:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:
         """Make the replica ready, on its own loop. Raises what the user's code raises."""
-        await run_on(self.loop, self.user_code.start(args, kwargs, user_config))
+        await run_on(self.loop, self._start(args, kwargs, user_config))
         self.state = ReplicaState.RUNNING
+
+    async def _start(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any
+    ) -> None:
+        # AnyIO's threads are for what Starlette and FastAPI run themselves: `yield` dependencies,
+        # background tasks, files. A request is in one of them at a time, so none waits for long.
+        limiter = current_default_thread_limiter()
+        self._anyio_threads = self.max_ongoing + ANYIO_RESERVE
+        limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
+        await self.user_code.start(args, kwargs, user_config)
 
     def submit(self, call: Call) -> None:
         """Run a call that holds one of our slots. Thread-safe."""
@@ -246,6 +262,8 @@ class Replica:
         if tasks:
             await asyncio.wait(tasks)
         await self.user_code.stop()
+        if self._borrows:
+            current_default_thread_limiter().total_tokens -= self._anyio_threads
 
     def _join(self, deadline: float) -> None:
         joins = [("worker threads", self._pool.join), ("event loop", self._home.stop)]

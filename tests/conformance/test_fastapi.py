@@ -5,17 +5,20 @@ The flags say which loop is the user event loop; that a `def` runs in a thread i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from queue import SimpleQueue
+from threading import Barrier
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import BackgroundTasks, Depends, FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingress as serve
-from ingress.settings import Settings
+from ingress.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from tests.conformance.observe import ANYIO_WORKER, TIMEOUT_S, here, here_async, served
 
 LOOP, WORKER, THREAD = "the loop", "a worker thread", "a thread of Starlette's"
@@ -274,3 +277,39 @@ def test_a_builder_runs_on_the_loop(
     places: list[str] = []
     with served(make(places), flags) as it:
         assert places == [it.loop]
+
+
+@pytest.mark.parametrize("separate", ["1", "0"])
+def test_as_many_yield_dependencies_run_at_once_as_requests(
+    separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AnyIO alone would run 40 of them, and the rest would never meet."""
+    monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, separate)
+    requests = 60
+    all_inside = Barrier(requests)
+
+    def meets() -> Iterator[None]:
+        all_inside.wait(TIMEOUT_S)
+        yield
+
+    app = FastAPI()
+
+    @app.get("/", dependencies=[Depends(meets)])
+    async def endpoint() -> str:
+        return "met"
+
+    @serve.ingress(app)
+    class Service: ...
+
+    application = serve.deployment(max_ongoing_requests=requests)(Service).bind()
+
+    async def ask() -> list[str]:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            answers = await asyncio.gather(
+                *(client.get("/", timeout=TIMEOUT_S) for _ in range(requests))
+            )
+        await application.aclose()
+        return [answer.json() for answer in answers]
+
+    assert asyncio.run(ask()) == ["met"] * requests
