@@ -65,7 +65,6 @@ class Call:
         "runner",
         "settled",
         "started_at",
-        "task",
         "value",
         "waits_for",
         "work",
@@ -83,7 +82,6 @@ class Call:
         self.context = context
         self.queue: Queue | None = None
         self.runner: Runner | None = None
-        self.task: asyncio.Task[Any] | None = None
         self.waits_for: frozenset[Call] = _NOBODY
         self.is_awaited = False
         self.settled = False

@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 
 from ingress.declaration import Application
-from ingress.engines.base import Engine
 from ingress.engines.hosting import Hosting
 from ingress.engines.local import LocalEngine
 
-__all__ = ["Engine", "current_engine"]
+__all__ = ["current_engine"]
 
 _local = LocalEngine()
 Application._host = Hosting(_local)
