@@ -10,7 +10,6 @@ Lives on the control loop, where no user code runs while user code has loops of 
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from datetime import UTC, datetime
 from ingress.asgi import BoundApp
 from ingress.build import BuiltApplication, BuiltDeployment, fill
 from ingress.handle import DeploymentHandle
+from ingress.logs import logger
 from ingress.proxy import HTTPProxy
 from ingress.replica import Replica, ReplicaState
 from ingress.router import Router
@@ -32,8 +32,6 @@ from ingress.schema import (
 )
 from ingress.settings import Settings
 from ingress.types import DeploymentID, ReplicaID
-
-logger = logging.getLogger("ingress")
 
 LAST_WORDS_S = 1.0  # for the user's shutdown code and the joining of threads, after the drain
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -74,3 +76,17 @@ def test_outside_of_a_request_the_fields_are_empty_and_the_record_passes() -> No
         logger.removeHandler(handler)
 
     assert fields(handler.records[0]) == dict.fromkeys(FIELDS, "")
+
+
+def test_importing_the_package_gives_its_logger_the_fields() -> None:
+    script = (
+        "import logging, ingress\n"
+        "logging.basicConfig(format='%(name)s|%(request_id)s|%(deployment)s|%(message)s')\n"
+        "logging.getLogger('ingress').warning('said')\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
+    )
+
+    assert done.stderr == "ingress|||said\n"
