@@ -484,3 +484,29 @@ def test_every_port_is_closed_after_it(separate: str) -> None:
     serve.shutdown()
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", int(found[1]))) != 0
+
+
+def test_two_applications_that_start_at_once_have_two_names(separate: str) -> None:
+    both_construct = threading.Barrier(2)
+
+    @serve.deployment(name="Same")
+    class Same:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            await asyncio.to_thread(both_construct.wait, PATIENCE_S)
+
+        async def __call__(self) -> str:
+            return serve.get_replica_context().app_name
+
+    applications = [bind(Same), bind(Same)]
+
+    async def ask(application: serve.Application) -> str:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get("/")).text
+
+    async def ask_both() -> list[str]:
+        return await asyncio.gather(*(ask(application) for application in applications))
+
+    assert sorted(asyncio.run(ask_both())) == ["default", "default_1"]
+    for application in applications:
+        asyncio.run(application.aclose())

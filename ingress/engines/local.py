@@ -78,6 +78,7 @@ class LocalEngine:
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
         self.applications: dict[str, RunningApplication] = {}
+        self._starting: set[str] = set()
         self._lock = threading.Lock()
         self._operations = threading.RLock()
         self._users = 0
@@ -131,7 +132,11 @@ class LocalEngine:
         else:
             loop = serving_loop()
             lend_executor(loop)
-        running = await self._controller.deploy(built, route_prefix, proxy, loop)
+        self._starting.add(built.name)
+        try:
+            running = await self._controller.deploy(built, route_prefix, proxy, loop)
+        finally:
+            self._starting.discard(built.name)
         self.applications[built.name] = running
         return running
 
@@ -154,9 +159,12 @@ class LocalEngine:
             self.release()
 
     def free_name(self) -> str:
-        """Return the name of the next application that is served without one."""
+        """Return the name of the next application that is served without one.
+
+        On the control loop; nothing may be awaited before `start_application` takes the name.
+        """
         name, number = "default", 0
-        while name in self.applications:
+        while name in self.applications or name in self._starting:
             number += 1
             name = f"default_{number}"
         return name
@@ -219,7 +227,7 @@ class LocalEngine:
             threads = self._threads
             if threads is None:
                 return
-            for running in self.applications.values():
+            for running in list(self.applications.values()):
                 running.proxy.is_draining = True
             stopped = run_blocking(threads.control.loop, self._stop_all(timeout_s))
             stopped += self._is_started
