@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from ingress.schema import ServeStatus
 
 logger = logging.getLogger("ingress")
 
+LAME_DUCK_S = 0.2  # between the refusal of new requests and the end of the listening socket
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -79,6 +81,8 @@ def serve_until_signal() -> None:
     try:
         signals.get()
         logger.info("stopping: waiting for what runs; a second signal stops at once")
+        current_engine().refuse()
+        time.sleep(LAME_DUCK_S)  # who is on the way here is told, not cut off
         shutdown()
     finally:
         for number, handler in previous.items():

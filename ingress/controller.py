@@ -33,7 +33,7 @@ from ingress.schema import (
 from ingress.settings import Settings
 from ingress.types import DeploymentID, ReplicaID
 
-LAST_WORDS_S = 1.0  # for the user's shutdown code and the joining of threads, after the drain
+LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 

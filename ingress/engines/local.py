@@ -221,14 +221,18 @@ class LocalEngine:
             self._update_routes(without=running)
             self._stop(running, threads)
 
+    def refuse(self) -> None:
+        """Answer new requests that the server is being drained, until `shutdown`."""
+        for running in list(self.applications.values()):
+            running.proxy.is_draining = True
+
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop everything. Requests have `timeout_s` to end, by default what deployments say."""
         with self._operations:
             threads = self._threads
             if threads is None:
                 return
-            for running in list(self.applications.values()):
-                running.proxy.is_draining = True
+            self.refuse()
             stopped = run_blocking(threads.control.loop, self._stop_all(timeout_s))
             stopped += self._is_started
             self._is_started = False
