@@ -142,7 +142,12 @@ def test_start_stays_until_shutdown_whatever_is_deleted() -> None:
 
 
 def test_deleting_what_is_not_there_is_nothing() -> None:
+    handle = serve.run(bind(Echo, "x"), name="app", route_prefix=None)
+
     serve.delete("nobody")
+
+    assert list(serve.status().applications) == ["app"]
+    assert handle.remote().result(timeout_s=PATIENCE_S) == "x"
 
 
 def test_handles_are_found_by_name() -> None:

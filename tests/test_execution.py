@@ -473,6 +473,8 @@ async def test_closing_an_on_loop_stream_is_not_the_users_generator_exit(pool: W
 
     await stream.aclose()  # raises nothing
 
+    assert [item async for item in stream] == []
+
 
 # The warning.
 

@@ -379,7 +379,8 @@ def test_a_port_is_free_again_after_shutdown(in_process: None) -> None:
     serve.shutdown()
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+        listener.bind(("127.0.0.1", port))  # raises if somebody still has it
+        assert listener.getsockname()[1] == port
 
 
 def test_status_is_json_and_empty_after_shutdown(in_process: None) -> None:
