@@ -1,9 +1,9 @@
 """One HTTP request or WebSocket between the server's loop and the replica's.
 
     the server's loop                                the user loop
-    respond()  <-- complete response: one post ----- _Bridge.send()     start and body together
-               <-- Channel ------------------------- _Bridge.send()     a stream, item by item
-    _pump()    --- Channel ------------------------> _Bridge.receive()  body, messages, disconnect
+    respond()  <-- complete response: one post ----- Bridge.send()     start and body together
+               <-- Channel ------------------------- Bridge.send()     a stream, item by item
+    _pump()    --- Channel ------------------------> Bridge.receive()  body, messages, disconnect
 
 If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
 `send` and `receive` go straight to the server.
@@ -18,6 +18,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
+from ingress.bridge import YIELD_EVERY, Bridge
 from ingress.call import Call, Runner
 from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import (
@@ -25,18 +26,17 @@ from ingress.exceptions import (
     RequestCancelledError,
     StreamClosedError,
 )
-from ingress.loops import Mailbox, mailbox_of, running_loop
+from ingress.loops import mailbox_of, running_loop
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
 
 GOING_AWAY = 1001  # RFC 6455, 7.4.1: the code of a WebSocket whose application stops
-YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class Exchange(Call):
-    """A request's call, as the server's loop sees it; what runs elsewhere is in `_Bridge`.
+    """A request's call, as the server's loop sees it; what runs elsewhere is in `Bridge`.
 
     Every field below belongs to the server's loop. Other threads reach it by `_post` only, in
     order: a response is there before the end of its call.
@@ -331,69 +331,8 @@ class Exchange(Call):
         if running_loop() is self.loop:
             await user_code.http(scope, self._receive_here, self._send_here)
             return
-        bridge = _Bridge(self, mailbox_of(self.loop), self._first)
+        bridge = Bridge(self, mailbox_of(self.loop), self._first)
         try:
             await user_code.http(scope, bridge.receive, bridge.send)
         finally:
             bridge.finish()
-
-
-class _Bridge:
-    """What user code on another loop calls as `receive` and `send`. Owned by the user loop."""
-
-    __slots__ = ("_chunks", "_exchange", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
-
-    def __init__(self, exchange: Exchange, mailbox: Mailbox, first: Message | None) -> None:
-        self._exchange = exchange
-        self._mailbox = mailbox
-        self._first = first
-        self._is_pumping = False
-        self._outbound: Channel | None = None
-        self._start: Message | None = None
-        self._chunks = 0
-
-    async def receive(self) -> Message:
-        if self._first is not None:
-            message, self._first = self._first, None
-            return message
-        if not self._is_pumping:
-            self._is_pumping = True
-            self._mailbox.post(self._exchange.pump)
-        return await self._exchange.take()
-
-    async def send(self, message: Message) -> None:
-        if self._outbound is not None:
-            await self._put(message)
-        elif message["type"] == "http.response.start":
-            self._start = message
-            for name, _ in message.get("headers", ()):
-                if name == b"content-length":
-                    return  # the body is on its way; they travel together
-            await self._stream()  # else this may be all for a while, and the client wants it now
-        elif message["type"] == "http.response.body" and not message.get("more_body"):
-            if self._start is None:
-                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
-            self._mailbox.post(self._exchange.complete, self._start, message)
-            self._start = None
-        else:
-            await self._stream()
-            await self._put(message)
-
-    def finish(self) -> None:
-        if self._outbound is not None:
-            self._outbound.finish()
-
-    async def _stream(self) -> None:
-        """From here on the response goes message by message."""
-        self._outbound = Channel()
-        if self._start is not None:
-            await self._outbound.put(self._start)
-        self._mailbox.post(self._exchange.open, self._outbound)
-
-    async def _put(self, message: Message) -> None:
-        assert self._outbound is not None
-        size = len(message.get("body") or message.get("bytes") or message.get("text") or b"")
-        await self._outbound.put(message, size)
-        self._chunks += 1
-        if self._chunks % YIELD_EVERY == 0:
-            await asyncio.sleep(0)

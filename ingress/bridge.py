@@ -1,0 +1,94 @@
+"""What user code on a loop of its own calls as `receive` and `send`.
+
+    the user loop                              the server's loop
+    send()     one complete response           -> Exchange.complete, start and body together
+               a stream, item by item          -> a Channel, which Exchange.open gets
+    receive()  body, messages, disconnect      <- the channel that Exchange.pump fills
+
+On the server's own loop there is nothing to cross, and `Exchange` has its own two functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from starlette.types import Message
+
+from ingress.channel import Channel
+from ingress.loops import Mailbox
+
+YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
+
+
+class Client(Protocol):
+    """The server's side, as the user's side sees it; all but `take` are posted to its loop."""
+
+    def complete(self, start: Message, body: Message) -> None: ...
+
+    def open(self, outbound: Channel) -> None: ...
+
+    def pump(self) -> None: ...
+
+    async def take(self) -> Message: ...
+
+
+class Bridge:
+    """Owned by the user loop."""
+
+    __slots__ = ("_chunks", "_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
+
+    def __init__(self, client: Client, mailbox: Mailbox, first: Message | None) -> None:
+        self._client = client
+        self._mailbox = mailbox
+        self._first = first
+        self._is_pumping = False
+        self._outbound: Channel | None = None
+        self._start: Message | None = None
+        self._chunks = 0
+
+    async def receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._mailbox.post(self._client.pump)
+        return await self._client.take()
+
+    async def send(self, message: Message) -> None:
+        if self._outbound is not None:
+            await self._put(message)
+        elif message["type"] == "http.response.start":
+            self._start = message
+            for name, _ in message.get("headers", ()):
+                if name == b"content-length":
+                    return  # the body is on its way; they travel together
+            await self._stream()  # else this may be all for a while, and the client wants it now
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            if self._start is None:
+                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+            self._mailbox.post(self._client.complete, self._start, message)
+            self._start = None
+        else:
+            await self._stream()
+            await self._put(message)
+
+    def finish(self) -> None:
+        if self._outbound is not None:
+            self._outbound.finish()
+
+    async def _stream(self) -> None:
+        """From here on the response goes message by message."""
+        self._outbound = Channel()
+        if self._start is not None:
+            await self._outbound.put(self._start)
+        self._mailbox.post(self._client.open, self._outbound)
+
+    async def _put(self, message: Message) -> None:
+        assert self._outbound is not None
+        size = len(message.get("body") or message.get("bytes") or message.get("text") or b"")
+        await self._outbound.put(message, size)
+        self._chunks += 1
+        if self._chunks % YIELD_EVERY == 0:
+            await asyncio.sleep(0)
