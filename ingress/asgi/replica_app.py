@@ -69,7 +69,7 @@ class ReplicaApp:
         scope[ANSWER] = answer
         scope["asgi"] = ASGI
         if self._telemetry is not None and not self._telemetry.is_on():
-            scope[TELEMETRY] = None
+            scope.setdefault(TELEMETRY, None)  # a parent app that mounts us may have its own
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:

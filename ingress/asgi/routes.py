@@ -24,9 +24,9 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
 
+from ingress.asgi.compiled import compiled_app
 from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guarded
-from ingress.asgi.lean import lean_app
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
 from ingress.execution import Kind, kind
@@ -75,6 +75,11 @@ class RouteTree:
         for served in served_routes(cloned.routes):
             if (dependant := getattr(served, "dependant", None)) is not None:
                 self._dependencies.lift(dependant)
+            route = getattr(served, "_route_context", None) or getattr(served, "route", served)
+            # FastAPI 0.137 makes the app of an included route anew for each request.
+            is_ours = isinstance(getattr(route, "original_route", route), APIRoute)
+            if is_ours and getattr(route, "app", None) is not None:
+                route.app = compiled_app(route)
         return cloned
 
     def _router(self, router: Router) -> Router:
@@ -178,8 +183,6 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
             setattr(clone, name, configured[name])
     for name, value in configured.items():  # what the user added to the route
         vars(clone).setdefault(name, value)
-    if base is APIRoute:
-        clone.app = lean_app(clone)
     return clone
 
 

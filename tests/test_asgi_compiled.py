@@ -1,4 +1,4 @@
-"""`ingress.asgi.lean`: a route with fewer exit stacks does what it did with them."""
+"""`ingress.asgi.compiled`: a route with fewer exit stacks does what it did with them."""
 
 from __future__ import annotations
 
