@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import FastAPIError
 from fastapi.routing import APIRoute
-from starlette.routing import Match
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.routing import Match, Route
 from starlette.testclient import TestClient
 from starlette.types import Scope
 
 import ingress
+from ingress.asgi.route_index import RouteIndex
 from tests.asgi_helpers import serve
 
 
@@ -95,3 +101,120 @@ def test_a_path_is_answered_as_by_the_users_app(
                 response = client.request(method, path, headers=headers, follow_redirects=False)
                 answers.add((response.status_code, response.text, response.headers.get("allow")))
     assert len(answers) == 1
+
+
+PATHS = [
+    "/", "/items", "/items/", "/items/me", "/items/me/", "/items/{item}", "/items/{item}/parts",
+    "/items/{item:int}", "/items-{item}", "/{page}", "/{page}/{item}", "/files/{path:path}",
+    "/files/all", "/{path:path}", "/a/b", "/a/{item}",
+]  # fmt: skip
+PREFIXES = ["", "/items", "/v1", "/{tenant}", "/v1/{tenant}"]
+ASKED = [
+    "/", "/items", "/items/", "/items//", "/items/me", "/items/me/", "/items/7", "/items/7/",
+    "/items/7/parts", "/items/me/parts", "/items-7", "/items\n", "/about", "/about/us", "/files",
+    "/files/", "/files/a/b", "/files/all", "/a", "/a/", "/a/b", "/a/c", "/v1", "/v1/items",
+    "/v1/items/me", "/v1/items/7", "/v1/acme/items", "/acme/items/me", "/nowhere/at/all/here",
+]  # fmt: skip
+
+routes = st.tuples(st.sampled_from(PATHS), st.sampled_from(["GET", "POST"]))
+routers: st.SearchStrategy[Any] = st.recursive(
+    st.lists(routes, min_size=1, max_size=4),
+    lambda inner: st.lists(
+        st.one_of(routes, st.tuples(st.sampled_from(PREFIXES), inner)), min_size=1, max_size=4
+    ),
+    max_leaves=6,
+)
+
+
+def build(app: Any, table: list[Any], name: str = "") -> Any:
+    """Add the routes of a table, and the tables in it as included routers."""
+    for number, (path, content) in enumerate(table):
+        if isinstance(content, list):
+            router = build(APIRouter(), content, f"{name}{number}.")
+            try:
+                app.include_router(router, prefix=path.replace("tenant", f"t{len(name)}"))
+            except FastAPIError:  # prefix and path cannot be both empty
+                continue
+        else:
+
+            async def endpoint(request: Request, name: str = f"{name}{number}") -> str:
+                return f"{name} {request.path_params} {request.url_for('here').path}"
+
+            app.add_api_route(path, endpoint, methods=[content], response_model=None)
+    return app
+
+
+def indexed(app: FastAPI) -> FastAPI:
+    app.router.middleware_stack = RouteIndex(app.router)
+    app.mount("/mounted", build(FastAPI(), [("/items/{item}", "GET")]))
+    return app
+
+
+@given(table=routers)
+@settings(max_examples=200, deadline=None)
+def test_any_routes_select_as_without_an_index(table: list[Any]) -> None:
+    async def compare() -> None:
+        apps = []
+        for _ in range(2):
+            app = build(FastAPI(openapi_url=None), table)
+            app.add_api_route("/here", lambda: "", name="here")
+            apps.append(app)
+        indexed(apps[0])
+        apps[1].mount("/mounted", build(FastAPI(), [("/items/{item}", "GET")]))
+        for method in ("GET", "POST", "PUT"):
+            for path in [*ASKED, "/mounted/items/7"]:
+                answers = [await ask(app, method, path) for app in apps]
+                assert answers[0] == answers[1], (method, path)
+
+    anyio.run(compare)
+
+
+async def ask(app: FastAPI, method: str, path: str) -> list[Any]:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("nobody reads the body")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+        "root_path": "", "query_string": b"", "headers": [(b"host", b"localhost")],
+        "scheme": "http", "http_version": "1.1", "server": ("localhost", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return sent
+
+
+def test_what_routes_cost_does_not_grow_with_their_number() -> None:
+    matched: list[str] = []
+
+    app = FastAPI(openapi_url=None)
+    for group in range(10):
+        router = APIRouter()
+        for number in range(10):
+            router.add_api_route(f"/{number}/{{item}}", lambda item: item)
+            router.add_api_route(f"/{number}", lambda: "")
+        app.include_router(router, prefix=f"/{group}")
+    app.router.middleware_stack = RouteIndex(app.router)
+    before = sys.getprofile()
+
+    def trace(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is Route.matches.__code__:
+            matched.append("")
+        if event == "call" and frame.f_code.co_qualname == "_EffectiveRouteContext.matches":
+            matched.append("")
+
+    async def run() -> None:
+        await ask(app, "GET", "/9/9/x")  # makes the narrowed copies
+        await ask(app, "GET", "/9/9")
+        sys.setprofile(trace)
+        try:
+            assert (await ask(app, "GET", "/9/9/y"))[0]["status"] == 200
+            assert (await ask(app, "GET", "/9/9"))[0]["status"] == 200
+        finally:
+            sys.setprofile(before)
+
+    anyio.run(run)
+    assert 2 <= len(matched) <= 8  # of 200; an included router matches twice
