@@ -20,6 +20,7 @@ from ingress.asgi import BoundApp
 from ingress.build import BuiltApplication, BuiltDeployment, fill
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
+from ingress.loops import reserve_descriptors
 from ingress.proxy import HTTPProxy
 from ingress.replica import Replica, ReplicaState
 from ingress.router import Router
@@ -133,6 +134,9 @@ class Controller:
         code has no thread of its own.
         """
         running = RunningApplication(application.name, route_prefix, proxy)
+        if self._settings.run_user_code_in_separate_thread:
+            counts = (each.deployment.config.replica_count for each in application.deployments)
+            reserve_descriptors(sum(counts))
         replaced = dict(self._routers)
         try:
             for built in application.deployments:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -25,9 +27,16 @@ try:
 except ImportError:  # Windows, or installed without the extra
     from asyncio import new_event_loop  # type: ignore[assignment,unused-ignore]
 
+if sys.platform != "win32":  # which has no such limit
+    import resource
+
 logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
+# What a loop of uvloop holds open; one of asyncio's holds 3.
+DESCRIPTORS_PER_LOOP = 5
+# What connections, files and libraries may want besides.
+_SPARE_DESCRIPTORS = 64
 # How long a loop that is being closed waits for tasks that swallow their cancellation.
 _LAST_WORDS_S = 1.0
 
@@ -36,6 +45,27 @@ OnDead = Callable[[Callable[..., Any], tuple[Any, ...]], None]
 
 def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Whoever waited on a loop that is gone is gone with it."""
+
+
+def reserve_descriptors(loops: int) -> None:
+    """Raise this process's soft limit of open files to its hard one.
+
+    Raises `RuntimeError` if that many loops more do not fit even so: before the first is made,
+    because one that fails in the middle of a start leaves the others half done.
+    """
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = len(os.listdir("/dev/fd")) + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise RuntimeError(
+            f"{loops} event loops more need {needed} file descriptors in all, and this process "
+            f"may have {hard}; raise the limit (`ulimit -n {needed}`, LimitNOFILE= of a service), "
+            "start fewer replicas, or let them share a loop with "
+            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0"
+        )
 
 
 class Mailbox:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -249,3 +251,41 @@ def test_counts_are_in_the_status() -> None:
     assert replica.latency_ms[""].count == 5
     assert serve.status().applications["default"].deployments["Fine"].requests == 5
     assert serve.status().applications["default"].deployments["Fine"].queued == 0
+
+
+LIMITED = """
+import resource, threading
+import ingress as serve
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, {hard}))
+
+class Replica:
+    def __call__(self):
+        return "served"
+
+try:
+    handle = serve.run(serve.deployment(Replica, num_replicas=80).bind(), route_prefix=None)
+    print(handle.remote().result())
+except RuntimeError as error:
+    print(error)
+print(resource.getrlimit(resource.RLIMIT_NOFILE), threading.active_count())
+serve.shutdown()
+"""
+
+
+def test_replicas_get_the_file_descriptors_the_hard_limit_allows() -> None:
+    result = run_python(LIMITED.format(hard=1000))
+    assert "served" in result
+    assert "(1000, 1000) 8" in result  # and eighty-odd threads
+
+
+def test_more_loops_than_descriptors_fail_before_the_first_is_made() -> None:
+    result = run_python(LIMITED.format(hard=300))
+    assert "80 event loops more need " in result
+    assert "and this process may have 300; raise the limit" in result
+    assert "Too many open files" not in result
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
