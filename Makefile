@@ -4,7 +4,7 @@ BIN := .venv/bin
 FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench test-fastapi test-fastapi-ends clean
+.PHONY: help run test check bench bench-handles test-fastapi test-fastapi-ends clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test
 
@@ -28,6 +28,9 @@ check: .venv/.dev ## Lint, format, types and floors
 
 bench: .venv/.test ## Compare with plain FastAPI, side by side in one run (needs wrk)
 	@$(BIN)/python -m benchmarks
+
+bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000 replicas
+	@$(BIN)/python -m benchmarks.handles
 
 test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions
 
