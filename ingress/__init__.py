@@ -11,6 +11,7 @@ from ingress.api import (
     status,
 )
 from ingress.asgi import ingress
+from ingress.batching import batch
 from ingress.config import (
     AutoscalingConfig,
     BackpressureConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "LoggingConfig",
     "ReplicaContext",
     "RequestRouterConfig",
+    "batch",
     "delete",
     "deployment",
     "exceptions",

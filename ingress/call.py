@@ -50,7 +50,8 @@ class Call:
 
     `work(user_code)` is what the replica runs, in `context`. `queue` and `runner` say where it is.
     `waits_for` are the calls whose answers its user code waits for now, or it itself needs before
-    it can begin; `is_awaited` becomes true when the user code of a call waits for it.
+    it can begin; `is_awaited` becomes true when the user code of a call waits for it. `members` are
+    the calls of a batch, which runs as a call of its own; `None` if this is no batch.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Call:
         "context",
         "error",
         "is_awaited",
+        "members",
         "metadata",
         "queue",
         "route",
@@ -75,8 +77,10 @@ class Call:
         metadata: RequestMetadata,
         work: Callable[[Any], Awaitable[Any]] | None,
         context: Context,
+        members: tuple[Call, ...] | None = None,
     ) -> None:
         self.metadata = metadata
+        self.members = members
         self.route = metadata.route
         self.work = work
         self.context = context
@@ -176,9 +180,9 @@ class Call:
                 self.end_wait(waiter)
         return True
 
-    def begin_wait(self) -> Call | None:
-        """Note that the current call, if this is in one, goes on only after this one."""
-        waiter = CURRENT_CALL.get(None)
+    def begin_wait(self, waiter: Call | None = None) -> Call | None:
+        """Note that a call, by default the one this is in, goes on only after this one."""
+        waiter = waiter or CURRENT_CALL.get(None)
         if waiter is not None:
             with waiter._lock:
                 waiter.waits_for |= {self}
@@ -196,5 +200,15 @@ class Call:
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("ingress_call")
+
+
+def current_calls() -> tuple[Call, ...]:
+    """Return the calls the running code works for: one, those of its batch in order, or none."""
+    call = CURRENT_CALL.get(None)
+    if call is None:
+        return ()
+    return (call,) if call.members is None else call.members
+
+
 _NO_CONTEXT = Context()
 _NOBODY: frozenset[Call] = frozenset()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.exceptions import RayServeException
-from ingress.execution import ExecutionPlan
+from ingress.execution import ExecutionPlan, ThreadPool
 from ingress.types import ReplicaID
 
 
@@ -25,13 +25,18 @@ class ReplicaContext:
 
     `servable_object` is the user's instance, `None` while its constructor runs. The underscored
     fields are the framework's: the replica's own ASGI app, and the plan of each callable that app
-    calls.
+    calls; its loop and worker threads, the batches that run, and what `set_max_batch_size` and its
+    like were told here.
     """
 
     replica_id: ReplicaID
     servable_object: Any = None
     _asgi_app: Any = None
     _plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
+    _loop: asyncio.AbstractEventLoop | None = None
+    _pool: ThreadPool | None = None
+    _batches: set[asyncio.Task[None]] = field(default_factory=set)
+    _batch_limits: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def app_name(self) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from ingress.asgi import BoundApp
+from ingress.batching import warn_of_capacity
 from ingress.build import BuiltApplication, BuiltDeployment, fill
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
@@ -169,6 +170,7 @@ class Controller:
         deployment = RunningDeployment(built, router, bound_app)
         running.deployments[built.name] = deployment
         separate = self._settings.run_user_code_in_separate_thread
+        warn_of_capacity(built.name, cls, config.max_ongoing_requests)
         try:
             for number in range(config.replica_count):
                 deployment.replicas.append(

@@ -207,6 +207,18 @@ def plan(
     return ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
 
 
+def call_inline(func: Callable[..., T], /, *args: Any) -> T:
+    """Call a short `def` here and now, contained: a question that cannot wait for a plan."""
+    try:
+        return func(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"{name_of(func)} raised StopIteration") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UserCodeExit(error, name_of(func)) from error
+
+
 def kind(func: Callable[..., Any]) -> Kind:
     """Return how `func` is written.
 

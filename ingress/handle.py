@@ -98,7 +98,8 @@ class DeploymentHandle:
         options = self._options
         parent = CURRENT_CALL.get(None)
         metadata = RequestMetadata(
-            request_id=new_request_id() if parent is None else parent.metadata.request_id,
+            # A batch has none of its own.
+            request_id=(parent and parent.metadata.request_id) or new_request_id(),
             deployment=self._id,
             method_name=options.method_name,
             route="" if parent is None else parent.metadata.route,

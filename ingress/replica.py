@@ -92,7 +92,7 @@ class Replica:
             workers = min(32, max(1, math.ceil(num_cpus)) + 4)
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
-        self.context = ReplicaContext(replica_id)
+        self.context = ReplicaContext(replica_id, _loop=self.loop, _pool=self._pool)
         try:
             self.user_code = UserCode(func_or_class, bound_app, self.context, self.make_plan)
         except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
@@ -257,6 +257,7 @@ class Replica:
 
     async def _wind_down(self) -> None:
         tasks = [task for task in self._calls.values() if task is not None]
+        tasks += self.context._batches
         for task in tasks:
             task.cancel()
         if tasks:

@@ -18,7 +18,16 @@ from typing import Any
 import pytest
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
-from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role, kind, name_of, plan
+from ingress.execution import (
+    ExecutionMode,
+    ExecutionPlan,
+    Kind,
+    Role,
+    call_inline,
+    kind,
+    name_of,
+    plan,
+)
 from ingress.loops import BorrowedLoop
 from ingress.threads import WorkerPool
 
@@ -593,3 +602,26 @@ async def test_nothing_else_warns(method: str, role: Role, flag: bool, pool: Wor
 
 async def test_a_plan_is_made_without_calling_anything() -> None:
     assert inspect.signature(plan).parameters["sync_in_threadpool"].kind.name == "KEYWORD_ONLY"
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("x"), ValueError),
+        (StopIteration(1), RuntimeError),
+        (SystemExit(1), UserCodeExit),
+        (asyncio.CancelledError(), UserCodeExit),
+        (GeneratorExit(), UserCodeExit),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_a_call_inline_is_contained(raised: BaseException, expected: type[Exception]) -> None:
+    def func(value: int) -> int:
+        if value:
+            raise raised
+        return value
+
+    assert call_inline(func, 0) == 0
+    with pytest.raises(expected) as found:
+        call_inline(func, 1)
+    assert found.value is raised or found.value.__cause__ is raised

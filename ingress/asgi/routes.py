@@ -253,7 +253,14 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
         elif isinstance(route, (Mount, Host)):
             where = mounted_at + getattr(route, "path", getattr(route, "host", ""))
             check_routes(route.routes or [], methods, mounted_at=where)
-        elif isinstance(route, (Route, WebSocketRoute)) and methods.owns(route.endpoint):
+        elif not isinstance(route, (Route, WebSocketRoute)):
+            continue
+        elif getattr(route.endpoint, "__ingress_batched__", None) is route.endpoint:
+            raise TypeError(
+                f"@serve.batch stands over the route {route.endpoint.__qualname__}, and FastAPI "
+                "would call past it: decorate an inner method and await it from the route."
+            )
+        elif methods.owns(route.endpoint):
             name = route.endpoint.__qualname__
             if mounted_at:
                 raise TypeError(

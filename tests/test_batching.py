@@ -1,0 +1,1124 @@
+"""`@serve.batch` by itself, in a plain event loop: what runs together, when, and who gets what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, FastAPI
+
+import ingress as serve
+from ingress.call import current_calls
+from ingress.exceptions import RayServeException, UserCodeExit
+from tests.containment_app import ERRORS, boom
+from tests.servers import PATIENCE_S
+
+on_the_loop = pytest.mark.anyio
+LONG_S = 30.0
+"""A wait that a test which passes never sees the end of."""
+
+
+class Recorder:
+    """A handler's body: notes each batch, and holds it until the test opens the door."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.running = 0
+        self.most_running = 0
+        self.door = asyncio.Event()
+        self.entered = asyncio.Event()
+
+    async def __call__(self, xs: list[Any]) -> list[Any]:
+        self.batches.append(xs)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.entered.set()
+        try:
+            await self.door.wait()
+            return xs
+        finally:
+            self.running -= 1
+
+
+def batched(record: Any, **options: Any) -> Any:
+    """Return a batched function whose handler is `record`."""
+
+    async def handler(xs: list[Any]) -> Any:
+        return await record(xs)
+
+    return serve.batch(**{"batch_wait_timeout_s": LONG_S, **options})(handler)
+
+
+def queues(function: Any) -> int:
+    return len(function.__ingress_batcher__._queues)
+
+
+async def patiently(awaitable: Any) -> Any:
+    async with asyncio.timeout(PATIENCE_S):
+        return await awaitable
+
+
+async def all_of(*calls: Any, errors: bool = False) -> list[Any]:
+    """Await calls that were started in this order."""
+    results: list[Any] = await patiently(asyncio.gather(*calls, return_exceptions=errors))
+    return results
+
+
+async def started(*calls: Any) -> list[asyncio.Task[Any]]:
+    """Start calls, and return once each has gone as far as it can."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await turns()
+    return tasks
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+# What is decorated, and how
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_batch_size": 0}, ValueError, "max_batch_size must be an integer >= 1, got 0"),
+        ({"max_batch_size": 1.5}, TypeError, "max_batch_size must be an integer >= 1, got 1.5"),
+        ({"max_batch_size": "8"}, TypeError, "max_batch_size must be an integer >= 1, got '8'"),
+        ({"max_batch_size": True}, TypeError, "max_batch_size must be an integer >= 1"),
+        ({"max_batch_size": float("inf")}, TypeError, "max_batch_size must be an integer >= 1"),
+        ({"batch_wait_timeout_s": -1}, ValueError, "batch_wait_timeout_s must be a float >= 0"),
+        ({"batch_wait_timeout_s": float("nan")}, ValueError, "must be a float >= 0, got nan"),
+        ({"batch_wait_timeout_s": float("inf")}, ValueError, "must be a float >= 0, got inf"),
+        ({"batch_wait_timeout_s": "1"}, TypeError, "batch_wait_timeout_s must be a float >= 0"),
+        ({"max_concurrent_batches": 0}, TypeError, "max_concurrent_batches must be an integer"),
+        ({"max_concurrent_batches": 1.5}, TypeError, "max_concurrent_batches must be an integer"),
+        ({"batch_size_fn": 3}, TypeError, "batch_size_fn must be a callable or None, got 3"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_decoration(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        serve.batch(**options)
+
+
+def test_a_size_function_that_would_have_to_be_awaited_is_refused() -> None:
+    async def size(xs: list[Any]) -> int:
+        return 1
+
+    with pytest.raises(TypeError, match="batch_size_fn must be a plain `def`"):
+        serve.batch(batch_size_fn=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", [3, int, serve.deployment(Recorder)], ids=repr)
+def test_what_is_no_function_is_refused_at_decoration(what: Any) -> None:
+    with pytest.raises(TypeError, match=r"@serve\.batch decorates a function, got"):
+        serve.batch(what)
+    with pytest.raises(TypeError, match=r"@serve\.batch decorates a function, got"):
+        serve.batch()(what)
+
+
+@pytest.mark.parametrize("make", [FastAPI, APIRouter])
+def test_a_batch_over_a_route_is_refused_when_the_class_is_decorated(
+    make: type[FastAPI] | type[APIRouter],
+) -> None:
+    app = make()
+
+    class K:
+        @serve.batch
+        @app.get("/")
+        async def route(self, xs: list[int]) -> list[int]:
+            return xs
+
+    with pytest.raises(TypeError, match=r"K\.route.*decorate an inner method and await it from"):
+        serve.ingress(app)(K)
+
+
+def test_an_integral_float_is_a_size_as_in_ray() -> None:
+    assert batched(None, max_batch_size=8.0)._get_max_batch_size() == 8
+
+
+def test_the_decorated_function_keeps_its_name_and_signature() -> None:
+    @serve.batch
+    async def predict(xs: list[int]) -> list[int]:
+        """Predict."""
+        return xs
+
+    assert predict.__name__ == "predict"
+    assert predict.__doc__ == "Predict."
+    assert asyncio.iscoroutinefunction(predict)
+
+
+@on_the_loop
+async def test_every_way_to_write_a_handler_is_batched() -> None:
+    class K:
+        @serve.batch
+        async def bare(self, xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        @serve.batch()
+        async def called(self, xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        @serve.batch
+        def sync(self, xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        @staticmethod
+        @serve.batch
+        async def static_above(xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        @serve.batch
+        @staticmethod
+        async def static_below(xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        @classmethod
+        @serve.batch
+        async def class_above(cls, xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        @serve.batch
+        @classmethod
+        async def class_below(cls, xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+    k: Any = K()
+    for name in ("bare", "called", "sync", "static_above", "static_below", "class_above"):
+        assert await all_of(getattr(k, name)(1), getattr(k, name)(2)) == [2, 2], name
+    assert await all_of(k.class_below(1), K.class_below(2)) == [2, 2]
+
+
+@on_the_loop
+async def test_a_def_handler_runs_in_a_thread() -> None:
+    @serve.batch
+    def handler(xs: list[int]) -> list[threading.Thread]:
+        return [threading.current_thread()] * len(xs)
+
+    one, other = await all_of(handler(1), handler(2))
+    assert one is other
+    assert one is not threading.current_thread()
+
+
+# When a batch starts
+
+
+@on_the_loop
+async def test_a_full_batch_starts_at_once_and_in_the_order_of_arrival() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=4)
+
+    assert await all_of(*(f(x) for x in range(8))) == list(range(8))
+    assert record.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@on_the_loop
+async def test_a_batch_that_does_not_fill_starts_when_its_time_is_up() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=4, batch_wait_timeout_s=0.02)
+    begin = time.monotonic()
+
+    assert await all_of(f(0), f(1)) == [0, 1]
+    assert time.monotonic() - begin >= 0.018
+    assert record.batches == [[0, 1]]
+
+
+@on_the_loop
+async def test_the_time_begins_with_the_first_call_and_not_again_with_the_next() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, batch_wait_timeout_s=0.05)
+    begin = time.monotonic()
+    first = asyncio.ensure_future(f(0))
+    late = []
+    while not first.done():
+        late.append(asyncio.ensure_future(f(1)))
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - begin < LONG_S
+
+    assert record.batches[0] == [0] + [1] * (len(record.batches[0]) - 1)
+    assert len(record.batches[0]) < 10
+    await all_of(*late)
+
+
+@on_the_loop
+async def test_without_a_wait_a_batch_takes_whatever_is_there() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, batch_wait_timeout_s=0)
+
+    assert await all_of(f(0), f(1), f(2)) == [0, 1, 2]
+    assert record.batches == [[0, 1, 2]]
+
+
+@on_the_loop
+async def test_what_arrives_while_a_batch_runs_is_one_batch_afterwards() -> None:
+    record = Recorder()
+    f = batched(record, max_batch_size=32, batch_wait_timeout_s=0)
+    first = await started(f(-1))
+    assert record.batches == [[-1]]
+    others = []
+    for x in range(32):  # one after the other, each with time enough for a batch of its own
+        others += await started(f(x))
+
+    assert record.batches == [[-1]]
+    record.door.set()
+    await all_of(*first, *others)
+    assert record.batches[1:] == [list(range(32))]
+
+
+@on_the_loop
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_no_more_batches_run_at_once_than_allowed(limit: int) -> None:
+    record = Recorder()
+    f = batched(record, max_batch_size=2, max_concurrent_batches=limit)
+    tasks = await started(*(f(x) for x in range(20)))
+
+    assert record.running == limit
+    record.door.set()
+    assert await all_of(*tasks) == list(range(20))
+    assert record.most_running == limit
+    assert [x for xs in record.batches for x in xs] == list(range(20))
+
+
+@on_the_loop
+async def test_the_wall_clock_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, batch_wait_timeout_s=0.01)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+
+    assert await all_of(f(0), f(1)) == [0, 1]
+
+
+@on_the_loop
+async def test_a_queue_that_is_empty_is_no_object_no_task_and_no_timer() -> None:
+    record = Recorder()
+    f = batched(record)
+    before = asyncio.all_tasks()
+    [task] = await started(f(0))
+    assert queues(f) == 1
+    task.cancel()
+    await turns()
+
+    assert queues(f) == 0
+    assert asyncio.all_tasks() == before
+    loop: Any = asyncio.get_running_loop()
+    assert [timer for timer in loop._scheduled if not timer.cancelled()] == []
+
+
+# Setters
+
+
+@on_the_loop
+async def test_what_is_set_holds_from_the_next_batch_on() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=3)
+    [first] = await started(f(0))
+    f.set_max_batch_size(2)
+    assert f._get_max_batch_size() == 2
+    await all_of(first, f(1), f(2), f(3), f(4))
+
+    assert record.batches == [[0, 1, 2], [3, 4]]
+
+    f.set_batch_wait_timeout_s(0)
+    assert f._get_batch_wait_timeout_s() == 0
+    await all_of(f(5))
+    assert record.batches[2:] == [[5]]
+
+
+def test_what_is_set_is_validated() -> None:
+    f = batched(None)
+    with pytest.raises(ValueError, match="max_batch_size must be an integer >= 1, got 0"):
+        f.set_max_batch_size(0)
+    with pytest.raises(ValueError, match="batch_wait_timeout_s must be a float >= 0, got -1"):
+        f.set_batch_wait_timeout_s(-1)
+    assert (f._get_max_batch_size(), f._get_batch_wait_timeout_s()) == (10, LONG_S)
+
+
+# Who runs with whom
+
+
+@on_the_loop
+async def test_instances_do_not_share_batches() -> None:
+    class K:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def f(self, xs: list[int]) -> list[Any]:
+            return [(self.name, xs)] * len(xs)
+
+    class Sub(K):
+        async def f(self, x: int) -> Any:
+            return "sub", await super().f(x)
+
+    a, b, c = K("a"), K("b"), Sub("c")
+    mixed = [a.f(1), b.f(2), c.f(5), a.f(3), b.f(4), c.f(6)]
+    expected = [("a", [1, 3]), ("b", [2, 4]), ("sub", ("c", [5, 6]))]
+    assert await all_of(*mixed) == expected * 2
+
+
+@on_the_loop
+async def test_an_instance_needs_neither_a_dict_nor_weak_references_and_is_not_kept() -> None:
+    class Slotted:
+        __slots__ = ("other",)
+
+        @serve.batch(batch_wait_timeout_s=0)
+        async def f(self, xs: list[int]) -> list[int]:
+            return xs
+
+    class Weak:
+        @serve.batch(batch_wait_timeout_s=0)
+        async def f(self, xs: list[int]) -> list[int]:
+            return xs
+
+    slotted: Any = Slotted()
+    assert await all_of(slotted.f(1)) == [1]
+    instance: Any = Weak()
+    assert await all_of(instance.f(1)) == [1]
+    await turns()
+    gone = weakref.ref(instance)
+    del instance
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_second_loop_after_the_first_has_gone_in_the_middle_of_a_batch() -> None:
+    f = batched(Recorder())
+    first = asyncio.new_event_loop()
+    task = first.create_task(f(0))
+    first.run_until_complete(turns())
+    first.close()
+    gone = weakref.ref(first)
+
+    record = Recorder()
+    record.door.set()
+    f2 = batched(record, max_batch_size=2)
+    for _ in range(2):
+        assert asyncio.run(all_of(f2(1), f2(2))) == [1, 2]
+    f.set_batch_wait_timeout_s(0)
+
+    async def one() -> None:
+        task = await started(f(7))
+        assert queues(f) == 1
+        task[0].cancel()
+
+    asyncio.run(one())
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    del task, first
+    gc.collect()
+    assert gone() is None
+
+
+def test_loops_of_many_threads_do_not_meet(switch_interval: None) -> None:
+    class K:
+        @serve.batch(max_batch_size=4, batch_wait_timeout_s=0)
+        async def f(self, xs: list[int]) -> list[Any]:
+            return [(threading.get_ident(), x) for x in xs]
+
+    k: Any = K()
+    found: list[bool] = []
+
+    def main() -> None:
+        async def calls() -> None:
+            for _ in range(20):
+                results = await all_of(*(k.f(x) for x in range(7)))
+                found.append(results == [(threading.get_ident(), x) for x in range(7)])
+
+        asyncio.run(calls())
+
+    threads = [threading.Thread(target=main) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert found == [True] * 80
+    assert queues(K.f) == 0
+
+
+# Arguments
+
+
+@on_the_loop
+async def test_every_parameter_becomes_a_list_however_it_was_given() -> None:
+    seen = []
+
+    @serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int], ys: list[int], *, zs: list[int]) -> list[int]:
+        seen.append((xs, ys, zs))
+        return [x + y + z for x, y, z in zip(xs, ys, zs, strict=True)]
+
+    calls = f(1, 10, zs=100), f(2, ys=20, zs=200), f(zs=300, ys=30, xs=3)
+    assert await all_of(*calls) == [111, 222, 333]
+    assert seen == [([1, 2, 3], [10, 20, 30], [100, 200, 300])]
+
+
+@on_the_loop
+async def test_a_missing_argument_is_the_callers_own_error() -> None:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int], ys: list[int]) -> list[int]:
+        return xs
+
+    good, *bad = await started(f(1, 2), f(1), f(1, 2, 3), f(1, y=2))
+    for task, text in zip(bad, ["missing .* argument: 'ys'", "too many", "'ys'"], strict=True):
+        with pytest.raises(TypeError, match=text):
+            await task
+    assert await all_of(good, f(3, 4)) == [1, 3]
+
+
+@on_the_loop
+async def test_calls_of_different_shapes_do_not_mix_and_a_default_is_no_list() -> None:
+    seen = []
+
+    @serve.batch(batch_wait_timeout_s=0)
+    async def f(xs: list[int], ys: Any = None, *more: list[int], **named: list[int]) -> list[int]:
+        seen.append((xs, ys, more, named))
+        return xs
+
+    calls = f(1), f(2, 20), f(3), f(4, 40, 400), f(5, ys=50), f(6, a=60), f(7, b=70), f(8, a=80)
+    assert await all_of(*calls) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert seen == [
+        ([1, 3], None, (), {}),
+        ([2, 5], [20, 50], (), {}),
+        ([4], [40], ([400],), {}),
+        ([6, 8], None, (), {"a": [60, 80]}),
+        ([7], None, (), {"b": [70]}),
+    ]
+
+
+# Callers that leave
+
+
+@on_the_loop
+async def test_a_call_cancelled_before_the_batch_is_not_in_it_and_takes_no_place() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=3)
+    first, second = await started(f(0), f(1))
+    first.cancel()
+    await turns()
+    third = await started(f(2))
+    assert record.batches == []
+
+    assert await all_of(second, *third, f(3)) == [1, 2, 3]
+    assert record.batches == [[1, 2, 3]]
+    assert first.cancelled()
+
+
+@on_the_loop
+async def test_a_call_cancelled_in_the_very_turn_the_batch_would_be_full_takes_no_place() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=2)
+    [first] = await started(f(0))
+    second = asyncio.ensure_future(f(1))  # will look before `first` comes to leave
+    first.cancel()
+    await turns()
+
+    assert record.batches == []
+    assert await all_of(second, f(2)) == [1, 2]
+    assert record.batches == [[1, 2]]
+
+
+@on_the_loop
+async def test_a_call_cancelled_in_the_very_turn_the_time_is_up_is_not_in_the_batch() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, batch_wait_timeout_s=0.02)
+    first, second = await started(f(0), f(1))
+    asyncio.get_running_loop().call_later(0.001, first.cancel)
+    time.sleep(0.05)  # both timers are due when the loop goes on
+
+    assert await all_of(second) == [1]
+    assert first.cancelled()
+    assert record.batches == [[1]]
+
+
+@on_the_loop
+async def test_a_batch_nobody_waits_for_any_more_does_not_run() -> None:
+    record = Recorder()
+    f = batched(record, batch_wait_timeout_s=0.01)
+    tasks = await started(f(0), f(1))
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await asyncio.sleep(0.03)
+
+    assert record.batches == []
+
+
+@on_the_loop
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+async def test_a_call_cancelled_while_its_batch_runs_leaves_the_others_their_results(
+    leaver: int,
+) -> None:
+    record = Recorder()
+    f = batched(record, max_batch_size=3)
+    tasks = await started(f(0), f(1), f(2))
+    tasks[leaver].cancel()  # the last one completed the batch: it does not own it
+    await turns()
+    assert tasks[leaver].cancelled()
+    assert record.running == 1
+
+    record.door.set()
+    rest = [task for task in tasks if task is not tasks[leaver]]
+    assert await all_of(*rest) == [x for x in range(3) if x != leaver]
+
+
+# What the handler returns
+
+
+@on_the_loop
+@pytest.mark.parametrize(
+    ("result", "error", "text"),
+    [
+        ([1], RayServeException, "has length 2 but the returned list has length 1."),
+        ([1, 2, 3], RayServeException, "has length 2 but the returned list has length 3."),
+        (None, TypeError, "has length 2 but .* returned NoneType, which is not a list"),
+        ({1: 1, 2: 2}, TypeError, "returned dict, which is not a list"),
+        ({1, 2}, TypeError, "returned set, which is not a list"),
+        ("ab", TypeError, "returned str, which is not a list"),
+        (b"ab", TypeError, "returned bytes, which is not a list"),
+        ((x for x in range(2)), TypeError, "returned generator, which is not a list"),
+        (7, TypeError, "returned int, which is not a list"),
+    ],
+    ids=repr,
+)
+async def test_a_result_that_is_not_one_for_each_fails_all_and_not_the_next_batch(
+    result: Any, error: type[Exception], text: str
+) -> None:
+    results = [result, [5, 6]]
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int]) -> Any:
+        return results.pop(0)
+
+    for failed in await all_of(f(1), f(2), errors=True):
+        assert type(failed) is error
+        with pytest.raises(error, match="Batched function doesn't preserve batch size"):
+            raise failed
+        with pytest.raises(error, match=text):
+            raise failed
+    assert await all_of(f(1), f(2)) == [5, 6]
+
+
+@on_the_loop
+async def test_a_tuple_and_an_array_are_lists() -> None:
+    import numpy as np
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[Any]) -> Any:
+        return np.array(xs) if isinstance(xs[0], list) else tuple(xs)
+
+    assert await all_of(f(1), f(2)) == [1, 2]
+    one, two = await all_of(f([1, 2]), f([3, 4]))
+    assert (one.tolist(), two.tolist()) == ([1, 2], [3, 4])
+
+
+@on_the_loop
+async def test_a_length_that_exits_fails_the_callers_and_not_the_loop() -> None:
+    class Exits(list[int]):
+        def __len__(self) -> int:
+            raise SystemExit(3)
+
+    @serve.batch(batch_wait_timeout_s=0)
+    async def f(xs: list[int]) -> Any:
+        return Exits()
+
+    assert [type(each) for each in await all_of(f(1), f(2), errors=True)] == [UserCodeExit] * 2
+
+
+@on_the_loop
+async def test_an_exception_among_the_results_is_a_value_by_default() -> None:
+    error = ValueError("mine")
+
+    @serve.batch(batch_wait_timeout_s=0)
+    async def f(xs: list[int]) -> Any:
+        return [error, 2]
+
+    assert await all_of(f(1), f(2)) == [error, 2]
+
+
+@on_the_loop
+@pytest.mark.parametrize("name", ERRORS)
+async def test_with_per_item_errors_an_exception_among_the_results_is_its_callers(
+    name: str,
+) -> None:
+    error = ERRORS[name]()
+
+    @serve.batch(batch_wait_timeout_s=0, per_item_errors=True)
+    async def f(xs: list[int]) -> Any:
+        return [1, error, 3]
+
+    one, failed, three = await all_of(f(1), f(2), f(3), errors=True)
+    assert (one, three) == (1, 3)
+    if isinstance(error, StopIteration):
+        assert isinstance(failed, RuntimeError)
+    else:
+        assert failed is error or failed.__cause__ is error or failed.original is error
+
+
+# What the handler raises
+
+
+@on_the_loop
+@pytest.mark.parametrize("written", ["async def", "def"])
+@pytest.mark.parametrize("name", ERRORS)
+async def test_whatever_a_handler_raises_each_caller_gets_and_the_next_batch_runs(
+    name: str, written: str
+) -> None:
+    if written == "def":
+
+        @serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
+        def f(xs: list[int]) -> list[int]:
+            if xs[0] == 0:
+                boom(name)
+            return xs
+
+    else:
+
+        @serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
+        async def f(xs: list[int]) -> list[int]:
+            if xs[0] == 0:
+                boom(name)
+            return xs
+
+    failed = await all_of(f(0), f(1), f(2), errors=True)
+    expected: Any = type(ERRORS[name]())
+    if name.startswith("StopIteration"):
+        expected = RuntimeError
+    elif not issubclass(expected, Exception):
+        expected = UserCodeExit
+    elif name == "StopAsyncIteration":
+        expected = (StopAsyncIteration, RuntimeError)
+    assert [isinstance(each, expected) for each in failed] == [True] * 3
+    assert await all_of(f(1), f(2), f(3)) == [1, 2, 3]
+
+
+class Coded(Exception):
+    """Makes something else of its argument, and remembers it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Uncopyable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+@on_the_loop
+async def test_each_caller_raises_an_error_of_its_own_with_the_same_words_and_cause() -> None:
+    cause = KeyError("why")
+
+    @serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int]) -> list[int]:
+        raise Coded(5) from cause
+
+    errors = await all_of(f(0), f(1), f(2), errors=True)
+    assert len({id(error) for error in errors}) == 3
+    for error in errors:
+        assert type(error) is Coded
+        assert (str(error), error.code, error.__cause__) == ("code 5", 5, cause)
+        depth, tb = 0, error.__traceback__
+        while tb is not None:
+            depth, tb = depth + 1, tb.tb_next
+        assert depth < 10  # not the frames of all three
+
+
+@on_the_loop
+async def test_an_error_that_cannot_be_copied_is_shared() -> None:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int]) -> list[int]:
+        raise Uncopyable(1, 2)
+
+    one, other = await all_of(f(0), f(1), errors=True)
+    assert isinstance(one, Uncopyable)
+    assert one is other
+
+
+@on_the_loop
+async def test_a_batch_that_somebody_cancels_answers_its_callers() -> None:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int]) -> list[int]:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(LONG_S)
+        return xs
+
+    assert [type(each) for each in await all_of(f(0), f(1), errors=True)] == [UserCodeExit] * 2
+
+
+@on_the_loop
+async def test_a_batch_cancelled_before_its_first_step_answers_its_callers() -> None:
+    record = Recorder()
+    f = batched(record, max_batch_size=2)
+    before = asyncio.all_tasks()
+    calls = [asyncio.ensure_future(f(0)), asyncio.ensure_future(f(1))]
+    await asyncio.sleep(0)
+    [run] = asyncio.all_tasks() - before - set(calls)
+    run.cancel()
+
+    assert [type(each) for each in await all_of(*calls, errors=True)] == [UserCodeExit] * 2
+    assert record.batches == []
+
+
+# batch_size_fn
+
+
+def size_is_sum(xs: list[int]) -> int:
+    return sum(xs)
+
+
+@on_the_loop
+async def test_an_item_that_does_not_fit_is_the_first_of_the_next_batch() -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
+
+    assert await all_of(*(f(x) for x in (4, 5, 3, 7, 2, 8))) == [4, 5, 3, 7, 2, 8]
+    assert record.batches == [[4, 5], [3, 7], [2, 8]]
+
+
+@on_the_loop
+async def test_an_item_that_does_not_fit_is_not_overtaken_by_those_behind_it() -> None:
+    record = Recorder()
+    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
+    tasks = await started(f(10), f(4), f(7), f(2), f(5))
+    record.door.set()
+
+    assert await all_of(*tasks) == [10, 4, 7, 2, 5]
+    assert record.batches == [[10], [4], [7, 2], [5]]
+
+
+@on_the_loop
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_an_item_that_can_never_fit_fails_alone(place: int) -> None:
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
+    values = [1, 2]
+    values.insert(place, 11)
+    results = await all_of(*(f(x) for x in values), errors=True)
+
+    error = results.pop(place)
+    assert type(error) is RuntimeError
+    assert str(error) == (
+        "Size of item is greater than max_batch_size. Please increase the max_batch_size or check "
+        "the implementation of the batch_size_fn."
+    )
+    assert results == [1, 2]
+    assert [x for xs in record.batches for x in xs] == [1, 2]
+
+
+@on_the_loop
+@pytest.mark.parametrize("name", ERRORS)
+async def test_an_item_whose_size_cannot_be_told_fails_alone(name: str) -> None:
+    def size(xs: list[Any]) -> int:
+        if xs[-1] == "bad":
+            boom(name)
+        return len(xs)
+
+    record = Recorder()
+    record.door.set()
+    f = batched(record, max_batch_size=2, batch_size_fn=size)
+    results = await all_of(f("bad"), f(1), f("bad"), f(2), errors=True)
+
+    assert results[1::2] == [1, 2]
+    assert all(isinstance(error, Exception) for error in results[::2])
+    assert record.batches == [[1, 2]]
+
+
+@on_the_loop
+async def test_a_size_that_is_no_number_fails_the_item() -> None:
+    f = batched(Recorder(), batch_size_fn=lambda xs: None)
+    [error] = await all_of(f(1), errors=True)
+    assert isinstance(error, TypeError)
+    assert queues(f) == 0
+
+
+@on_the_loop
+async def test_a_cancelled_item_that_did_not_fit_holds_nobody_up() -> None:
+    record = Recorder()
+    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
+    first, huge = await started(f(6), f(9))
+    assert record.batches == [[6]]
+    huge.cancel()
+    others = await started(f(1), f(2))
+    record.door.set()
+
+    assert await all_of(first, *others) == [6, 1, 2]
+    assert record.batches == [[6], [1, 2]]
+
+
+# Context
+
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nobody's")
+
+
+@on_the_loop
+@pytest.mark.parametrize("wait_s", [0, LONG_S])
+async def test_a_variable_of_one_caller_is_not_seen_by_the_others(wait_s: float) -> None:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=wait_s)
+    async def f(xs: list[int]) -> list[str]:
+        seen = variable.get()
+        variable.set("the batch's")
+        return [seen] * len(xs)
+
+    async def caller(name: str) -> tuple[str, str]:
+        variable.set(name)
+        return await f(1), variable.get()
+
+    for _ in range(2):
+        assert await all_of(caller("a"), caller("b")) == [("nobody's", "a"), ("nobody's", "b")]
+
+
+@on_the_loop
+async def test_outside_of_a_replica_there_is_no_request_to_know_of() -> None:
+    @serve.batch(batch_wait_timeout_s=0)
+    async def f(xs: list[int]) -> list[Any]:
+        return [current_calls()] * len(xs)
+
+    assert await all_of(f(1), f(2)) == [(), ()]
+    assert current_calls() == ()
+
+
+# Streams
+
+
+async def collect(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
+def stream_of(steps: Callable[[list[Any]], Iterator[Any]], written: str, **options: Any) -> Any:
+    """Return a batched generator, written one way or the other."""
+    options = {"batch_wait_timeout_s": LONG_S, **options}
+    if written == "def":
+
+        @serve.batch(**options)
+        def stream(xs: list[Any]) -> Iterator[Any]:
+            yield from steps(xs)
+
+    else:
+
+        @serve.batch(**options)
+        async def stream(xs: list[Any]) -> AsyncIterator[Any]:
+            for step in steps(xs):
+                yield step
+
+    return stream
+
+
+both_generators = pytest.mark.parametrize("written", ["async def", "def"])
+
+
+@on_the_loop
+@both_generators
+async def test_a_generator_yields_to_each_caller_its_own(written: str) -> None:
+    def steps(xs: list[int]) -> Iterator[list[int]]:
+        for factor in range(40):
+            yield [x * factor for x in xs]
+
+    f = stream_of(steps, written, max_batch_size=3)
+    results = await all_of(*(collect(f(x)) for x in range(3)))
+    assert results == [[x * factor for factor in range(40)] for x in range(3)]
+    await turns()
+    assert queues(f) == 0
+
+
+@on_the_loop
+@both_generators
+@pytest.mark.parametrize("end", [StopIteration, StopAsyncIteration])
+async def test_the_class_of_an_end_ends_the_stream_of_its_caller(end: type, written: str) -> None:
+    def steps(xs: list[int]) -> Iterator[list[Any]]:
+        for step in range(4):
+            yield [step if step < x else end for x in xs]
+
+    f = stream_of(steps, written, max_batch_size=3)
+    assert await all_of(*(collect(f(x)) for x in range(3))) == [[], [0], [0, 1]]
+
+
+@on_the_loop
+async def test_a_generator_is_closed_when_all_of_its_streams_have_ended() -> None:
+    closed = []
+
+    def steps(xs: list[int]) -> Iterator[list[Any]]:
+        try:
+            while True:
+                yield [StopIteration] * len(xs)
+        finally:
+            closed.append(True)
+
+    f = stream_of(steps, "async def", max_batch_size=2)
+    assert await all_of(collect(f(0)), collect(f(1))) == [[], []]
+    assert closed == [True]
+
+
+@on_the_loop
+@both_generators
+async def test_arrays_are_streamed(written: str) -> None:
+    import numpy as np
+
+    def steps(xs: list[int]) -> Iterator[Any]:
+        for _ in range(3):
+            yield np.array([[x, x] for x in xs])
+
+    f = stream_of(steps, written, max_batch_size=2)
+    one, two = await all_of(collect(f(1)), collect(f(2)))
+    assert [each.tolist() for each in one] == [[1, 1]] * 3
+    assert [each.tolist() for each in two] == [[2, 2]] * 3
+
+
+async def failing(items: AsyncIterator[Any]) -> tuple[list[Any], Exception]:
+    got = []
+    try:
+        async for item in items:
+            got.append(item)  # noqa: PERF401
+    except Exception as error:
+        return got, error
+    raise AssertionError("it ended")
+
+
+@on_the_loop
+@both_generators
+@pytest.mark.parametrize("name", ERRORS)
+async def test_an_error_of_a_generator_reaches_those_whose_stream_goes_on(
+    name: str, written: str
+) -> None:
+    def steps(xs: list[int]) -> Iterator[list[Any]]:
+        yield xs
+        yield [StopIteration, *xs[1:]]
+        boom(name)
+
+    f = stream_of(steps, written, max_batch_size=3)
+    done, *failed = await all_of(collect(f(0)), failing(f(1)), failing(f(2)))
+    assert done == [0]
+    assert [got for got, _ in failed] == [[1, 1], [2, 2]]
+    assert failed[0][1] is not failed[1][1]
+    again = await all_of(collect(f(0)), failing(f(1)), failing(f(2)))
+    assert again[0] == [0]
+
+
+@on_the_loop
+@both_generators
+@pytest.mark.parametrize("bad", [[1], None, "ab", {1: 1, 2: 2}], ids=repr)
+async def test_a_step_that_is_not_one_for_each_fails_all_and_closes_the_generator(
+    bad: Any, written: str
+) -> None:
+    closed = []
+
+    def steps(xs: list[int]) -> Iterator[Any]:
+        try:
+            yield xs
+            yield bad
+            yield xs
+        finally:
+            closed.append(True)
+
+    f = stream_of(steps, written, max_batch_size=2)
+    for got, error in await all_of(failing(f(1)), failing(f(2))):
+        assert len(got) == 1
+        assert "Batched function doesn't preserve batch size. The input list" in str(error)
+    assert closed == [True]
+
+
+@on_the_loop
+async def test_with_per_item_errors_an_exception_in_a_step_fails_just_its_stream() -> None:
+    def steps(xs: list[int]) -> Iterator[list[Any]]:
+        yield xs
+        yield [xs[0], ValueError("mine")]
+        yield xs
+
+    f = stream_of(steps, "async def", max_batch_size=2, per_item_errors=True)
+    ones, (twos, error) = await all_of(collect(f(1)), failing(f(2)))
+    assert (ones, twos, str(error)) == ([1, 1, 1], [2], "mine")
+
+
+@on_the_loop
+@both_generators
+async def test_a_caller_that_leaves_early_does_not_stop_the_others(written: str) -> None:
+    def steps(xs: list[int]) -> Iterator[list[int]]:
+        for _ in range(60):
+            yield xs
+
+    async def first_of(items: Any) -> Any:
+        item = await anext(items)
+        await items.aclose()
+        return item
+
+    f = stream_of(steps, written, max_batch_size=2)
+    assert await all_of(first_of(f(1)), collect(f(2))) == [1, [2] * 60]
+
+
+@on_the_loop
+async def test_a_generator_nobody_listens_to_is_closed_where_it_waits() -> None:
+    closed = asyncio.Event()
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def f(xs: list[int]) -> AsyncIterator[list[int]]:
+        try:
+            yield xs
+            await asyncio.sleep(LONG_S)
+        finally:
+            closed.set()
+
+    one, two = f(1), f(2)
+    assert await all_of(anext(one), anext(two)) == [1, 2]
+    await one.aclose()
+    await turns()
+    assert not closed.is_set()
+    await two.aclose()
+    await patiently(closed.wait())
+    await turns()
+    assert queues(f) == 0
+
+
+@on_the_loop
+@both_generators
+async def test_a_stream_not_yet_begun_leaves_when_it_is_cancelled(written: str) -> None:
+    f = stream_of(lambda xs: iter([xs]), written, max_batch_size=2)
+    [task] = await started(collect(f(1)))
+    task.cancel()
+    await turns()
+    assert queues(f) == 0
+    assert await all_of(collect(f(2)), collect(f(3))) == [[2], [3]]
+
+
+@on_the_loop
+@both_generators
+async def test_a_generator_waits_for_its_slowest_caller(written: str) -> None:
+    made = []
+
+    def steps(xs: list[int]) -> Iterator[list[int]]:
+        for number in range(1000):
+            made.append(number)
+            yield xs
+
+    f = stream_of(steps, written, max_batch_size=2)
+    fast, slow = f(1), f(2)
+    task = asyncio.ensure_future(collect(fast))
+    await patiently(anext(slow))
+    before = -1
+    while before != len(made):
+        before = len(made)
+        await asyncio.sleep(0.02)
+    assert len(made) < 50  # what two channels hold, and one in each hand
+    rest = await patiently(collect(slow))
+    assert len(rest) == 999
+    assert await patiently(task) == [1] * 1000

@@ -1,0 +1,549 @@
+"""`@serve.batch` inside replicas: whose code it runs as, who leaves, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
+from starlette.testclient import TestClient
+
+import ingress as serve
+from ingress.call import CURRENT_CALL, current_calls
+from ingress.exceptions import RequestCancelledError, RequestCycleError
+from ingress.logs import RequestFilter
+from ingress.settings import SYNC_IN_THREADPOOL
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    bind,
+    get,
+    served,
+    set_flags,
+    wait_until,
+)
+
+LONG_S = 30.0
+
+
+@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param)
+    yield request.param
+    serve.shutdown()
+
+
+@pytest.fixture
+def started() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+def results(responses: list[Any]) -> list[Any]:
+    return [response.result(timeout_s=PATIENCE_S) for response in responses]
+
+
+def run(target: Any, **options: Any) -> Any:
+    return serve.run(target, route_prefix=None, **options)
+
+
+class Hold:
+    """Two calls a batch; it is held until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.ended: list[BaseException | None] = []
+        self.let_go = threading.Event()
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def __call__(self, xs: list[Any]) -> list[Any]:
+        self.batches.append(xs)
+        try:
+            while not self.let_go.is_set():
+                await asyncio.sleep(0.002)
+        except BaseException as error:
+            self.ended.append(error)
+            raise
+        self.ended.append(None)
+        return [str(x) for x in xs]
+
+
+def hold() -> tuple[Any, list[Any]]:
+    """Return a deployment of `Hold` and the list its instance comes to."""
+    made: list[Any] = []
+
+    class Noted(Hold):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    return serve.deployment(max_ongoing_requests=10)(Noted), made
+
+
+def hold_behind_fastapi(*, middleware: bool) -> tuple[Any, list[Any]]:
+    """Return the same as an inner method that a route awaits."""
+    made: list[Any] = []
+    app = FastAPI()
+    if middleware:
+
+        @app.middleware("http")
+        async def pass_on(request: Request, call_next: Any) -> Any:
+            return await call_next(request)
+
+    @serve.ingress(app)
+    class Routed:
+        def __init__(self) -> None:
+            self.hold: Any = Hold()
+            made.append(self.hold)
+
+        @app.get("/{path}")
+        async def route(self, request: Request) -> Any:
+            return await self.hold.__call__(request)
+
+    return serve.deployment(max_ongoing_requests=10)(Routed), made
+
+
+HOLDS: dict[str, Any] = {
+    "plain": hold,
+    "fastapi": partial(hold_behind_fastapi, middleware=False),
+    "middleware": partial(hold_behind_fastapi, middleware=True),
+}
+
+
+# What can be batched
+
+
+@serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+async def of_the_module(xs: list[int]) -> list[Any]:
+    return [(serve.get_replica_context().replica_tag, xs)] * len(xs)
+
+
+def test_a_function_deployment_and_a_function_of_the_module_are_batched(separate: str) -> None:
+    @serve.deployment
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def function(xs: list[int]) -> list[int]:
+        return [sum(xs)] * len(xs)
+
+    handle = run(function.bind())
+    assert results([handle.remote(1), handle.remote(2)]) == [3, 3]
+
+    @serve.deployment(num_replicas=2)
+    class K:
+        async def __call__(self, x: int) -> Any:
+            return await of_the_module(x)
+
+    handle = run(bind(K), name="module")
+    found = results([handle.remote(1) for _ in range(40)])
+    # Replicas that share a loop do not share batches: each ran as the one it belongs to.
+    assert {tuple(xs) for _, xs in found} == {(1, 1)}
+    assert {tag for tag, _ in found} <= {"0", "1"}
+
+
+def test_an_inner_method_is_awaited_from_a_route(separate: str) -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class K:
+        @serve.batch(max_batch_size=4, batch_wait_timeout_s=LONG_S)
+        async def predict(self, xs: list[int]) -> list[Any]:
+            return [(x * 2, len(xs)) for x in xs]
+
+        @app.get("/")
+        async def root(self, x: int) -> Any:
+            return await self.predict(x)
+
+    port = served(bind(K))
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda x: get(port, f"/?x={x}").body, range(4)))
+    assert answers == [b"[%d,4]" % (x * 2) for x in range(4)]
+
+
+def test_a_batched_generator_streams_to_each_client(separate: str) -> None:
+    class K:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def __call__(self, requests: list[Request]) -> AsyncIterator[list[Any]]:
+            names = [request.query_params["name"] for request in requests]
+            for step in range(3):
+                yield [f"{name}{step};" if name > "a" or not step else StopIteration
+                       for name in names]  # fmt: skip
+
+    port = served(bind(serve.deployment(K)))
+    with ThreadPoolExecutor(2) as pool:
+        a, b = pool.map(lambda name: get(port, f"/?name={name}"), "ab")
+    assert (a.body, a.is_complete) == (b"a0;", True)
+    assert (b.body, b.is_complete) == (b"b0;b1;b2;", True)
+
+
+def test_one_application_started_twice_batches_on_both_loops(separate: str) -> None:
+    deployment, made = hold()
+    app = bind(deployment)
+    for _ in range(2):
+        with TestClient(app) as client, ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(client.get, "/") for _ in range(2)]
+            wait_until(lambda: made and made[-1].batches)
+            made[-1].let_go.set()
+            assert [answer.result(PATIENCE_S).status_code for answer in answers] == [200, 200]
+    assert len(made) == 2
+
+
+def test_a_loop_that_user_code_makes_for_itself_in_a_replica_works_as_well(
+    started: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
+
+    @serve.deployment
+    class K:
+        @serve.batch(batch_wait_timeout_s=0)
+        def double(self, xs: list[int]) -> list[Any]:
+            return [(x * 2, serve.get_replica_context().deployment) for x in xs]
+
+        def __call__(self, x: int) -> Any:
+            async def main() -> Any:
+                return await self.double(x)
+
+            return asyncio.run(main())
+
+    assert results([run(bind(K)).remote(2)]) == [(4, "K")]
+
+
+# Whose it is
+
+
+def test_a_batch_never_mixes_models_and_knows_its_own(separate: str) -> None:
+    batches: list[Any] = []
+
+    class K:
+        @serve.batch(max_batch_size=4, batch_wait_timeout_s=0.05)
+        async def __call__(self, xs: list[int]) -> list[Any]:
+            model = CURRENT_CALL.get().metadata.multiplexed_model_id
+            of_each = [call.metadata.multiplexed_model_id for call in current_calls()]
+            assert of_each == [model] * len(xs)
+            batches.append(xs)
+            return [(model, x) for x in xs]
+
+    handle = run(bind(serve.deployment(K)))
+    handles = [handle.options(multiplexed_model_id=name) for name in ("a", "b")]
+    responses = [handles[x % 2].remote(x) for x in range(12)]
+
+    assert results(responses) == [("ab"[x % 2], x) for x in range(12)]
+    assert sorted(len(xs) for xs in batches) == [2, 2, 4, 4]
+    for parity in (0, 1):  # in order, for each model
+        of_model = [x for xs in batches for x in xs if x % 2 == parity]
+        assert of_model == sorted(of_model)
+
+
+def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    keep = Keep()
+    keep.addFilter(RequestFilter())
+    logger = logging.getLogger("test_batching_replica")
+    logger.addHandler(keep)
+
+    @serve.deployment
+    class Child:
+        async def __call__(self) -> str:
+            [call] = current_calls()  # its own, not those of the batch it was called from
+            return call.metadata.request_id
+
+    @serve.deployment
+    class K:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def __call__(self, xs: list[int]) -> list[Any]:
+            logger.warning("in the batch")
+            seen = [call.metadata.request_id for call in current_calls()]
+            child = await self.child.remote()
+            return [(seen, child, serve.get_replica_context().servable_object is self)] * len(xs)
+
+    try:
+        handle = run(bind(K, bind(Child)))
+        responses = [handle.remote(1), handle.remote(2)]
+        (ids, child_id, is_self), _ = results(responses)
+    finally:
+        logger.removeHandler(keep)
+
+    assert ids == [response.request_id for response in responses]
+    assert is_self
+    assert child_id not in ("", *ids)  # what a batch calls has an id of its own
+    [record] = records
+    assert (vars(record)["request_id"], vars(record)["deployment"]) == ("", "K")
+
+
+def test_what_is_set_in_a_replica_holds_for_its_deployment(separate: str) -> None:
+    class K:
+        def reconfigure(self, config: dict[str, Any]) -> None:
+            self.f.set_max_batch_size(config["size"])
+
+        @serve.batch(batch_wait_timeout_s=0.05)
+        async def f(self, xs: list[int]) -> list[int]:
+            return [len(xs)] * len(xs)
+
+        async def __call__(self) -> Any:
+            return self.f._get_max_batch_size(), await self.f(1)
+
+    small, large = (
+        run(bind(serve.deployment(user_config={"size": size})(K)), name=name)
+        for name, size in (("small", 2), ("large", 3))
+    )
+    assert results([small.remote() for _ in range(6)]) == [(2, 2)] * 6
+    assert results([large.remote() for _ in range(6)]) == [(3, 3)] * 6
+    assert K.f._get_max_batch_size() == 10
+
+
+def test_batches_a_replica_can_never_fill_are_warned_of_once_a_deployment(
+    separate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class K:
+        @serve.batch(max_batch_size=8, max_concurrent_batches=2)
+        async def __call__(self, xs: list[int]) -> list[int]:
+            return xs
+
+        @serve.batch(max_batch_size=4)
+        async def fits(self, xs: list[int]) -> list[int]:
+            return xs
+
+    with caplog.at_level(logging.WARNING, "ingress"):
+        run(bind(serve.deployment(max_ongoing_requests=15, num_replicas=2)(K)))
+        run(bind(serve.deployment(max_ongoing_requests=16)(K)), name="other")
+
+    [warning] = [each for each in caplog.messages if "max_batch_size" in each]
+    assert "`max_batch_size` (8) * `max_concurrent_batches` (2) is larger than" in warning
+    assert "`max_ongoing_requests` (15)" in warning
+    assert "K.__call__' of deployment 'K'" in warning
+
+
+# Who leaves
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+@pytest.mark.parametrize("app", HOLDS)
+def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
+    separate: str, app: str, how: str
+) -> None:
+    deployment, made = HOLDS[app]()
+    port = served(bind(deployment))
+    for _ in range(5):
+        del made[0].batches[:]
+        made[0].let_go.set()
+        leaver = Connection(port)
+        leaver.request("/leaver")
+        wait_until(lambda: ongoing() == 1)
+        if how == "RST":
+            leaver.reset()
+        else:
+            leaver.socket.close()
+        wait_until(lambda: ongoing() == 0)
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda x: get(port, f"/{x}").status, range(2)))
+        assert answers == [200, 200]
+        [batch] = made[0].batches
+        assert sorted(request.url.path for request in batch) == ["/0", "/1"]
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+@pytest.mark.parametrize("leaves", ["first", "second"])
+@pytest.mark.parametrize("app", HOLDS)
+def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
+    separate: str, app: str, leaves: str, how: str
+) -> None:
+    deployment, made = HOLDS[app]()
+    port = served(bind(deployment))
+    for _ in range(5):
+        del made[0].batches[:]
+        made[0].let_go.clear()
+        first, second = Connection(port), Connection(port)
+        with first, second:
+            first.request("/first")
+            wait_until(lambda: ongoing() == 1)
+            second.request("/second")
+            wait_until(lambda: made[0].batches)
+            leaver, stays = (first, second) if leaves == "first" else (second, first)
+            if how == "RST":
+                leaver.reset()
+            else:
+                leaver.socket.close()
+            wait_until(lambda: ongoing() == 1)
+            made[0].let_go.set()
+            assert stays.answer().status == 200
+    assert made[0].ended == [None] * 5
+    wait_until(lambda: ongoing() == 0)
+
+
+def ongoing() -> int:
+    [app] = serve.status().applications.values()
+    [deployment] = app.deployments.values()
+    return sum(replica.ongoing for replica in deployment.replicas)
+
+
+def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separate: str) -> None:
+    got: list[Any] = []
+    go = threading.Event()
+    entered = threading.Event()
+
+    class K:
+        @serve.batch(max_batch_size=1)
+        async def __call__(self, requests: list[Request]) -> list[Any]:
+            entered.set()
+            while not go.is_set():
+                await asyncio.sleep(0.002)
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    got.append(await requests[0].body())
+            except ClientDisconnect as error:
+                got.append(error)
+            return [None]
+
+    port = served(bind(serve.deployment(K)))
+    with Connection(port) as leaver:
+        leaver.request("/", method="POST", headers="Content-Length: 10\r\n")
+        leaver.send(b"12345")
+        assert entered.wait(PATIENCE_S)
+    wait_until(lambda: ongoing() == 0)
+    go.set()
+    wait_until(lambda: got)
+    assert isinstance(got[0], ClientDisconnect)
+
+
+def test_a_cancelled_call_leaves_the_batch_it_started_to_the_others(separate: str) -> None:
+    deployment, made = hold()
+    handle = run(bind(deployment))
+    first = handle.remote(1)
+    wait_until(lambda: ongoing() == 1)
+    second = handle.remote(2)
+    wait_until(lambda: made[0].batches)
+    second.cancel()
+    with pytest.raises(RequestCancelledError):
+        second.result(timeout_s=PATIENCE_S)
+    made[0].let_go.set()
+
+    assert first.result(timeout_s=PATIENCE_S) == "1"
+    assert made[0].ended == [None]
+
+
+# How it ends
+
+
+def test_a_replica_that_stops_cancels_its_batches_and_no_caller_hangs(separate: str) -> None:
+    deployment, made = hold()
+    handle = run(bind(deployment.options(graceful_shutdown_timeout_s=0.1)))
+    responses = [handle.remote(number) for number in range(5)]
+    wait_until(lambda: made[0].batches)
+    serve.delete("default")
+
+    for response in responses:
+        with pytest.raises(serve.exceptions.RayServeException) as error:
+            response.result(timeout_s=PATIENCE_S)
+        assert error.value.status_code == 503
+    assert [type(each) for each in made[0].ended] == [asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("written", ["def", "async def"])
+def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
+    started: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
+) -> None:
+    set_flags(monkeypatch, "1")
+    entered, let_go = threading.Event(), threading.Event()
+
+    def body(xs: list[int]) -> list[int]:
+        entered.set()
+        let_go.wait(PATIENCE_S)
+        return xs
+
+    class Def:
+        @serve.batch(max_batch_size=2)
+        def __call__(self, xs: list[int]) -> list[int]:
+            return body(xs)
+
+    class AsyncDef:
+        @serve.batch(max_batch_size=2)
+        async def __call__(self, xs: list[int]) -> list[int]:
+            return body(xs)
+
+    cls: Any = Def if written == "def" else AsyncDef
+    handle = run(bind(serve.deployment(graceful_shutdown_timeout_s=0.1)(cls)))
+    responses = [handle.remote(1), handle.remote(2)]
+    assert entered.wait(PATIENCE_S)
+    stopped = threading.Event()
+
+    def stop() -> None:
+        serve.delete("default")
+        stopped.set()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        assert stopped.wait(PATIENCE_S)
+        for response in responses:
+            with pytest.raises(serve.exceptions.ReplicaUnavailableError):
+                response.result(timeout_s=PATIENCE_S)
+        assert not let_go.is_set()
+    finally:
+        let_go.set()
+        thread.join()
+
+
+def test_a_batch_that_waits_for_the_slots_of_its_own_callers_is_a_cycle(separate: str) -> None:
+    @serve.deployment(max_ongoing_requests=2)
+    class K:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def outer(self, xs: list[int]) -> list[Any]:
+            handle = serve.get_app_handle("default")
+            return [await handle.inner.remote(x) for x in xs]
+
+        async def inner(self, x: int) -> int:
+            return x
+
+    handle = run(bind(K))
+    for response in [handle.outer.remote(1), handle.outer.remote(2)]:
+        with pytest.raises(RequestCycleError, match="can never start"):
+            response.result(timeout_s=PATIENCE_S)
+
+
+def test_calls_and_cancellations_from_many_threads_leave_nothing(
+    separate: str, switch_interval: None
+) -> None:
+    class K:
+        @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.001, max_concurrent_batches=2)
+        async def __call__(self, xs: list[int]) -> list[int]:
+            await asyncio.sleep(0)
+            return xs
+
+    handle = run(bind(serve.deployment(K)))
+    wrong: list[Any] = []
+
+    def caller(offset: int) -> None:
+        responses = [handle.remote(offset + number) for number in range(100)]
+        for response in responses[::3]:
+            response.cancel()
+        for number, response in enumerate(responses):
+            try:
+                value = response.result(timeout_s=PATIENCE_S)
+            except RequestCancelledError:
+                continue
+            if value != offset + number:
+                wrong.append((value, offset + number))
+
+    threads = [threading.Thread(target=caller, args=(1000 * each,)) for each in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * PATIENCE_S)
+    assert wrong == []
+    wait_until(lambda: ongoing() == 0)
+    batcher = K.__call__.__ingress_batcher__
+    wait_until(lambda: batcher._queues == {})
