@@ -97,6 +97,36 @@ class SyncGenerator:
         boom(request.query_params["e"])
 
 
+def answers(requests: list[Request]) -> list[str]:
+    for request in requests:
+        boom(request.query_params["e"])
+    return ["ok"] * len(requests)
+
+
+@serve.deployment
+class Batch:
+    @serve.batch(batch_wait_timeout_s=0)
+    async def __call__(self, requests: list[Request]) -> list[str]:
+        return answers(requests)
+
+
+@serve.deployment
+class SyncBatch:
+    @serve.batch(batch_wait_timeout_s=0)
+    def __call__(self, requests: list[Request]) -> list[str]:
+        return answers(requests)
+
+
+@serve.deployment
+class BatchGenerator:
+    @serve.batch(batch_wait_timeout_s=0)
+    async def __call__(self, requests: list[Request]) -> AsyncIterator[list[str]]:
+        for request in requests:
+            boom(request.query_params.get("first", ""))
+        yield ["ok"] * len(requests)
+        answers(requests)
+
+
 def make_app() -> FastAPI:
     app = FastAPI()
 
@@ -207,6 +237,9 @@ APPLICATIONS: dict[str, Any] = {
     "sync": Sync,
     "agen": AsyncGenerator,
     "gen": SyncGenerator,
+    "batch": Batch,
+    "sync_batch": SyncBatch,
+    "batch_gen": BatchGenerator,
     "plain": fastapi_plain,
     "middleware": fastapi_middleware,
 }

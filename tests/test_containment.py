@@ -31,10 +31,12 @@ ENDPOINTS = [
     "yield_dependency",
     "exception_handler",
 ]
-UNSENT = ["async/", "sync/", *(f"{app}/{e}" for app in ("plain", "middleware") for e in ENDPOINTS)]
+UNSENT = ["async/", "sync/", "batch/", "sync_batch/"]
+UNSENT += [*(f"{app}/{e}" for app in ("plain", "middleware") for e in ENDPOINTS)]
 STREAMS = [
     "agen/",
     "gen/",
+    "batch_gen/",
     *(f"{app}/{e}" for app in ("plain", "middleware") for e in ("async_stream", "sync_stream")),
 ]
 AFTERWARDS = [
@@ -80,7 +82,7 @@ def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
     assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in ERRORS}
 
 
-@pytest.mark.parametrize("path", ["agen/?e=nothing", "gen/?e=nothing"])
+@pytest.mark.parametrize("path", ["agen/?e=nothing", "gen/?e=nothing", "batch_gen/?e=nothing"])
 def test_a_generator_that_fails_before_its_first_item_is_a_500(
     server: ServerProcess, path: str
 ) -> None:
