@@ -37,7 +37,8 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "app_examples"
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py"))
-APPLICATIONS = [name for name in EXAMPLES if name not in ("model", "slow_server")]
+NO_SERVERS = ("model", "request_batching", "slow_server")
+APPLICATIONS = [name for name in EXAMPLES if name not in NO_SERVERS]
 CURL = re.compile(r"^    curl '?http://127\.0\.0\.1:8000(/[^\s']*)'?(?: {4}|\n    )(\S.*)$", re.M)
 
 TESTED: set[str] = set()
@@ -530,3 +531,64 @@ def test_the_loop_stays_responsive_while_a_thread_computes() -> None:
         assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
         gate.open()
         assert results(responses) == [str((29999996, it.executor))] * 2
+
+
+# "requests is a list of request objects."
+@proves("batched_model", "batched_model_offload")
+@pytest.mark.parametrize("name", ["batched_model", "batched_model_offload"])
+def test_the_model_gets_many_inputs_at_once_and_each_client_its_own_result(name: str) -> None:
+    sizes = []
+
+    class Watched(class_of(name)):  # type: ignore[misc]
+        async def _run_model(self, inputs: list[str]) -> Any:
+            sizes.append(len(inputs))
+            return await super()._run_model(inputs)
+
+    with served(bound(name, Watched)) as it:
+        numbers = range(32)
+        answers = [it.send(f"/?input={number}")[0] for number in numbers]
+        texts = [answer.result().text for answer in answers]
+
+    assert texts == [f"result_{number}" for number in numbers]
+    assert sum(sizes) == 32
+    assert max(sizes) > 1
+
+
+@proves("request_batching")
+def test_the_vectorized_model_prints_what_its_handle_returned(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "app_examples.request_batching"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+
+    assert (result.stdout, result.stderr) == ("[0, 2, 4, 6, 8, 10, 12, 14]\n", "")
+
+
+# "allows multiple batches to be in flight simultaneously (up to the max_concurrent_batches limit)"
+@proves("concurrent_batches")
+def test_two_batches_are_in_flight_at_once() -> None:
+    gate = Gate()
+
+    class Watched(class_of("concurrent_batches")):  # type: ignore[misc]
+        def _compute(self) -> None:
+            gate.wait()
+
+    with served(bound("concurrent_batches", Watched)) as it:
+        responses = it.send(count=12)
+        gate.wait_for(2)
+        gate.open()
+        assert [response.result().text for response in responses] == ["ok"] * 12
+        assert gate.most_inside == 2
+
+
+@proves("batched_stream")
+def test_each_client_of_a_batched_stream_gets_as_much_as_it_asked_for() -> None:
+    with online(application("batched_stream")) as it:
+        short, long = it.send("/?words=2")[0], it.send("/?words=4")[0]
+
+        assert short.result().text == "word0,word1,"
+        assert long.result().text == "word0,word1,word2,word3,"
