@@ -10,6 +10,8 @@ what wrk found in each run. *added p50* is what a lone client waits longer.
     async-query   `async def`, path and query, returns JSON  functions on plain FastAPI
     def           `def`, returns a string                    functions on plain FastAPI
     call          plain `async def __call__`, no FastAPI     a plain Starlette route
+    batch-32      a NumPy model behind `@batch`, 32 a batch  the same model on `ingress` without it;
+                                                             alone, a client waits for company
 
     default       the SEPARATE flags as they are: user code on a loop and thread of its own
     both 0        RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD and ..._ROUTER_IN_SEPARATE_LOOP at 0
@@ -51,6 +53,7 @@ ROWS = (
     Row("async-query", "/async/7?name=me", b'{"item_id":7,"name":"me"}'),
     Row("def", "/def", b'"hello"'),
     Row("call", "/", b"hello", "starlette_app", "ingress_plain_app"),
+    Row("batch-32", "/?sample=3", b"8", "unbatched_app", "batched_app"),
 )
 FLAGS = {
     "default": {},

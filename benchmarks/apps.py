@@ -2,12 +2,14 @@
 
     fastapi_app     functions on plain FastAPI   ingress_app         methods, on one replica
     starlette_app   one function on Starlette    ingress_plain_app   an `async def __call__`
+    unbatched_app   a NumPy model on `ingress`   batched_app         the same behind `@batch`
 
 Every app with routes has ten of them, and what is measured stands in the middle.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from fastapi import FastAPI
@@ -91,3 +93,39 @@ class Plain:
 
 
 ingress_plain_app = serve.deployment(Plain).bind()
+
+
+class Model:
+    """A recurrent network: 1,000 steps of three NumPy calls, for one sample as for 32."""
+
+    def __init__(self) -> None:
+        # Before NumPy is there: as many threads as cores would fight with wrk and the server.
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        import numpy as np
+
+        random = np.random.default_rng(seed=0)
+        self.inputs = random.standard_normal((8, 64), dtype=np.float32)
+        self.weights = random.standard_normal((64, 64), dtype=np.float32) / 8
+        self.activate = np.tanh
+
+    def predict(self, requests: list[Request]) -> list[int]:
+        samples = self.inputs[[int(request.query_params["sample"]) for request in requests]]
+        state = samples
+        for _ in range(1000):
+            state = self.activate(state @ self.weights + samples)
+        return state.argmax(axis=1).tolist()
+
+
+class Unbatched(Model):
+    async def __call__(self, request: Request) -> int:
+        return self.predict([request])[0]
+
+
+class Batched(Model):
+    @serve.batch(max_batch_size=32)
+    async def __call__(self, requests: list[Request]) -> list[int]:
+        return self.predict(requests)
+
+
+unbatched_app = serve.deployment(Unbatched).bind()
+batched_app = serve.deployment(Batched).bind()
