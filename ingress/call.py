@@ -29,6 +29,8 @@ class Queue(Protocol):
 
     def check_cycle(self, call: Call) -> None: ...
 
+    def describe_cycle(self, call: Call, chain: str) -> str: ...
+
 
 class Runner(Protocol):
     """What a call needs of the replica it runs on."""

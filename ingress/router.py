@@ -11,14 +11,11 @@ of plain arithmetic, never while another is taken, and no callback runs under it
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from ingress.call import Call
-from ingress.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    RequestCycleError,
-)
+from ingress.cycles import check_cycle
+from ingress.exceptions import BackPressureError, DeploymentUnavailableError
 from ingress.replica import Replica
 from ingress.request_router import PowerOfTwoChoicesRequestRouter
 from ingress.types import DeploymentID
@@ -108,29 +105,16 @@ class Router:
             return frozenset(self._holders) if call in self._waiting else None
 
     def check_cycle(self, call: Call) -> None:
-        """Fail a call that can never start, because whoever could make room waits for it.
+        """Fail a call that can never start, see `cycles`."""
+        check_cycle(call)
 
-        Called when a call begins to wait for another, or stands in a queue while one waits for it:
-        the last step into a deadlock is always one of these. It may go through several deployments.
-        """
-        holders = self.holders(call)
-        for each in (call,) if holders is None else holders:
-            if not each.waits_for:
-                return  # it goes on by itself: the common case
-        while True:
-            graph = _waits(call)
-            stuck = _stuck(graph)
-            if call not in stuck:
-                return
-            # Read from several queues, one after the other: a mixture of times may show a cycle
-            # that never was. None of these waits can end and begin again, so what is seen twice
-            # was there all the time between.
-            if _waits(call) == graph:
-                break
-        loser = next(each for each, (is_queued, _) in graph.items() if is_queued and each in stuck)
-        assert loser.queue is not None
-        if loser.queue.withdraw(loser):
-            loser.settle(error=RequestCycleError(_describe(loser, graph, stuck)))
+    def describe_cycle(self, call: Call, chain: str) -> str:
+        name = self.deployment_id.name
+        return (
+            f"This call of '{name}' can never start: all slots of '{name}' are held by calls that "
+            f"wait for one, in the cycle {chain}. Raise max_ongoing_requests or num_replicas "
+            f"of '{name}', or break the cycle."
+        )
 
     def add(self, replica: Replica) -> None:
         """Begin to use a replica that is ready; those who wait get its slots at once."""
@@ -176,58 +160,6 @@ class Router:
             last.position = replica.position
             self._available[last.position] = last
         replica.position = _FULL
-
-
-# For each call that matters: whether it is queued, and the calls it depends on. A queued call goes
-# on when *one* of those that hold the slots ends, any other when *all* it waits for are answered.
-_Graph = dict[Call, tuple[bool, frozenset[Call]]]
-
-
-def _waits(call: Call) -> _Graph:
-    """Return what a call depends on, directly or not, beginning with itself."""
-    graph: _Graph = {}
-    todo = deque([call])
-    while todo:
-        each = todo.popleft()
-        if each not in graph:
-            holders = None if each.queue is None else each.queue.holders(each)
-            others = each.waits_for if holders is None else holders
-            graph[each] = holders is not None, others
-            todo.extend(others)
-    return graph
-
-
-def _stuck(graph: _Graph) -> set[Call]:
-    """Return the calls that can never go on: all, less those that can, until no more can."""
-    stuck = set(graph)
-    while True:
-        free = set()
-        for call in stuck:
-            is_queued, others = graph[call]
-            blocking = others & stuck
-            if not blocking or (is_queued and blocking != others):
-                free.add(call)
-        if not free:
-            return stuck
-        stuck -= free
-
-
-def _describe(loser: Call, graph: _Graph, stuck: set[Call]) -> str:
-    name = loser.metadata.deployment.name
-    chain = [name]
-    call = loser
-    while True:
-        is_queued, others = graph[call]
-        call = next(iter(others & stuck))
-        if not is_queued:
-            chain.append(call.metadata.deployment.name)
-            if chain[-1] in chain[:-1]:
-                break
-    return (
-        f"This call of '{name}' can never start: all slots of '{name}' are held by calls that wait "
-        f"for one, in the cycle {' -> '.join(chain)}. Raise max_ongoing_requests or num_replicas "
-        f"of '{name}', or break the cycle."
-    )
 
 
 # Values of `Replica.position` other than an index into `_available`.

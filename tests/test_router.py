@@ -541,6 +541,9 @@ def test_a_cycle_that_is_seen_once_only_was_none() -> None:
         def check_cycle(self, call: Call) -> None:
             pass
 
+        def describe_cycle(self, call: Call, chain: str) -> str:
+            return chain
+
     router.assign(waiter)
     child.queue = MovesOn()
     thread = blocked_by(waiter, child)
