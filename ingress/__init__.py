@@ -26,6 +26,12 @@ from ingress.handle import (
     DeploymentResponse,
     DeploymentResponseGenerator,
 )
+from ingress.multiplex import get_multiplexed_model_id, multiplexed
+from ingress.request_context import (
+    RequestContext,
+    get_batch_request_contexts,
+    get_request_context,
+)
 
 __all__ = [
     "Application",
@@ -38,15 +44,20 @@ __all__ = [
     "HTTPOptions",
     "LoggingConfig",
     "ReplicaContext",
+    "RequestContext",
     "RequestRouterConfig",
     "batch",
     "delete",
     "deployment",
     "exceptions",
     "get_app_handle",
+    "get_batch_request_contexts",
     "get_deployment_handle",
+    "get_multiplexed_model_id",
     "get_replica_context",
+    "get_request_context",
     "ingress",
+    "multiplexed",
     "run",
     "shutdown",
     "start",

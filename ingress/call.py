@@ -138,6 +138,15 @@ class Call:
             self.runner.cancel(self)
         return True
 
+    @property
+    def app_name(self) -> str:
+        """The application the request came to that this call is made for."""
+        return self.metadata.app_name or self.metadata.deployment.app_name
+
+    def current_route(self) -> str:
+        """Return the route as far as it is known by now, a template such as "/items/{id}"."""
+        return self.metadata.route
+
     def let_go(self) -> None:
         """Forget what only the run needed, once it has ended.
 

@@ -26,7 +26,7 @@ class ReplicaContext:
     `servable_object` is the user's instance, `None` while its constructor runs. The underscored
     fields are the framework's: the replica's own ASGI app, and the plan of each callable that app
     calls; its loop and worker threads, the batches that run, and what `set_max_batch_size` and its
-    like were told here.
+    like were told here; the models that `@multiplexed` methods loaded.
     """
 
     replica_id: ReplicaID
@@ -37,6 +37,7 @@ class ReplicaContext:
     _pool: ThreadPool | None = None
     _batches: set[asyncio.Task[None]] = field(default_factory=set)
     _batch_limits: dict[Any, Any] = field(default_factory=dict)
+    _models: Any = None
 
     @property
     def app_name(self) -> str:

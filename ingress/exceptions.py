@@ -6,7 +6,7 @@
        ├─ DeploymentUnavailableError      503  it failed to start, or was deleted
        ├─ ReplicaUnavailableError         503  the replica went away under the call
        ├─ RequestCancelledError           499  the caller cancelled it
-       ├─ RequestCycleError               500  it waits for a slot its own callers hold
+       ├─ RequestCycleError               500  it waits for what its own callers hold
        ├─ StreamClosedError               499  the stream's other end is gone
        └─ UserCodeExit                    500  user code raised what is not an `Exception`
 
@@ -81,7 +81,7 @@ class RequestCancelledError(RayServeException):
 
 
 class RequestCycleError(RayServeException):
-    """The call can never start: every slot it could take is held by a call that waits for it."""
+    """It can never go on: each slot, or all room for a model, is held by calls that wait for it."""
 
 
 class StreamClosedError(RayServeException, OSError):

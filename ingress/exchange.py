@@ -18,6 +18,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
+from ingress.asgi import route_template
 from ingress.bridge import YIELD_EVERY, Bridge
 from ingress.call import Call, Runner
 from ingress.channel import Channel, EndOfStream
@@ -57,6 +58,7 @@ class Exchange(Call):
     _is_stopped = False
     _is_told = False
     _has_left = False
+    _template = ""
     _chunks = 0
 
     def __init__(
@@ -166,6 +168,15 @@ class Exchange(Call):
             self._post(self._assign_here)
         else:
             runner.submit(self)
+
+    def current_route(self) -> str:
+        """Return prefix and path template of the endpoint, once that is found. Thread-safe."""
+        if not self._template:
+            path = route_template(self.scope)
+            if path is None:
+                return self.metadata.route
+            self._template = self.metadata.route.rstrip("/") + path
+        return self._template
 
     def tell(self) -> None:
         """Let user code see its client as gone, because the application stops. Thread-safe."""
@@ -325,14 +336,16 @@ class Exchange(Call):
 
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
-        # Let go of: whatever copies the context of the request holds its call, as the server's
-        # keep-alive timer does, and must not hold all that frameworks keep in a scope.
-        scope, self.scope = self.scope, {}
-        if running_loop() is self.loop:
-            await user_code.http(scope, self._receive_here, self._send_here)
-            return
-        bridge = Bridge(self, mailbox_of(self.loop), self._first)
+        bridge = None
         try:
-            await user_code.http(scope, bridge.receive, bridge.send)
+            if running_loop() is self.loop:
+                await user_code.http(self.scope, self._receive_here, self._send_here)
+                return
+            bridge = Bridge(self, mailbox_of(self.loop), self._first)
+            await user_code.http(self.scope, bridge.receive, bridge.send)
         finally:
-            bridge.finish()
+            # Let go of: whatever copies the context of the request holds its call, as the server's
+            # keep-alive timer does, and must not hold all that frameworks keep in a scope.
+            self.scope = {}
+            if bridge is not None:
+                bridge.finish()

@@ -9,6 +9,7 @@ is what happens.
     ENDPOINT   of a FastAPI app    event loop    threadpool
     LIFECYCLE  __init__, __del__   event loop    event loop
     BATCH      @serve.batch        event loop    threadpool
+    UNLOAD     a model's __del__   event loop    threadpool
 
 A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
 returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here.
@@ -43,6 +44,7 @@ class Role(Enum):
     ENDPOINT = "endpoint"
     LIFECYCLE = "lifecycle"
     BATCH = "batch"
+    UNLOAD = "unload"
 
 
 class Kind(Enum):
@@ -200,6 +202,8 @@ def plan(
         mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
     elif role is Role.BATCH:
         mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
+    elif role is Role.UNLOAD:
+        mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
     else:
         mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
         reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"

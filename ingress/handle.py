@@ -87,6 +87,8 @@ class DeploymentHandle:
             "stream": stream,
             "multiplexed_model_id": multiplexed_model_id,
         }
+        if not isinstance(multiplexed_model_id, str | None):
+            raise TypeError(f"multiplexed_model_id must be a string, got {multiplexed_model_id!r}")
         changed = {name: value for name, value in given.items() if value is not None}
         return DeploymentHandle(self._id, self._directory, replace(self._options, **changed))
 
@@ -102,9 +104,10 @@ class DeploymentHandle:
             request_id=(parent and parent.metadata.request_id) or new_request_id(),
             deployment=self._id,
             method_name=options.method_name,
-            route="" if parent is None else parent.metadata.route,
+            route="" if parent is None else parent.current_route(),
             multiplexed_model_id=options.multiplexed_model_id,
             is_streaming=options.stream,
+            app_name="" if parent is None else parent.app_name,
         )
         call = Call(metadata, None, copy_context())
         # Looked up now, so that a handle outlives a redeployment of what it calls.

@@ -25,6 +25,7 @@ from ingress.counters import Latency
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit
 from ingress.execution import ExecutionPlan, Role
 from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
+from ingress.models import Models
 from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
 from ingress.types import ReplicaID
 from ingress.user_code import UserCode
@@ -50,8 +51,8 @@ class Replica:
     """Lives on its user loop; `submit` and `cancel` are thread-safe.
 
     `borrowed` is the loop to live on when user code has no thread of its own. `release` gives a
-    slot back to the router; `ongoing`, `max_ongoing` and `position` are the router's, under its
-    lock.
+    slot back to the router; `ongoing`, `max_ongoing`, `position` and `requested`, which counts the
+    calls by the model they name, are the router's, under its lock.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Replica:
         self.max_ongoing = max_ongoing
         self.ongoing = 0
         self.position = -1
+        self.requested: dict[str, int] = {}
         self._release = release
         self._sync_in_threadpool = sync_in_threadpool
         self._borrows = borrowed is not None
@@ -92,18 +94,24 @@ class Replica:
             workers = min(32, max(1, math.ceil(num_cpus)) + 4)
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
+        # What runs here, and its task once that has begun.
+        self._calls: dict[Call, asyncio.Task[Any] | None] = {}
         self.context = ReplicaContext(replica_id, _loop=self.loop, _pool=self._pool)
+        self._models = Models(self.loop, self.context, self.make_plan, self._calls)
         try:
             self.user_code = UserCode(func_or_class, bound_app, self.context, self.make_plan)
         except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
             self._home.stop(1.0)
             raise
-        # What runs here, and its task once that has begun.
-        self._calls: dict[Call, asyncio.Task[Any] | None] = {}
         self._is_checking = False
 
     def __repr__(self) -> str:
         return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
+
+    @property
+    def model_ids(self) -> frozenset[str]:
+        """The models it has or is loading. Thread-safe."""
+        return self._models.ids
 
     def make_plan(self, func: Callable[..., Any], role: Role) -> ExecutionPlan:
         return execution.plan(
@@ -207,6 +215,8 @@ class Replica:
                 latency = self.latencies[call.route] = Latency()
             latency.add((monotonic() - begin) * 1e3, is_error=failed)
             del self._calls[call]
+            if self._models.in_use:
+                self._models.end(call)
             self.release(call)
             call.let_go()
 
@@ -262,7 +272,10 @@ class Replica:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self.user_code.stop()
+        try:
+            await self.user_code.stop()
+        finally:
+            await self._models.stop()
         if self._borrows:
             current_default_thread_limiter().total_tokens -= self._anyio_threads
 

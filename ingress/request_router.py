@@ -7,11 +7,18 @@ from random import random
 from typing import Protocol, TypeVar
 
 
-class HasOngoing(Protocol):
+class Candidate(Protocol):
+    """A replica. `requested` counts its calls by the model they name."""
+
     ongoing: int
+    requested: dict[str, int]
+
+    @property
+    def model_ids(self) -> frozenset[str]:
+        """The models it has or is loading."""
 
 
-R = TypeVar("R", bound=HasOngoing)
+R = TypeVar("R", bound=Candidate)
 
 
 class PowerOfTwoChoicesRequestRouter:
@@ -30,3 +37,15 @@ class PowerOfTwoChoicesRequestRouter:
         second += second >= first
         one, other = candidates[first], candidates[second]
         return one if one.ongoing <= other.ongoing else other
+
+    def choose_for_model(self, candidates: Sequence[R], model_id: str) -> R:
+        """Prefer those that have the model or are about to; else those with the fewest models.
+
+        Source: Ray 2.60.0, request_router.py, without its wait for one that is full.
+        """
+        fit = [r for r in candidates if model_id in r.model_ids or model_id in r.requested]
+        if not fit:
+            counts = [len(each.model_ids | each.requested.keys()) for each in candidates]
+            fewest = min(counts)
+            fit = [each for each, count in zip(candidates, counts, strict=True) if count == fewest]
+        return self.choose(fit)

@@ -58,7 +58,12 @@ class Router:
                 refused = DeploymentUnavailableError(self._refuses)
             elif self._available:
                 self.num_requests += 1
-                replica = self._policy.choose(self._available)
+                model_id = call.metadata.multiplexed_model_id
+                if model_id:
+                    replica = self._policy.choose_for_model(self._available, model_id)
+                    _count_model(replica, model_id, 1)
+                else:
+                    replica = self._policy.choose(self._available)
                 replica.ongoing += 1
                 self._holders.add(call)
                 if replica.ongoing == replica.max_ongoing:
@@ -84,9 +89,10 @@ class Router:
         following: Call | None = None
         with self._lock:
             self._holders.discard(call)
+            if replica.requested and call.metadata.multiplexed_model_id:
+                _count_model(replica, call.metadata.multiplexed_model_id, -1)
             if self._waiting and replica.position != _REMOVED:
-                following, _ = self._waiting.popitem(last=False)
-                self._holders.add(following)
+                following = self._next(replica)
             else:
                 replica.ongoing -= 1
                 if replica.position == _FULL:
@@ -123,10 +129,8 @@ class Router:
             self.replicas.append(replica)
             replica.position = _FULL
             while self._waiting and replica.ongoing < replica.max_ongoing:
-                call, _ = self._waiting.popitem(last=False)
-                self._holders.add(call)
+                started.append(self._next(replica))
                 replica.ongoing += 1
-                started.append(call)
             if replica.ongoing < replica.max_ongoing:
                 self._add_available(replica)
         for call in started:
@@ -149,6 +153,14 @@ class Router:
         for call in waiting:
             call.settle(error=DeploymentUnavailableError(reason))
 
+    def _next(self, replica: Replica) -> Call:
+        """Give a slot of the replica to the call that waits first, whatever its model."""
+        call, _ = self._waiting.popitem(last=False)
+        self._holders.add(call)
+        if call.metadata.multiplexed_model_id:
+            _count_model(replica, call.metadata.multiplexed_model_id, 1)
+        return call
+
     def _add_available(self, replica: Replica) -> None:
         replica.position = len(self._available)
         self._available.append(replica)
@@ -160,6 +172,15 @@ class Router:
             last.position = replica.position
             self._available[last.position] = last
         replica.position = _FULL
+
+
+def _count_model(replica: Replica, model_id: str, change: int) -> None:
+    """Count the calls on a replica that name a model; no more models than calls are kept."""
+    count = replica.requested.get(model_id, 0) + change
+    if count:
+        replica.requested[model_id] = count
+    else:
+        del replica.requested[model_id]
 
 
 # Values of `Replica.position` other than an index into `_available`.

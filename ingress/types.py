@@ -32,8 +32,10 @@ class ReplicaID:
 class RequestMetadata(NamedTuple):
     """What is known of a request before user code sees it; it never changes on the way.
 
-    `route` is the HTTP path prefix the request came in by ("" for none). A tuple, because one is
-    made for every request, and a frozen dataclass takes three times as long (1.0 us).
+    `route` is the HTTP path prefix the request came in by ("" for none); of a call that is made in
+    a request, its template. `app_name` is the application that request came to ("" for that of
+    `deployment`). A tuple, because one is made for every request, and a frozen dataclass takes
+    three times as long (1.0 us).
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class RequestMetadata(NamedTuple):
     multiplexed_model_id: str = ""
     is_http_request: bool = False
     is_streaming: bool = False
+    app_name: str = ""
 
 
 def new_request_id() -> str:

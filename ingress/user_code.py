@@ -139,7 +139,7 @@ class UserCode:
                 try:
                     await plan.run()
                 finally:
-                    _spare_second_del(instance)
+                    spare_second_del(instance)
 
     def methods(self) -> list[str]:
         """Return the public names a handle may call."""
@@ -168,7 +168,7 @@ def public_methods(target: Any) -> list[str]:
     return sorted(name for name in found if not name.startswith("_"))
 
 
-def _spare_second_del(instance: Any) -> None:
+def spare_second_del(instance: Any) -> None:
     """Keep the garbage collector from running a `__del__` that has run.
 
     The collector looks at the instance's class, so the instance gets one without it.

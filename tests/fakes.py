@@ -28,6 +28,8 @@ class FakeReplica:
         self.max_ongoing = max_ongoing
         self.ongoing = 0
         self.position = -1
+        self.requested: dict[str, int] = {}
+        self.model_ids: frozenset[str] = frozenset()
         self.started: list[Call] = []
         self.skipped: list[Call] = []
         self.cancelled: list[Call] = []
@@ -78,7 +80,9 @@ def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
     return application
 
 
-def make_call(deployment: str = "D") -> Call:
+def make_call(deployment: str = "D", model_id: str = "") -> Call:
     """Return a call that nobody runs."""
-    metadata = RequestMetadata(new_request_id(), DeploymentID(deployment))
+    metadata = RequestMetadata(
+        new_request_id(), DeploymentID(deployment), multiplexed_model_id=model_id
+    )
     return Call(metadata, None, Context())

@@ -14,7 +14,9 @@ from ingress.logs import RequestFilter
 from tests.fakes import bind
 
 PATIENCE_S = 10.0
-FIELDS = ("request_id", "deployment", "replica", "application")
+FIELDS = (
+    "request_id", "route", "application", "deployment", "replica", "multiplexed_model_id",
+)  # fmt: skip
 
 
 class Remembering(logging.Handler):
@@ -51,6 +53,7 @@ def test_a_record_from_a_request_has_its_identity(
     logging.getLogger(logger).addHandler(handler)
     try:
         handle = serve.run(bind(Talker), name="app", route_prefix=None)
+        handle = handle.options(multiplexed_model_id="m")
         response = getattr(handle, method).remote(logger)
         response.result(timeout_s=PATIENCE_S)
     finally:
@@ -60,9 +63,11 @@ def test_a_record_from_a_request_has_its_identity(
     (record,) = (each for each in handler.records if each.getMessage() == "said")
     assert fields(record) == {
         "request_id": response.request_id,
+        "route": "",
+        "application": "app",
         "deployment": "Talker",
         "replica": "0",
-        "application": "app",
+        "multiplexed_model_id": "m",
     }
 
 

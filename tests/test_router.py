@@ -297,6 +297,44 @@ def test_many_replicas_cost_a_request_no_more_than_few() -> None:
     assert looks(1_000) <= looks(10) + 2
 
 
+def test_a_model_is_asked_for_where_it_is_or_is_about_to_be() -> None:
+    router, replicas = routed(2, 2, 2)
+    one, other, third = replicas
+    one.model_ids, other.model_ids = frozenset("ab"), frozenset("c")
+    calls = [make_call(model_id=model_id) for model_id in "aaabcd"]
+    for call in calls:
+        router.assign(call)
+
+    first, second, spilt, fourth, fifth, sixth = (call.runner for call in calls)
+    assert first is second is one
+    assert spilt is third, "one is full; of the others it has the fewest models"
+    assert fifth is other
+    assert {fourth, sixth} == {other, third}, "two slots are left: none is kept for a model"
+    assert one.requested == {"a": 2}
+
+
+def test_a_slot_goes_to_who_waits_first_whatever_its_model() -> None:
+    router, (replica, _) = routed(1, 1)
+    replica.model_ids = frozenset("a")
+    calls = [make_call(model_id=model_id) for model_id in ["a", "b", "c", "a"]]
+    for call in calls:
+        router.assign(call)
+    replica.finish(calls[0])
+
+    assert calls[2].runner is replica.real
+    assert calls[3].runner is None
+
+
+def test_ten_thousand_models_leave_no_trace_in_the_router() -> None:
+    router, (replica,) = routed(2)
+    for number in range(10_000):
+        call = make_call(model_id=str(number))
+        router.assign(call)
+        replica.finish(call)
+
+    assert replica.requested == {}
+
+
 # The state machine: any sequence of steps, and what must hold after each.
 
 
@@ -334,15 +372,23 @@ class RouterMachine(RuleBasedStateMachine):
             fresh += [self.number[call] for call in begun]
         self.order += sorted(fresh)
 
-    @rule()
-    def submit(self) -> None:
-        call = make_call()
+    @rule(model_id=st.sampled_from(["", "", "a", "b", "c"]))
+    def submit(self, model_id: str) -> None:
+        call = make_call(model_id=model_id)
         call.when_settled(lambda each: self.settled.update([each]))
         self.number[call] = len(self.calls)
         self.calls.append(call)
         full = 0 <= self.max_queued <= self.router.num_queued
-        free = any(each.ongoing < each.max_ongoing for each in self.replicas)
+        available = [each for each in self.replicas if each.ongoing < each.max_ongoing]
+        free = bool(available)
+        known = {each: each.model_ids | each.requested.keys() for each in available}
         self.router.assign(call)
+        if model_id and call.runner is not None:
+            chosen = next(each for each in available if each is call.runner)
+            if any(model_id in ids for ids in known.values()):
+                assert model_id in known[chosen]  # (11)
+            else:
+                assert len(known[chosen]) == min(map(len, known.values()))
         if self.refuses:
             assert isinstance(call.error, DeploymentUnavailableError)
         elif full and not free:
@@ -375,6 +421,11 @@ class RouterMachine(RuleBasedStateMachine):
         if answered:
             self.expected[call] = self.number[call]
 
+    @precondition(lambda self: self.replicas)
+    @rule(which=st.randoms(use_true_random=False), ids=st.frozensets(st.sampled_from("abcd")))
+    def load(self, which: random.Random, ids: frozenset[str]) -> None:
+        which.choice(self.replicas).model_ids = ids
+
     @precondition(lambda self: len(self.replicas) < 4)
     @rule(slots=st.integers(1, 3))
     def add(self, slots: int) -> None:
@@ -405,6 +456,9 @@ class RouterMachine(RuleBasedStateMachine):
         router = self.router
         for each in self.everybody():
             assert len(each.running) == each.ongoing <= each.max_ongoing  # (1), (7)
+            named = Counter(call.metadata.multiplexed_model_id for call in each.running)
+            del named[""]
+            assert each.requested == named  # (12)
         assert self.max_queued < 0 or router.num_queued <= self.max_queued  # (2)
         free = any(each.ongoing < each.max_ongoing for each in self.replicas)
         assert not (free and router.num_queued)  # (3)

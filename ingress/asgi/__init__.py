@@ -4,6 +4,7 @@
     apps          the clone of the app each replica gets
     routes        the clone of the route tree, endpoints wrapped
     route_index   the route of a path, looked up
+    template      the path template of the route that was found
     lean          a route without the exit stacks it does not need
     dependencies  `Depends(...)` on the replica's threads and instance
     methods       whose function it is, and what runs for it
@@ -19,5 +20,14 @@ Only these modules touch FastAPI's route internals.
 from ingress.asgi.replica_app import ASGI, ReplicaApp
 from ingress.asgi.routes import RouteInfo
 from ingress.asgi.spec import BoundApp, IngressSpec, ingress
+from ingress.asgi.template import route_template
 
-__all__ = ["ASGI", "BoundApp", "IngressSpec", "ReplicaApp", "RouteInfo", "ingress"]
+__all__ = [
+    "ASGI",
+    "BoundApp",
+    "IngressSpec",
+    "ReplicaApp",
+    "RouteInfo",
+    "ingress",
+    "route_template",
+]
