@@ -182,6 +182,23 @@ def test_a_client_generated_from_the_schema_calls_the_main_example(
             assert async_endpoint(client=client) == "hi from the event loop"
 
 
+@proves("multiplexed")
+def test_the_models_come_and_go_as_the_docstring_says(tmp_path: Path) -> None:
+    docstring = import_module("app_examples.multiplexed").__doc__ or ""
+    curl = r"curl -H '(\w+): (\w+)' 'http://127\.0\.0\.1:8000(\S+)'\n    (.*)"
+    promised = re.findall(curl, docstring)
+    assert len(promised) == 3
+
+    with run("multiplexed", tmp_path) as server:
+        for header, model_id, path, answer in promised:
+            response = httpx.get(server.url + path, headers={header: model_id}, trust_env=False)
+            assert response.text == answer
+        loaded = httpx.get(server.url + "/loaded", trust_env=False).text
+        assert f"`{loaded}`" in docstring
+        response = httpx.get(server.url + "/greet?name=you", trust_env=False)
+        assert (response.status_code, response.json()["detail"][:11]) == (404, "no model ''")
+
+
 @proves("model")
 def test_the_model_prints_what_its_handle_returned(tmp_path: Path) -> None:
     result = subprocess.run(
