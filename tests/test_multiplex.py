@@ -180,6 +180,16 @@ class Server:
     async def task_saw(self) -> list[str]:
         return await self.task
 
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=PATIENCE_S)
+    async def together(self, numbers: list[int]) -> list[str]:
+        net = await self.model(serve.get_multiplexed_model_id())
+        await self.ledger.pass_by(f"use {net.id}")
+        assert net.is_loaded
+        return [net.id for _ in numbers]
+
+    async def batched(self) -> str:
+        return str(await self.together(1))
+
     async def relay(self, model_id: str) -> str:
         """Use a model until the next request for it has come and had the time to get it."""
         self.ledger.relays[model_id] += 1
@@ -496,6 +506,21 @@ def test_a_model_goes_under_no_request_that_runs(server: DeploymentHandle, ledge
     assert ledger.unloads == {"b": 1}
     ledger.let("use a")
     assert [answer(response) for response in using] == ["a", "b"]
+
+
+def test_a_batch_keeps_the_model_of_its_requests(one: DeploymentHandle, ledger: Ledger) -> None:
+    ledger.hold("use a")
+    ledger.hold("use b")
+    batched = one.options(multiplexed_model_id="a").batched
+    responses = [batched.remote(), batched.remote(), one.remote("b")]
+    ledger.saw("use a", "use b")
+    assert answer(one.gives_up.remote("c")) == "gave up"
+    assert ledger.loads == {"a": 1, "b": 1}
+    ledger.let("use a")
+    assert answer(one.remote("c")) == "c"
+    assert ledger.unloads == {"a": 1}
+    ledger.let("use b")
+    assert [answer(response) for response in responses] == ["a", "a", "b"]
 
 
 def test_a_stream_keeps_its_model_to_its_end(one: DeploymentHandle, ledger: Ledger) -> None:
