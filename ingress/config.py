@@ -17,6 +17,7 @@ from ingress.options import (
     ClassPath,
     Fraction,
     FunctionPath,
+    IdempotentMethods,
     Json,
     NonNegativeFloat,
     NonNegativeInt,
@@ -129,7 +130,9 @@ class HTTPOptions(Options):
     """Where and how `serve.start` and `serve.run` listen.
 
     `host=None` means no HTTP. A `host` that is left out is the environment's
-    `RAY_SERVE_DEFAULT_HTTP_HOST`, else 127.0.0.1; port 0 lets the system choose.
+    `RAY_SERVE_DEFAULT_HTTP_HOST`, else 127.0.0.1; port 0 lets the system choose. A
+    `request_timeout_s` that is left out is `RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S`, else none.
+    `retry_started_methods` are those that may be tried again although user code may have run.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -142,6 +145,7 @@ class HTTPOptions(Options):
     root_path: str = ""
     root_url: str = ""
     request_timeout_s: PositiveFloat | None = None
+    retry_started_methods: IdempotentMethods = Field(default_factory=list)
     keep_alive_timeout_s: PositiveFloat = 90
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None

@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ingress.retries import IDEMPOTENT_METHODS
+
 
 class Options(BaseModel):
     """Keywords, validated and frozen; the repr shows those that differ from their default."""
@@ -175,5 +177,16 @@ ClassPath = Annotated[
 FunctionPath = Annotated[
     str | Callable[..., Any],
     _must_be("a function or its import path", lambda v: isinstance(v, str) or callable(v)),
+]
+IdempotentMethods = Annotated[
+    list[str],
+    _must_be(
+        f"a list of idempotent methods, of {', '.join(sorted(IDEMPOTENT_METHODS))}: what has an "
+        "effect each time it runs must not run twice",
+        lambda v: (
+            isinstance(v, list | tuple | set | frozenset)
+            and all(isinstance(each, str) and each in IDEMPOTENT_METHODS for each in v)
+        ),
+    ),
 ]
 Json = Annotated[Any, AfterValidator(_json_copy)]

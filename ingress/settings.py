@@ -6,12 +6,15 @@ that is started again sees the environment of that moment.
     RAY_SERVE_RUN_SYNC_IN_THREADPOOL             0   `def` methods: 0 on the loop, 1 in a thread
     RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   1   one event loop thread per replica
     RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP        1   one event loop thread for waiting requests
+    RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   seconds an HTTP request has; 0 for no end
+    RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_ENGINE                           local   which engine runs the application
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +22,22 @@ from dataclasses import dataclass
 SYNC_IN_THREADPOOL = "RAY_SERVE_RUN_SYNC_IN_THREADPOOL"
 USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
+REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
+MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment says, validated. Source: seed "Environment flags"."""
+    """What the environment says, validated. Source: seed "Environment flags".
+
+    `request_timeout_s` is `None` for no deadline, as the guide's default.
+    """
 
     run_sync_in_threadpool: bool = False
     run_user_code_in_separate_thread: bool = True
     run_router_in_separate_loop: bool = True
+    request_timeout_s: float | None = None
+    max_retries: int = 10
     http_host: str = "127.0.0.1"
     engine: str = "local"
 
@@ -39,6 +49,8 @@ class Settings:
             run_sync_in_threadpool=_flag(env, SYNC_IN_THREADPOOL, default=False),
             run_user_code_in_separate_thread=_flag(env, USER_CODE_IN_SEPARATE_THREAD, default=True),
             run_router_in_separate_loop=_flag(env, ROUTER_IN_SEPARATE_LOOP, default=True),
+            request_timeout_s=_seconds(env, REQUEST_TIMEOUT_S),
+            max_retries=_count(env, MAX_RETRIES, default=10),
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=env.get("INGRESS_ENGINE") or "local",
         )
@@ -51,3 +63,27 @@ def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}; set it to 0 or 1, or unset it")
     return value == "1"
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    """Return a time; 0, nothing and empty mean none."""
+    value = env.get(name) or "0"
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(
+            f"{name} must be a number of seconds > 0, or 0 for no deadline, got {value!r}; "
+            "correct it, or unset it"
+        )
+    return seconds or None
+
+
+def _count(env: Mapping[str, str], name: str, *, default: int) -> int:
+    value = env.get(name)
+    if not value:
+        return default
+    if not (value.isascii() and value.isdecimal()):
+        raise ValueError(f"{name} must be an integer ≥ 0, got {value!r}; correct it, or unset it")
+    return int(value)

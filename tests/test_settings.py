@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ingress.settings import (
+    MAX_RETRIES,
+    REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
@@ -34,6 +36,33 @@ def test_another_value_of_a_flag_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got {value!r}"):
         Settings.from_environment({name: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("0", None), ("", None), ("0.0", None), ("2.5", 2.5), ("30", 30.0)]
+)
+def test_a_request_timeout_is_a_number_of_seconds_and_0_is_none(
+    value: str, seconds: float | None
+) -> None:
+    assert Settings.from_environment({REQUEST_TIMEOUT_S: value}).request_timeout_s == seconds
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "5s", "1e309"])
+def test_another_value_of_the_request_timeout_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ValueError, match=f"{REQUEST_TIMEOUT_S} must be a number.*{value!r}"):
+        Settings.from_environment({REQUEST_TIMEOUT_S: value})
+
+
+def test_the_number_of_retries_is_10_unless_set() -> None:
+    values = [{}, {MAX_RETRIES: ""}, {MAX_RETRIES: "0"}, {MAX_RETRIES: "3"}]
+
+    assert [Settings.from_environment(each).max_retries for each in values] == [10, 10, 0, 3]
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "ten", "²", " 1"])
+def test_another_value_of_the_number_of_retries_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ValueError, match=f"{MAX_RETRIES} must be an integer ≥ 0, got {value!r}"):
+        Settings.from_environment({MAX_RETRIES: value})
 
 
 def test_settings_made_without_an_environment_are_its_defaults() -> None:
