@@ -36,9 +36,19 @@ class Client(Protocol):
 class Bridge:
     """Owned by the user loop."""
 
-    __slots__ = ("_chunks", "_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
+    __slots__ = (
+        "_chunks",
+        "_client",
+        "_first",
+        "_is_pumping",
+        "_mailbox",
+        "_outbound",
+        "_start",
+        "is_complete",
+    )
 
     def __init__(self, client: Client, mailbox: Mailbox, first: Message | None) -> None:
+        self.is_complete = False  # the response has left user code: what follows is background
         self._client = client
         self._mailbox = mailbox
         self._first = first
@@ -59,6 +69,7 @@ class Bridge:
     async def send(self, message: Message) -> None:
         if self._outbound is not None:
             await self._put(message)
+            self.is_complete = not message.get("more_body")
         elif message["type"] == "http.response.start":
             self._start = message
             for name, _ in message.get("headers", ()):
@@ -70,6 +81,7 @@ class Bridge:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
             self._mailbox.post(self._client.complete, self._start, message)
             self._start = None
+            self.is_complete = True
         else:
             await self._stream()
             await self._put(message)

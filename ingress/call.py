@@ -15,7 +15,7 @@ from contextvars import Context, ContextVar
 from time import monotonic
 from typing import Any, Protocol
 
-from ingress.exceptions import RequestCancelledError
+from ingress.exceptions import RequestCancelledError, RequestTimeoutError
 from ingress.loops import Wakeup
 from ingress.types import RequestMetadata
 
@@ -31,12 +31,21 @@ class Queue(Protocol):
 
     def describe_cycle(self, call: Call, chain: str) -> str: ...
 
+    def reassign(self, call: Call, error: Exception) -> None: ...
+
 
 class Runner(Protocol):
     """What a call needs of the replica it runs on."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def is_ending(self) -> bool: ...
+
+    def gone(self) -> Exception: ...
+
+    def admit(self, call: Call) -> bool: ...
 
     async def serve(self, call: Call) -> Any: ...
 
@@ -53,7 +62,8 @@ class Call:
     `work(user_code)` is what the replica runs, in `context`. `queue` and `runner` say where it is.
     `waits_for` are the calls whose answers its user code waits for now, or it itself needs before
     it can begin; `is_awaited` becomes true when the user code of a call waits for it. `members` are
-    the calls of a batch, which runs as a call of its own; `None` if this is no batch.
+    the calls of a batch, which runs as a call of its own; `None` if this is no batch. `retries` is
+    how often it was sent on from a replica that went before it began.
     """
 
     __slots__ = (
@@ -65,6 +75,7 @@ class Call:
         "members",
         "metadata",
         "queue",
+        "retries",
         "route",
         "runner",
         "settled",
@@ -90,6 +101,7 @@ class Call:
         self.runner: Runner | None = None
         self.waits_for: frozenset[Call] = _NOBODY
         self.is_awaited = False
+        self.retries = 0
         self.settled = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -98,7 +110,7 @@ class Call:
         self._callbacks: list[Callable[[Call], Any]] = []
 
     def start(self, runner: Runner) -> None:
-        """Begin on the replica whose slot it was given. Called once, in any thread."""
+        """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
         self.runner = runner
         runner.submit(self)
 
@@ -127,9 +139,30 @@ class Call:
             if callback in self._callbacks:
                 self._callbacks.remove(callback)
 
-    def cancel(self) -> bool:
+    @property
+    def deadline(self) -> float | None:
+        """When it has to be answered, in `time.monotonic()` seconds; its children too."""
+        return self.metadata.deadline
+
+    def expire(self) -> None:
+        """Cancel it because its deadline has come. Thread-safe."""
+        self.cancel(self._timeout())
+
+    def is_over(self) -> bool:
+        """Whether it must not begin: it has an answer, or its deadline has passed, which is one."""
+        deadline = self.metadata.deadline
+        if deadline is not None and not self.settled and monotonic() >= deadline:
+            self.cancel(self._timeout())
+        return self.settled
+
+    def _timeout(self) -> RequestTimeoutError:
+        assert self.metadata.deadline is not None
+        left_s = round(self.metadata.deadline - self.started_at, 6)
+        return RequestTimeoutError(self.metadata.request_id, left_s)
+
+    def cancel(self, error: RequestCancelledError | None = None) -> bool:
         """Settle as cancelled and stop the work where it is. Returns False if it was settled."""
-        if not self.settle(error=RequestCancelledError(self.metadata.request_id)):
+        if not self.settle(error=error or RequestCancelledError(self.metadata.request_id)):
             return False
         # Race with a slot that is being handed over: the replica looks at `settled` before it
         # starts, so a call that is neither withdrawn here nor cancelled there gives its slot back

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from ingress.asgi import BoundApp
 from ingress.batching import warn_of_capacity
 from ingress.build import BuiltApplication, BuiltDeployment, fill
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
-from ingress.loops import reserve_descriptors
+from ingress.loops import mailbox_of, reserve_descriptors
 from ingress.proxy import HTTPProxy
 from ingress.replica import Replica, ReplicaState
 from ingress.router import Router
@@ -72,6 +73,7 @@ class RunningDeployment:
                     replica.ongoing,
                     replica.unhealthy_reason,
                     dict(replica.latencies),
+                    replica.orphans,
                 )
                 for replica in self.replicas
             ],
@@ -166,7 +168,12 @@ class Controller:
         cls = built.deployment.func_or_class
         bound_app = cls.__ingress_spec__.bind(cls) if built.is_asgi else None  # type: ignore[attr-defined]
         deployment_id = DeploymentID(built.name, running.name)
-        router = Router(deployment_id, config.max_queued_requests)
+        router = Router(
+            deployment_id,
+            config.max_queued_requests,
+            max_retries=self._settings.max_retries,
+            later=_later_on(asyncio.get_running_loop()),
+        )
         deployment = RunningDeployment(built, router, bound_app)
         running.deployments[built.name] = deployment
         separate = self._settings.run_user_code_in_separate_thread
@@ -257,6 +264,12 @@ class DeployError(Exception):
 def described(error: BaseException) -> str:
     """Return type and text of what the user's code raised, even if its `__str__` raises too."""
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _later_on(loop: asyncio.AbstractEventLoop) -> Callable[[float, Callable[[], Any]], None]:
+    """Return what calls back on this loop after a while, from any thread."""
+    mailbox = mailbox_of(loop)
+    return lambda delay_s, callback: mailbox.post(loop.call_later, delay_s, callback)
 
 
 async def _ask(replica: Replica, timeout_s: float) -> None:

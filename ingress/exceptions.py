@@ -6,7 +6,8 @@
        ├─ DeploymentUnavailableError      503  it failed to start, or was deleted
        ├─ ReplicaUnavailableError         503  the replica went away under the call
        ├─ RequestCancelledError           499  the caller cancelled it
-       ├─ RequestCycleError               500  it waits for what its own callers hold
+        │  └─ RequestTimeoutError          408  its deadline passed
+        ├─ RequestCycleError               500  it waits for what its own callers hold
        ├─ StreamClosedError               499  the stream's other end is gone
        └─ UserCodeExit                    500  user code raised what is not an `Exception`
 
@@ -78,6 +79,23 @@ class RequestCancelledError(RayServeException):
 
     def __str__(self) -> str:
         return f"Request {self.request_id} was cancelled."
+
+
+class RequestTimeoutError(RequestCancelledError):
+    """The request's deadline passed: it was cancelled by us, and not by its caller.
+
+    Not a `TimeoutError`: that one is user code's, and a 500. Text: Ray 2.60.0, proxy.py.
+    """
+
+    status_code = 408
+
+    def __init__(self, request_id: str, timeout_s: float) -> None:
+        RayServeException.__init__(self, request_id, timeout_s)
+        self.request_id = request_id
+        self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return f"Request {self.request_id} timed out after {self.timeout_s}s."
 
 
 class RequestCycleError(RayServeException):

@@ -6,7 +6,8 @@
     _pump()    --- Channel ------------------------> Bridge.receive()  body, messages, disconnect
 
 If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
-`send` and `receive` go straight to the server.
+`send` and `receive` go straight to the server. With a deadline the call has a task of its own even
+then: the server's must be free to answer on time, while a thread runs on.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Exchange(Call):
     _disconnected = False
     _is_complete = False
     _is_stopped = False
+    _is_cut = False
+    _task: asyncio.Task[Any] | None = None
+    _bridge: Bridge | None = None
     _is_told = False
     _has_left = False
     _template = ""
@@ -80,7 +84,7 @@ class Exchange(Call):
         self._has_body = has_body
         self.loop = asyncio.get_running_loop()
         self._first: Message | None = _NO_BODY if self.is_http else None
-        self._expects_more = not self.is_http
+        self._expects_more = has_body or not self.is_http
 
     @property
     def inbound(self) -> Channel:
@@ -96,20 +100,35 @@ class Exchange(Call):
         """Whether the answer has begun and has no known end: a stream or a WebSocket."""
         return self.started and not self._is_complete
 
+    @property
+    def deadline(self) -> float | None:
+        """What its children have to keep to; not those of a WebSocket, nor of a background task."""
+        if self._is_complete or not self.is_http or (self._bridge and self._bridge.is_complete):
+            return None
+        return self.metadata.deadline
+
     async def respond(self) -> None:
         """Have the request served and send the answer. Raises what the call failed with."""
-        if self._has_body:
-            # Before it takes a slot: a slow upload must not hold one.
-            self._first = await self._receive()
-            if self._first["type"] == "http.disconnect":
-                return
-            self._expects_more = bool(self._first.get("more_body"))
-        self.router.assign(self)
+        if self.metadata.deadline is not None:
+            self._task = asyncio.current_task()
         try:
+            if self._has_body:
+                # Before it takes a slot: a slow upload must not hold one.
+                self._first = await self._receive()
+                if self._first["type"] == "http.disconnect":
+                    self._disconnected = True
+                    self.cancel()
+                    return
+                self._expects_more = bool(self._first.get("more_body"))
+            self.router.assign(self)
             await self._answer()
         except asyncio.CancelledError:
             self.cancel()
-            if not self._disconnected and not self._is_stopped:  # else it was us who cancelled
+            if self._is_cut:
+                assert self._task is not None
+                if self._task.uncancel():  # not only us
+                    raise
+            elif not self._disconnected and not self._is_stopped:  # else it was us who cancelled
                 raise
         except BaseException as error:
             # The server refused a message. It is not the work that failed, so that must be ended.
@@ -131,7 +150,7 @@ class Exchange(Call):
             await self._send({"type": "websocket.close", "code": GOING_AWAY})
             if isinstance(self.error, WebSocketDisconnect | RequestCancelledError):
                 return  # what it was told, or that it did not listen
-        if self._is_stopped and isinstance(self.error, RequestCancelledError):
+        if self._is_stopped and not self._is_cut and isinstance(self.error, RequestCancelledError):
             if self._is_complete:
                 return  # it was a background task
             raise DeploymentUnavailableError(
@@ -140,6 +159,12 @@ class Exchange(Call):
             )
         if self.error is not None:
             raise self.error
+        if self._is_cut:  # the work has ended, its answer was on the way
+            raise self._timeout()
+
+    async def again(self, error: Exception) -> Exchange | None:
+        """Return the next attempt, after a pause, or `None` if this failure is final."""
+        return None
 
     async def _answer(self) -> None:
         """Send what comes from the replica until the call has ended."""
@@ -162,9 +187,9 @@ class Exchange(Call):
                 await self._event
 
     def start(self, runner: Runner) -> None:
-        """Begin on the replica whose slot it was given. Thread-safe, called once."""
+        """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
         self.runner = runner
-        if runner.loop is self.loop:
+        if runner.loop is self.loop and self._task is None:
             self._post(self._assign_here)
         else:
             runner.submit(self)
@@ -186,6 +211,21 @@ class Exchange(Call):
         """Cancel it, because the application stops. Thread-safe."""
         self._is_stopped = True
         self.cancel()
+
+    def expire(self) -> None:
+        """Answer that its deadline has passed, or cut what has begun. Thread-safe."""
+        self._post(self._expire)
+
+    def _expire(self) -> None:
+        # A response that is complete was in time. A WebSocket that was accepted has no deadline,
+        # as in Ray.
+        if self._is_complete or self._has_left or (self.started and not self.is_http):
+            return
+        assert self._task is not None
+        self._is_cut = True
+        # It may wait for the body, for the client to take a chunk, or for the call's end.
+        self._task.cancel()
+        super().expire()
 
     def _post(self, callback: Any, *args: Any) -> None:
         if running_loop() is self.loop:
@@ -220,7 +260,7 @@ class Exchange(Call):
 
     def open(self, outbound: Channel) -> None:
         self._outbound = outbound
-        if self._disconnected:
+        if self._disconnected or self._has_left:
             outbound.close()
         # A stream's client may leave at any time: read on from the server to notice.
         self.pump()
@@ -305,18 +345,25 @@ class Exchange(Call):
 
     async def _serve_here(self) -> None:
         assert self.runner is not None
-        if self.settled:  # cancelled while it waited for its slot
-            self.runner.release(self)
+        if not self.runner.admit(self):
             return
         try:
             await self.runner.serve(self)
+        except asyncio.CancelledError:
+            # Us, the server, or the replica, which ends and cancels whatever task its calls run in.
+            if not self.runner.is_ending or not self.settle(error=self.runner.gone()):
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            if task.uncancel():
+                raise  # not only the replica
         except Exception as error:
             self.settle(error=error)
         else:
             self.settle()
 
     async def _send_here(self, message: Message) -> None:
-        if self._disconnected:
+        if self._disconnected or self._has_left:
             raise StreamClosedError("the client of this request is gone")
         if message.get("more_body"):
             self.pump()
@@ -341,7 +388,7 @@ class Exchange(Call):
             if running_loop() is self.loop:
                 await user_code.http(self.scope, self._receive_here, self._send_here)
                 return
-            bridge = Bridge(self, mailbox_of(self.loop), self._first)
+            bridge = self._bridge = Bridge(self, mailbox_of(self.loop), self._first)
             await user_code.http(self.scope, bridge.receive, bridge.send)
         finally:
             # Let go of: whatever copies the context of the request holds its call, as the server's

@@ -39,6 +39,9 @@ class Directory(Protocol):
     def later(self, callback: Callable[[], Any]) -> None:
         """Call `callback` on a loop of the framework's, soon."""
 
+    def expire(self, call: Call, deadline: float) -> None:
+        """Have a call expire at its deadline, on a loop of the framework's."""
+
 
 @dataclass(frozen=True, slots=True)
 class HandleOptions:
@@ -99,6 +102,7 @@ class DeploymentHandle:
         """
         options = self._options
         parent = CURRENT_CALL.get(None)
+        deadline = None if parent is None else parent.deadline
         metadata = RequestMetadata(
             # A batch has none of its own.
             request_id=(parent and parent.metadata.request_id) or new_request_id(),
@@ -108,6 +112,7 @@ class DeploymentHandle:
             multiplexed_model_id=options.multiplexed_model_id,
             is_streaming=options.stream,
             app_name="" if parent is None else parent.app_name,
+            deadline=deadline,
         )
         call = Call(metadata, None, copy_context())
         # Looked up now, so that a handle outlives a redeployment of what it calls.
@@ -136,7 +141,11 @@ class DeploymentHandle:
                 call.work = lambda user_code: _pump(user_code, method, resolved, named, channel)
             router.assign(call)
 
-        if not responses:
+        if deadline is not None and not call.is_over():
+            self._directory.expire(call, deadline)
+        if call.settled:
+            pass  # too late to begin
+        elif not responses:
             submit()
         else:
             call.waits_for = frozenset(response._call for response in responses)

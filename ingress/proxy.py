@@ -22,8 +22,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.asgi import ASGI
+from ingress.attempts import Attempt, RequestLimits, client_deadline
+from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
 from ingress.responses import error_response
+from ingress.retries import RetryBudget
 from ingress.router import Router
 from ingress.types import RequestMetadata, new_request_id
 
@@ -65,7 +68,9 @@ class HTTPProxy:
 
     def __init__(self) -> None:
         self.table = RouteTable()
+        self.limits = RequestLimits()
         self.is_draining = False
+        self._budget = RetryBudget()
         # Added to and taken from on any loop; `drain` reads it.
         self._in_flight: set[Exchange] = set()
         self._swept: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
@@ -87,6 +92,8 @@ class HTTPProxy:
 
         has_id = has_body = False
         model_id = ""
+        limits = self.limits
+        timeout_s = limits.timeout_s
         headers = scope["headers"]
         for name, value in headers:
             if name in _INTERESTING:
@@ -96,6 +103,8 @@ class HTTPProxy:
                     has_body = value != b"0"
                 elif name == b"transfer-encoding":
                     has_body = True
+                elif name == TIMEOUT_HEADER:
+                    timeout_s = earlier(timeout_s, value)
                 else:
                     model_id = value.decode("latin-1")
         if has_id:  # it may be unfit, or one of several
@@ -110,30 +119,57 @@ class HTTPProxy:
             inner.pop("app_root_path", None)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
+        now = 0.0 if timeout_s is None else monotonic()
         metadata = RequestMetadata(
             request_id,
             route.router.deployment_id,
             route=route.prefix,
             multiplexed_model_id=model_id,
             is_http_request=True,
+            deadline=None if timeout_s is None else now + timeout_s,
         )
-        exchange = Exchange(metadata, route.router, inner, receive, send, has_body=has_body)
-        self._in_flight.add(exchange)
-        if exchange.loop not in self._swept:
-            self._swept.add(exchange.loop)
-            exchange.loop.call_later(SWEEP_S, self._sweep, exchange.loop)
-        try:
-            await exchange.respond()
-        except ClientDisconnect:
-            pass
-        except Exception as error:
-            answered = not exchange.started and await self._answer(
-                error, exchange, scope, receive, send
+        following: Exchange | None
+        if limits.retried_methods and scope.get("method") in limits.retried_methods:
+            self._budget.deposit()
+            following = Attempt(
+                metadata,
+                route.router,
+                inner,
+                receive,
+                send,
+                has_body=has_body,
+                timeout_s=limits.timeout_s,
+                budget=self._budget,
+                last_deadline=client_deadline(inner, now),
             )
-            if not answered:
-                raise  # as Starlette does, so that the server logs it and cuts what had begun
-        finally:
-            self._in_flight.discard(exchange)
+        else:
+            following = Exchange(metadata, route.router, inner, receive, send, has_body=has_body)
+        if timeout_s is not None:
+            following.started_at = now
+        while following is not None:
+            exchange, following = following, None
+            self._in_flight.add(exchange)
+            if exchange.loop not in self._swept:
+                self._swept.add(exchange.loop)
+                exchange.loop.call_later(SWEEP_S, self._sweep, exchange.loop)
+            deadline = exchange.metadata.deadline
+            if deadline is not None:
+                deadlines_of(exchange.loop).add(exchange, deadline)
+            try:
+                await exchange.respond()
+            except ClientDisconnect:
+                pass
+            except Exception as error:
+                following = await exchange.again(error)
+                if following is None and (
+                    exchange.started
+                    or not await self._answer(error, exchange, scope, receive, send)
+                ):
+                    raise  # as Starlette does, so that the server logs it and cuts what had begun
+            finally:
+                self._in_flight.discard(exchange)
+                if deadline is not None:
+                    deadlines_of(exchange.loop).discard(exchange)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have those that run for longer than a sweep watch for their clients to leave.
@@ -220,6 +256,7 @@ _INTERESTING = frozenset(
         b"serve-multiplexed-model-id",
         b"serve_multiplexed_model_id",
         b"transfer-encoding",
+        TIMEOUT_HEADER,
         b"x-request-id",
     )
 )

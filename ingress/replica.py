@@ -22,7 +22,12 @@ from ingress.asgi import BoundApp
 from ingress.call import CURRENT_CALL, Call
 from ingress.context import REPLICA, ReplicaContext
 from ingress.counters import Latency
-from ingress.exceptions import ReplicaUnavailableError, UserCodeExit
+from ingress.exceptions import (
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    StreamClosedError,
+    UserCodeExit,
+)
 from ingress.execution import ExecutionPlan, Role
 from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
 from ingress.models import Models
@@ -45,6 +50,9 @@ class ReplicaState(Enum):
 
 
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
+_ABSENT = object()
+# What we told user code ourselves, when it comes back after the answer.
+_TOLD = (RequestCancelledError, StreamClosedError)
 
 
 class Replica:
@@ -143,6 +151,19 @@ class Replica:
         else:
             self._home.mailbox.post(self._begin, call)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it begins no more calls. What runs may be cut short."""
+        return self.state in _ENDING
+
+    @property
+    def orphans(self) -> int:
+        """How many calls hold a slot although they have been answered.
+
+        Their caller left, or their deadline passed, and the code has not ended. From any thread.
+        """
+        return sum(call.settled for call in list(self._calls))
+
     def cancel(self, call: Call) -> None:
         """Cancel what a call runs, if it still does. Thread-safe."""
         if running_loop() is self.loop:
@@ -151,10 +172,8 @@ class Replica:
             self._home.mailbox.post(self._cancel, call)
 
     def _begin(self, call: Call) -> None:
-        if self.state in _ENDING:  # it was on its way when the router let us go
-            call.settle(error=self._gone())
-        if call.settled:  # or cancelled on its way here: never started
-            self.release(call)
+        if call.settled or self.state in _ENDING:  # on its way here; the router let us go
+            self._turn_away(call)
             return
         # A drain runs in an empty context; the task gets the request's own.
         self.loop.create_task(self._run(call), context=call.context)
@@ -167,10 +186,35 @@ class Replica:
         if task is not None:
             task.cancel()
 
-    async def _run(self, call: Call) -> None:
-        if call.settled:  # cancelled between `_begin` and here
+    def admit(self, call: Call) -> bool:
+        """Whether a call that holds one of our slots is to run now, in the current task.
+
+        If not, its slot is given back, and it goes to another replica or has its answer.
+        """
+        # Asked here first, because most have no deadline and this is on everybody's way.
+        if not call.settled and (call.metadata.deadline is None or not call.is_over()):
+            # Race with `stop` in another thread: it changes the state and then looks at the calls,
+            # this puts the call there and then looks at the state. One sees the other.
+            self._calls[call] = asyncio.current_task(self.loop)
+            if self.state not in _ENDING:
+                return True
             del self._calls[call]
-            self.release(call)
+        self._turn_away(call)
+        return False
+
+    def _turn_away(self, call: Call) -> None:
+        """Give back the slot of a call that will not run here; none of its user code has."""
+        self.release(call)
+        if not call.settled:
+            if call.queue is None:
+                call.settle(error=self.gone())
+            else:
+                call.queue.reassign(call, self.gone())
+
+    async def _run(self, call: Call) -> None:
+        # Race with `stop`, which does not wait for us for ever: whoever takes the call out of here
+        # gives its slot back.
+        if self._calls.pop(call, _ABSENT) is _ABSENT or not self.admit(call):
             return
         try:
             value = await self.serve(call)
@@ -178,20 +222,20 @@ class Replica:
             # Settled already if the caller asked for it; otherwise the replica is being stopped,
             # or user code cancelled its own task.
             ending = self.state in _ENDING
-            call.settle(error=self._gone() if ending else UserCodeExit(error, str(self.replica_id)))
+            call.settle(error=self.gone() if ending else UserCodeExit(error, str(self.replica_id)))
         except Exception as error:
-            if not call.settle(error=error):
-                logger.warning("%s failed after it was cancelled", self.replica_id, exc_info=error)
+            if not call.settle(error=error) and not isinstance(error, _TOLD):
+                logger.warning(
+                    "%s: request %s failed after it was cancelled",
+                    self.replica_id,
+                    call.metadata.request_id,
+                    exc_info=error,
+                )
         else:
             call.settle(value)
 
     async def serve(self, call: Call) -> Any:
-        """Run a call that holds one of our slots in the current task, then give the slot back."""
-        if self.state in _ENDING:  # it was on its way here when the router let us go
-            self._calls.pop(call, None)
-            self.release(call)
-            raise self._gone()
-        self._calls[call] = asyncio.current_task(self.loop)
+        """Run a call that was admitted in the current task, then give its slot back."""
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
         begin = monotonic()
@@ -260,9 +304,10 @@ class Replica:
         # In a thread, because these wait, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
         for call, task in list(self._calls.items()):
-            call.settle(error=self._gone())
-            if task is None and self.loop.is_closed():
-                self.release(call)  # the loop ended between its `_begin` and its first step
+            if task is not None:
+                call.settle(error=self.gone())
+            elif self._calls.pop(call, _ABSENT) is None:
+                self._turn_away(call)  # the loop ended or hangs before the call's first step
         self.state = ReplicaState.STOPPED
 
     async def _wind_down(self) -> None:
@@ -291,10 +336,10 @@ class Replica:
         """Fail a call that can no longer reach our loop."""
         for call in args:
             if isinstance(call, Call) and callback == self._begin:
-                self.release(call)
-                call.settle(error=self._gone())
+                self._turn_away(call)
 
-    def _gone(self) -> ReplicaUnavailableError:
+    def gone(self) -> ReplicaUnavailableError:
+        """Return what a call is told that we do not answer because we end."""
         return ReplicaUnavailableError(
             f"Replica {self.replica_id} of {self.replica_id.deployment_id} was stopped before it "
             "answered; send the request again if that is safe."

@@ -2,6 +2,7 @@
 
     assign    reserve a slot, or stand at the end of the queue, or be refused: one critical section
     release   hand the slot to the first who waits, in the same section
+    reassign  the same as `assign` for a call whose replica went before it began; it goes first
 
 A request that finds others waiting always stands behind them, and a free slot never meets a
 waiting request, so the order of service is the order of arrival. The lock is held for a few lines
@@ -12,7 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from random import random
+from time import monotonic
+from typing import Any
 
+from ingress import retries
 from ingress.call import Call
 from ingress.cycles import check_cycle
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
@@ -24,25 +31,36 @@ from ingress.types import DeploymentID
 class Router:
     """Thread-safe; one per deployment, for all its callers.
 
-    `max_queued_requests` is -1 for no limit.
+    `max_queued_requests` is -1 for no limit. `later(delay_s, callback)` calls back on some loop of
+    the framework's.
     """
 
-    def __init__(self, deployment_id: DeploymentID, max_queued_requests: int = -1) -> None:
+    def __init__(
+        self,
+        deployment_id: DeploymentID,
+        max_queued_requests: int = -1,
+        *,
+        max_retries: int = 10,
+        later: Callable[[float, Callable[[], Any]], Any] = lambda delay_s, callback: callback(),
+    ) -> None:
         self.deployment_id = deployment_id
         self.max_queued_requests = max_queued_requests
+        self._max_retries = max_retries
+        self._later = later
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
         self.replicas: list[Replica] = []
         self._policy = PowerOfTwoChoicesRequestRouter()
         self._lock = threading.Lock()
         self._available: list[Replica] = []  # the replicas with a free slot, in no order
         self._waiting: OrderedDict[Call, None] = OrderedDict()
+        self._resting: set[Call] = set()  # who will try another replica after a pause
         self._holders: set[Call] = set()  # who has a slot
         self._refuses: str | None = None
 
     @property
     def num_queued(self) -> int:
         """How many wait for a slot: `serve_deployment_queued_queries`."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._resting)
 
     @property
     def num_ongoing(self) -> int:
@@ -58,16 +76,7 @@ class Router:
                 refused = DeploymentUnavailableError(self._refuses)
             elif self._available:
                 self.num_requests += 1
-                model_id = call.metadata.multiplexed_model_id
-                if model_id:
-                    replica = self._policy.choose_for_model(self._available, model_id)
-                    _count_model(replica, model_id, 1)
-                else:
-                    replica = self._policy.choose(self._available)
-                replica.ongoing += 1
-                self._holders.add(call)
-                if replica.ongoing == replica.max_ongoing:
-                    self._remove_available(replica)
+                replica = self._reserve(call)
             elif 0 <= self.max_queued_requests <= len(self._waiting):
                 refused = BackPressureError(
                     len(self._waiting), self.max_queued_requests, self.deployment_id.name
@@ -79,6 +88,53 @@ class Router:
             call.start(replica)
         elif refused is not None:
             call.settle(error=refused)
+        elif call.settled:  # cancelled while it was on its way into the queue
+            self.withdraw(call)
+        elif call.is_awaited:
+            self.check_cycle(call)
+
+    def reassign(self, call: Call, error: Exception) -> None:
+        """Send a call to another replica: its own went before any user code ran, says `error`.
+
+        It keeps its turn, goes at once the first time, and after a pause from then on. Settles it
+        with `error` if there is no other replica, or it was sent on `max_retries` times.
+        """
+        call.retries += 1
+        pause_s = retries.pause_s(
+            retries.Failure(call.retries, may_have_started=False),
+            max_retries=self._max_retries,
+            deadline=call.metadata.deadline,
+            now=monotonic(),
+            chance=random(),
+        )
+        refused: Exception | None = None
+        with self._lock:
+            if self._refuses is not None:
+                refused = DeploymentUnavailableError(self._refuses)
+            elif pause_s is None or all(each is call.runner for each in self.replicas):
+                refused = error
+            else:
+                self._resting.add(call)
+        if refused is not None:
+            call.settle(error=refused)
+        elif pause_s:
+            self._later(pause_s, partial(self._resume, call))
+        else:
+            self._resume(call)
+
+    def _resume(self, call: Call) -> None:
+        replica: Replica | None = None
+        with self._lock:
+            if call not in self._resting:
+                return  # cancelled or refused meanwhile
+            self._resting.discard(call)
+            if self._available:
+                replica = self._reserve(call)
+            else:
+                self._waiting[call] = None
+                self._waiting.move_to_end(call, last=False)  # it had a slot before any of them
+        if replica is not None:
+            call.start(replica)
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
         elif call.is_awaited:
@@ -103,6 +159,9 @@ class Router:
     def withdraw(self, call: Call) -> bool:
         """Take a cancelled call out of the queue. Returns False if it does not wait here."""
         with self._lock:
+            if call in self._resting:
+                self._resting.discard(call)
+                return True
             return self._waiting.pop(call, _ABSENT) is None
 
     def holders(self, call: Call) -> frozenset[Call] | None:
@@ -148,10 +207,28 @@ class Router:
         """Settle every new call and all who wait as unavailable."""
         with self._lock:
             self._refuses = reason
-            waiting = list(self._waiting)
+            waiting = [*self._resting, *self._waiting]
+            self._resting.clear()
             self._waiting.clear()
         for call in waiting:
             call.settle(error=DeploymentUnavailableError(reason))
+
+    def _reserve(self, call: Call) -> Replica:
+        """Give the call a slot of an available replica, not of one it was sent on from."""
+        available = self._available
+        if call.runner is not None:
+            available = [each for each in available if each is not call.runner] or available
+        model_id = call.metadata.multiplexed_model_id
+        if model_id:
+            replica = self._policy.choose_for_model(available, model_id)
+            _count_model(replica, model_id, 1)
+        else:
+            replica = self._policy.choose(available)
+        replica.ongoing += 1
+        self._holders.add(call)
+        if replica.ongoing == replica.max_ongoing:
+            self._remove_available(replica)
+        return replica
 
     def _next(self, replica: Replica) -> Call:
         """Give a slot of the replica to the call that waits first, whatever its model."""

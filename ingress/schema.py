@@ -33,13 +33,18 @@ class DeploymentStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDetails:
-    """One replica: its state, what it runs now, and how long its requests took, by route."""
+    """One replica: its state, what it runs now, and how long its requests took, by route.
+
+    Of the `ongoing`, `orphans` have been answered already: their code goes on after its client
+    left or its deadline passed.
+    """
 
     replica_id: str
     state: str
     ongoing: int
     unhealthy_reason: str
     latency_ms: dict[str, Latency]
+    orphans: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 from anyio._backends._asyncio import AsyncIOBackend, CancelScope
 from anyio._core._eventloop import claim_worker_thread, threadlocals
 
+from ingress.call import CURRENT_CALL
 from ingress.channel import Channel
-from ingress.exceptions import StreamClosedError
+from ingress.exceptions import RequestCancelledError, StreamClosedError
 from ingress.loops import Home, Mailbox
 
 logger = logging.getLogger("ingress")
@@ -147,6 +148,8 @@ class WorkerPool:
         except asyncio.CancelledError:
             work.scope.cancel()
             await work.really_done()
+            if work.error is not None and not isinstance(work.error, RequestCancelledError):
+                _log_late(work.error)
             raise
         if work.error is not None:
             try:
@@ -240,6 +243,13 @@ class _Work:
                     await self.done
                 except asyncio.CancelledError:
                     continue  # our caller is about to raise the first one
+
+
+def _log_late(error: BaseException) -> None:
+    """Log what a `def` raised when its caller was gone: nobody else will hear of it."""
+    call = CURRENT_CALL.get(None)
+    request_id = "" if call is None else call.metadata.request_id
+    logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
 
 
 def _pump(items: Generator[Any, Any, Any], channel: Channel) -> None:

@@ -16,6 +16,7 @@ from ingress.exceptions import (
     ReplicaUnavailableError,
     RequestCancelledError,
     RequestCycleError,
+    RequestTimeoutError,
     StreamClosedError,
     SyncMethodOnEventLoopWarning,
     UserCodeExit,
@@ -28,6 +29,7 @@ STATUS_CODES = {
     ReplicaUnavailableError: 503,
     RequestCancelledError: 499,
     RequestCycleError: 500,
+    RequestTimeoutError: 408,
     StreamClosedError: 499,
     UserCodeExit: 500,
 }
@@ -59,6 +61,7 @@ def test_a_warning_is_a_user_warning(warning: type[Warning]) -> None:
     [
         BackPressureError(3, 2, "Echo"),
         RequestCancelledError("r-1"),
+        RequestTimeoutError("r-1", 2.5),
         UserCodeExit(SystemExit(3), "Echo.__call__"),
         RayServeException("what happened"),
         RequestCycleError("A waits for B"),
@@ -98,6 +101,14 @@ def test_a_user_code_exit_is_an_exception_and_names_what_was_raised_where() -> N
 
     assert isinstance(error, Exception)
     assert str(error).startswith("Echo.run raised KeyboardInterrupt")
+
+
+def test_a_timeout_is_a_cancellation_in_the_words_of_ray_and_no_timeout_error_of_pythons() -> None:
+    error = RequestTimeoutError("r-1", 2.5)
+
+    assert str(error) == "Request r-1 timed out after 2.5s."
+    assert isinstance(error, RequestCancelledError)
+    assert not isinstance(error, TimeoutError)
 
 
 def test_a_closed_stream_is_an_os_error_as_in_asgi() -> None:

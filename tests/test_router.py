@@ -22,6 +22,7 @@ from ingress.exceptions import (
     DeploymentUnavailableError,
     RequestCancelledError,
     RequestCycleError,
+    RequestTimeoutError,
 )
 from ingress.router import Router
 from ingress.types import DeploymentID
@@ -397,12 +398,12 @@ class RouterMachine(RuleBasedStateMachine):
             assert not call.settled
 
     @precondition(lambda self: self.calls)
-    @rule(which=st.randoms(use_true_random=False))
-    def cancel(self, which: random.Random) -> None:
+    @rule(which=st.randoms(use_true_random=False), is_late=st.booleans())
+    def cancel(self, which: random.Random, is_late: bool) -> None:
         call = which.choice(self.calls)
         was_running = any(call in each.running for each in self.everybody())
-        if call.cancel():
-            self.expected[call] = RequestCancelledError
+        if call.cancel(RequestTimeoutError("r", 1.0) if is_late else None):
+            self.expected[call] = RequestTimeoutError if is_late else RequestCancelledError
             if was_running:
                 assert any(call in each.cancelled for each in self.everybody())
             else:
@@ -597,6 +598,9 @@ def test_a_cycle_that_is_seen_once_only_was_none() -> None:
 
         def describe_cycle(self, call: Call, chain: str) -> str:
             return chain
+
+        def reassign(self, call: Call, error: Exception) -> None:
+            raise AssertionError("nothing here was turned away")
 
     router.assign(waiter)
     child.queue = MovesOn()

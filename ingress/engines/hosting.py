@@ -94,6 +94,7 @@ class Hosted:
             await self._engine.abandon_application(previous)
         engine = self._engine
         self._proxy = HTTPProxy()
+        self._proxy.limits = engine.request_limits()
         running = await engine.start_application(
             build(self._application, engine.free_name()),
             "/",

@@ -16,10 +16,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ingress.attempts import RequestLimits
 from ingress.build import BuiltApplication, build
 from ingress.call import Call
 from ingress.config import HTTPOptions
 from ingress.controller import Controller, RunningApplication
+from ingress.deadlines import Deadlines, deadlines_of
 from ingress.declaration import Application
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle, DeploymentResponse
@@ -51,6 +53,8 @@ class EngineThreads:
             if settings.run_router_in_separate_loop
             else None
         )
+        # Of calls by handle. HTTP requests have theirs on the loop that answers them.
+        self.deadlines: Deadlines = deadlines_of((self.router or self.control).loop)
         self._user: EventLoopThread | None = None
 
     def user_loop(self) -> asyncio.AbstractEventLoop:
@@ -115,6 +119,15 @@ class LocalEngine:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.stop()
+
+    def request_limits(self) -> RequestLimits:
+        """Return how long HTTP requests may take, and what is retried; code beats environment."""
+        options, settings = self._http_options, self.threads.settings
+        is_given = "request_timeout_s" in options.model_fields_set
+        return RequestLimits(
+            options.request_timeout_s if is_given else settings.request_timeout_s,
+            frozenset(options.retry_started_methods),
+        )
 
     # One application, on the control loop; the caller holds an `acquire`.
 
@@ -269,6 +282,7 @@ class LocalEngine:
 
     def _start_http(self, threads: EngineThreads) -> None:
         options = self._http_options
+        self._proxy.limits = self.request_limits()
         if self._server is not None or options.host is None:
             return
         is_given = "host" in options.model_fields_set
@@ -367,6 +381,12 @@ class LocalEngine:
 
         for response in responses:
             response._call.when_settled(settled)
+
+    def expire(self, call: Call, deadline: float) -> None:
+        threads = self._threads
+        if threads is not None:
+            threads.deadlines.add(call, deadline)
+            call.when_settled(threads.deadlines.discard)
 
     def later(self, callback: Callable[[], Any]) -> None:
         threads = self._threads

@@ -1,0 +1,874 @@
+"""Retries: what no user code has seen goes to another replica; what may have run does not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+import ingress as serve
+from ingress import retries
+from ingress.call import Call
+from ingress.engines import current_engine
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    RequestTimeoutError,
+)
+from ingress.loops import EventLoopThread, run_blocking
+from ingress.replica import Replica
+from ingress.retries import Failure, RetryBudget
+from ingress.router import Router
+from ingress.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
+from ingress.types import DeploymentID, ReplicaID
+from tests.fakes import FakeReplica, make_call
+from tests.servers import PATIENCE_S, Connection, get, set_flags, wait_until
+
+D = DeploymentID("D")
+CHANCE = st.floats(0, 1, exclude_max=True)
+FAILURES = st.builds(
+    Failure,
+    st.integers(1, 30),
+    may_have_started=st.booleans(),
+    is_listed=st.booleans(),
+    has_answered=st.booleans(),
+    is_replayable=st.booleans(),
+)
+GONE = ReplicaUnavailableError("gone")
+
+
+# The law.
+
+
+@given(
+    failure=FAILURES,
+    max_retries=st.integers(0, 20),
+    left_s=st.none() | st.floats(-1, 2),
+    chance=CHANCE,
+    has_token=st.booleans(),
+)
+def test_the_law_holds_for_every_failure(
+    failure: Failure, max_retries: int, left_s: float | None, chance: float, has_token: bool
+) -> None:
+    now = 1000.0
+    asked: list[bool] = []
+
+    def withdraw() -> bool:
+        asked.append(has_token)
+        return has_token
+
+    pause_s = retries.pause_s(
+        failure,
+        max_retries=max_retries,
+        deadline=None if left_s is None else now + left_s,
+        now=now,
+        chance=chance,
+        withdraw=withdraw,
+    )
+
+    if pause_s is None:
+        assert len(asked) <= 1
+        return
+    assert 0 <= pause_s <= min(0.5, 0.025 * 2 ** (failure.attempt - 1))
+    assert left_s is None or pause_s < left_s
+    assert not failure.has_answered
+    assert failure.is_replayable
+    if failure.may_have_started:
+        assert failure.is_listed
+        assert failure.attempt < 3
+        assert asked == [True]
+    else:
+        assert failure.attempt <= max_retries
+        assert asked == []
+
+
+def test_a_request_that_did_not_start_is_sent_on_as_often_as_is_configured_at_once_first() -> None:
+    def pause(attempt: int) -> float | None:
+        return retries.pause_s(
+            Failure(attempt, may_have_started=False),
+            max_retries=10,
+            deadline=None,
+            now=0.0,
+            chance=0.5,
+        )
+
+    expected = [0.0, 0.025, 0.05, 0.1, 0.2, *[0.25] * 5, None]
+    assert [pause(attempt) for attempt in range(1, 12)] == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=60
+    )
+)
+def test_the_budget_is_a_fifth_of_the_traffic_and_ten_a_second_and_never_negative(
+    steps: list[tuple[float, int, int]],
+) -> None:
+    now = 1000.0
+    budget = RetryBudget(lambda: now)
+    requests: list[float] = []
+    granted: list[float] = []
+    for passed_s, deposits, wishes in steps:
+        now += passed_s
+        for _ in range(deposits):
+            budget.deposit()
+            requests.append(now)
+        for _ in range(wishes):
+            if budget.withdraw():
+                granted.append(now)
+            assert budget.balance >= 0
+        paid_for = sum(each > now - retries.BUDGET_TTL_S - 1 for each in requests)
+        in_window = sum(each > now - retries.BUDGET_TTL_S for each in granted)
+        assert in_window <= 0.2 * paid_for + 10 * retries.BUDGET_TTL_S
+
+
+def test_an_empty_budget_fills_up_again_in_time() -> None:
+    now = 1000.0
+    budget = RetryBudget(lambda: now)
+    assert sum(budget.withdraw() for _ in range(500)) == 100
+    for _ in range(50):
+        budget.deposit()
+    assert sum(budget.withdraw() for _ in range(500)) == 10
+    now += 11
+
+    assert budget.balance == 100
+
+
+def test_pauses_are_spread_over_their_whole_range() -> None:
+    """Full jitter: uniform, by a Kolmogorov-Smirnov distance that chance exceeds once in 10^6."""
+    count = 5_000
+    chance = random.Random(7)
+    pauses = sorted(
+        retries.pause_s(
+            Failure(5, may_have_started=False),
+            max_retries=10,
+            deadline=None,
+            now=0.0,
+            chance=chance.random(),
+        )
+        or 0.0
+        for _ in range(count)
+    )
+    top = retries.longest_pause_s(5)
+    distance = max(abs(pause / top - number / count) for number, pause in enumerate(pauses))
+
+    assert distance < 2.7 / count**0.5
+
+
+# The router.
+
+
+class SlowReplica(FakeReplica):
+    """A replica that calls take a while to reach; one that ends turns away who arrives."""
+
+    def __init__(self, router: Router, max_ongoing: int = 1) -> None:
+        super().__init__(router, max_ongoing)
+        self.arriving: list[Call] = []
+        self.is_ending = False
+
+    def submit(self, call: Call) -> None:
+        self.arriving.append(call)
+
+    def deliver(self, call: Call) -> None:
+        self.arriving.remove(call)
+        if not self.is_ending or call.settled:
+            super().submit(call)
+            return
+        self.release(call)
+        assert call.queue is not None
+        call.queue.reassign(call, GONE)
+
+
+class Later:
+    """What was put off, until the test lets time pass."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[tuple[float, Callable[[], Any]]] = []
+
+    def __call__(self, delay_s: float, callback: Callable[[], Any]) -> None:
+        self.callbacks.append((delay_s, callback))
+
+    def run(self) -> None:
+        callbacks, self.callbacks = self.callbacks, []
+        for _, callback in callbacks:
+            callback()
+
+
+def retire(router: Router, replica: SlowReplica) -> None:
+    router.remove(replica.real)
+    replica.is_ending = True
+
+
+def test_a_call_that_was_turned_away_starts_on_another_replica_at_once() -> None:
+    router = Router(D, later=Later())
+    going, staying = SlowReplica(router), SlowReplica(router, 2)
+    router.add(going.real)
+    call = make_call()
+    router.assign(call)
+    router.add(staying.real)
+    retire(router, going)
+    going.deliver(call)
+
+    assert staying.arriving == [call]
+    assert (going.ongoing, staying.ongoing, router.num_requests) == (0, 1, 1)
+
+
+def test_a_call_that_was_turned_away_keeps_its_turn_and_its_place_in_a_full_queue() -> None:
+    router = Router(D, max_queued_requests=1)
+    going, staying = SlowReplica(router), SlowReplica(router)
+    router.add(going.real)
+    first, second, third = calls = [make_call() for _ in range(3)]
+    router.assign(first)
+    router.add(staying.real)
+    router.assign(second)
+    router.assign(third)
+    retire(router, going)
+    going.deliver(first)
+
+    assert router.num_queued == 2
+    assert not any(call.settled for call in calls)
+    staying.deliver(second)
+    staying.finish(second)
+    assert staying.arriving == [first], "before the third, who came later"
+
+
+def test_a_call_that_nobody_takes_is_told_so_after_as_many_retries_as_are_configured() -> None:
+    """Two replicas that are gone, and a router that was not told."""
+    later = Later()
+    router = Router(D, max_retries=4, later=later)
+    replicas = [SlowReplica(router), SlowReplica(router)]
+    for replica in replicas:
+        replica.is_ending = True
+        router.add(replica.real)
+    call = make_call()
+    router.assign(call)
+    pauses = []
+    for _ in range(4):
+        (replica,) = [each for each in replicas if each.arriving]
+        replica.deliver(call)
+        pauses += [delay_s for delay_s, _ in later.callbacks]
+        later.run()
+        assert not call.settled
+    (last,) = [each for each in replicas if each.arriving]
+    last.deliver(call)
+
+    assert call.error is GONE
+    assert len(pauses) == 3, "none before the first"
+    assert router.num_ongoing == router.num_queued == 0
+
+
+def test_a_call_that_rests_is_refused_at_once_when_the_deployment_stops() -> None:
+    later = Later()
+    router = Router(D, later=later)
+    replicas = [SlowReplica(router), SlowReplica(router)]
+    for replica in replicas:
+        replica.is_ending = True
+        router.add(replica.real)
+    calls = [make_call() for _ in range(2)]
+    for call in calls:
+        router.assign(call)
+    while len(later.callbacks) < 2:
+        for replica in replicas:
+            for call in list(replica.arriving):
+                replica.deliver(call)
+    assert router.num_queued == 2
+    calls[0].cancel()
+    assert router.num_queued == 1
+    router.refuse("it stops")
+
+    assert isinstance(calls[0].error, RequestCancelledError)
+    assert isinstance(calls[1].error, DeploymentUnavailableError)
+    later.run()
+    assert not any(replica.arriving for replica in replicas)
+
+
+def test_a_call_whose_deadline_is_before_the_next_try_is_told_at_once() -> None:
+    later = Later()
+    router = Router(D, later=later)
+    replicas = [SlowReplica(router), SlowReplica(router)]
+    for replica in replicas:
+        replica.is_ending = True
+        router.add(replica.real)
+    call = make_call()
+    call.metadata = call.metadata._replace(deadline=time.monotonic() - 1)
+    router.assign(call)
+    (replica,) = [each for each in replicas if each.arriving]
+    replica.deliver(call)
+
+    assert call.error is GONE
+    assert not later.callbacks
+
+
+class TurnedAwayMachine(RuleBasedStateMachine):
+    """The real router over replicas that end while calls are on their way to them."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.later = Later()
+        self.router = Router(D, later=self.later)
+        self.replicas: list[SlowReplica] = []
+        self.retired: list[SlowReplica] = []
+        self.calls: list[Call] = []
+        self.settled: Counter[Call] = Counter()
+
+    def everybody(self) -> list[SlowReplica]:
+        return self.replicas + self.retired
+
+    def arriving(self) -> list[tuple[SlowReplica, Call]]:
+        return [(each, call) for each in self.everybody() for call in each.arriving]
+
+    def running(self) -> list[tuple[SlowReplica, Call]]:
+        pairs = [(each, call) for each in self.everybody() for call in each.running]
+        return sorted(pairs, key=lambda pair: self.calls.index(pair[1]))
+
+    @rule()
+    def submit(self) -> None:
+        call = make_call()
+        call.when_settled(lambda each: self.settled.update([each]))
+        self.calls.append(call)
+        self.router.assign(call)
+
+    @precondition(lambda self: self.arriving())
+    @rule(which=st.randoms(use_true_random=False))
+    def deliver(self, which: random.Random) -> None:
+        replica, call = which.choice(self.arriving())
+        replica.deliver(call)
+
+    @precondition(lambda self: self.running())
+    @rule(which=st.randoms(use_true_random=False))
+    def finish(self, which: random.Random) -> None:
+        replica, call = which.choice(self.running())
+        replica.finish(call)
+
+    @precondition(lambda self: self.calls)
+    @rule(which=st.randoms(use_true_random=False), is_late=st.booleans())
+    def end_early(self, which: random.Random, is_late: bool) -> None:
+        call = which.choice(self.calls)
+        call.cancel(RequestTimeoutError("r", 1.0) if is_late else None)
+
+    @precondition(lambda self: len(self.replicas) < 4)
+    @rule(slots=st.integers(1, 3))
+    def add(self, slots: int) -> None:
+        replica = SlowReplica(self.router, slots)
+        self.replicas.append(replica)
+        self.router.add(replica.real)
+
+    @precondition(lambda self: self.replicas)
+    @rule(which=st.randoms(use_true_random=False), is_told=st.booleans())
+    def retire(self, which: random.Random, is_told: bool) -> None:
+        """End a replica; the router may be told at once, or never."""
+        replica = which.choice(self.replicas)
+        replica.is_ending = True
+        if is_told:
+            self.replicas.remove(replica)
+            self.retired.append(replica)
+            self.router.remove(replica.real)
+
+    @rule()
+    def pass_time(self) -> None:
+        self.later.run()
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        for each in self.everybody():
+            assert len(each.running) + len(each.arriving) == each.ongoing <= each.max_ongoing
+        free = any(each.ongoing < each.max_ongoing for each in self.replicas)
+        assert not (free and self.router._waiting)
+        assert all(count == 1 for count in self.settled.values())
+        started = Counter(call for each in self.everybody() for call in each.started)
+        assert all(count == 1 for count in started.values()), "user code runs once"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        self.router.refuse("over")
+        while self.arriving() or self.running():
+            for replica, call in self.arriving():
+                replica.deliver(call)
+            for replica, call in self.running():
+                replica.finish(call)
+        assert (self.router.num_queued, self.router.num_ongoing) == (0, 0)
+        assert all(self.settled[call] == 1 for call in self.calls)
+
+
+TestTurnedAwayMachine = TurnedAwayMachine.TestCase
+TestTurnedAwayMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+
+
+# Real replicas.
+
+
+class Ledger:
+    """How often each request ran, and how many at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.runs: Counter[Any] = Counter()
+        self.running = 0
+        self.most_running = 0
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+
+    def enter(self, name: Any) -> int:
+        with self.lock:
+            self.runs[name] += 1
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            run = self.runs[name]
+        self.entered.set()
+        return run
+
+    def exit(self) -> None:
+        with self.lock:
+            self.running -= 1
+
+
+class Counts:
+    """User code of the races."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    async def count(self, name: int) -> int:
+        self.ledger.enter(name)
+        return name
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("lives", ["own-threads", "one-borrowed-loop"])
+def test_a_thousand_calls_racing_the_end_of_a_replica_all_run_once_on_another(
+    lives: str, seed: int, switch_interval: None
+) -> None:
+    ledger = Ledger()
+    control, lender = EventLoopThread("control"), EventLoopThread("lender")
+    later: Any = lambda delay_s, then: control.mailbox.post(  # noqa: E731
+        control.loop.call_later, delay_s, then
+    )
+    router = Router(D, later=later)
+    replicas = [
+        Replica(
+            ReplicaID(str(number), D),
+            Counts,
+            None,
+            max_ongoing=50,
+            num_cpus=1,
+            sync_in_threadpool=False,
+            release=router.release,
+            borrowed=None if lives == "own-threads" else lender.loop,
+        )
+        for number in range(2)
+    ]
+    for replica in replicas:
+        run_blocking(control.loop, replica.start((ledger,), {}), PATIENCE_S)
+        router.add(replica)
+    calls: dict[int, Call] = {}
+
+    def submit(first: int) -> None:
+        for name in range(first, 1_000, 4):
+            call = calls[name] = make_call()
+            call.work = lambda user_code, name=name: user_code.call("count", (name,), {})
+            router.assign(call)
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.003 * seed)
+    ending = replicas[seed % 2]
+    router.remove(ending)
+    run_blocking(control.loop, ending.stop(PATIENCE_S), 2 * PATIENCE_S)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    try:
+        assert len(calls) == 1_000
+        for name, call in calls.items():
+            assert call.wait_blocking(PATIENCE_S)
+            # Only what was cut short while it ran may fail, and it has run.
+            if call.error is not None:
+                assert isinstance(call.error, ReplicaUnavailableError)
+                assert ledger.runs[name] == 1
+            else:
+                assert call.value == name
+        assert set(ledger.runs.values()) == {1}
+        wait_until(lambda: not any(replica.ongoing for replica in replicas))
+    finally:
+        router.refuse("over")
+        run_blocking(control.loop, replicas[1 - seed % 2].stop(PATIENCE_S), 2 * PATIENCE_S)
+        assert lender.stop(PATIENCE_S)
+        assert control.stop(PATIENCE_S)
+
+
+@pytest.mark.parametrize("way", ["in-its-mailbox", "before-its-first-step"])
+def test_what_a_stuck_replica_has_not_begun_runs_once_on_another(way: str) -> None:
+    ledger = Ledger()
+    control = EventLoopThread("control")
+    router = Router(D)
+    stuck, other = [
+        Replica(
+            ReplicaID(str(number), D),
+            Counts,
+            None,
+            max_ongoing=10,
+            num_cpus=1,
+            sync_in_threadpool=False,
+            release=router.release,
+        )
+        for number in range(2)
+    ]
+    calls = [make_call() for _ in range(5)]
+    for name, call in enumerate(calls):
+        call.work = lambda user_code, name=name: user_code.call("count", (name,), {})
+
+    def submit() -> None:
+        for call in calls:
+            router.assign(call)
+
+    async def block(then: Callable[[], None]) -> None:
+        then()
+        ledger.entered.set()
+        ledger.leave.wait(PATIENCE_S)
+
+    run_blocking(control.loop, stuck.start((ledger,), {}), PATIENCE_S)
+    run_blocking(control.loop, other.start((ledger,), {}), PATIENCE_S)
+    router.add(stuck)
+    is_arriving = way == "in-its-mailbox"
+    blocked = asyncio.run_coroutine_threadsafe(
+        block((lambda: None) if is_arriving else submit), stuck.loop
+    )
+    assert ledger.entered.wait(PATIENCE_S)
+    if is_arriving:
+        submit()
+    assert stuck.ongoing == 5
+    router.add(other)
+    router.remove(stuck)
+    run_blocking(control.loop, stuck.stop(0.2), PATIENCE_S)
+
+    assert all(call.wait_blocking(PATIENCE_S) for call in calls)
+    assert [call.outcome() for call in calls] == list(range(5))
+    ledger.leave.set()
+    blocked.result(PATIENCE_S)
+    assert stuck._home.stop(PATIENCE_S)
+    assert set(ledger.runs.values()) == {1}
+    wait_until(lambda: (stuck.ongoing, other.ongoing) == (0, 0))
+    router.remove(other)
+    run_blocking(control.loop, other.stop(PATIENCE_S), PATIENCE_S)
+    assert control.stop(PATIENCE_S)
+
+
+# Over HTTP.
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield request.param
+    serve.shutdown()
+
+
+def served(target: Any, **options: Any) -> int:
+    serve.start({"port": 0, **options})
+    serve.run(target)
+    (url,) = serve.status().proxies
+    return int(url.rpartition(":")[2])
+
+
+def ongoing() -> int:
+    deployments = serve.status().applications["default"].deployments.values()
+    return sum(replica.ongoing for each in deployments for replica in each.replicas)
+
+
+def end_a_replica(which: Callable[[Replica], bool] = lambda replica: True) -> None:
+    """Take a replica away as a controller that replaces it would."""
+    engine = current_engine()
+    deployment = engine.applications["default"].ingress
+    replica = next(each for each in deployment.replicas if which(each))
+    deployment.replicas.remove(replica)
+    deployment.router.remove(replica)
+    run_blocking(engine.threads.control.loop, replica.stop(0.5), PATIENCE_S)
+
+
+def send(port: int, method: str, path: str = "/", headers: str = "", body: bytes = b"") -> Any:
+    with Connection(port) as connection:
+        length = f"Content-Length: {len(body)}\r\n" if body else ""
+        connection.request(path, method=method, headers=headers + length + "Connection: close\r\n")
+        if body:
+            connection.send(body)
+        return connection.answer()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
+    method: str, separate: str, switch_interval: None
+) -> None:
+    ledger = Ledger()
+
+    @serve.deployment(num_replicas=2, max_ongoing_requests=2)
+    async def count(request: Request) -> str:
+        ledger.enter(request.url.path)
+        return "counted"
+
+    port = served(count.bind())
+    with ThreadPoolExecutor(8) as clients:
+        answers = [clients.submit(send, port, method, f"/{number}") for number in range(150)]
+        end_a_replica()
+        assert {answer.result().status for answer in answers} <= {200, 503}
+        statuses = {number: answer.result().status for number, answer in enumerate(answers)}
+
+    assert max(ledger.runs.values()) == 1
+    # What failed is what was cut short while it ran.
+    assert all(ledger.runs[f"/{number}"] == 1 for number in statuses)
+    assert Counter(statuses.values())[200] >= 145
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_by_default_what_has_run_is_never_sent_again(method: str, separate: str) -> None:
+    """Neither after a timeout nor after the death of its replica."""
+    ledger = Ledger()
+
+    @serve.deployment(num_replicas=2)
+    async def wait(request: Request) -> None:
+        ledger.enter(request.url.path)
+        await asyncio.Future()
+
+    port = served(wait.bind())
+    assert send(port, method, "/late", "x-request-timeout-seconds: 0.1\r\n").status == 408
+    with Connection(port) as connection:
+        connection.request("/cut", method=method, headers="Connection: close\r\n")
+        wait_until(lambda: ledger.runs["/cut"])
+        end_a_replica(lambda replica: replica.ongoing == 1)
+        assert connection.answer().status == 503
+    assert ledger.runs == {"/late": 1, "/cut": 1}
+
+
+LISTED: dict[str, Any] = {"retry_started_methods": ["GET", "PUT"]}
+
+
+def test_a_listed_method_is_tried_again_when_an_attempt_is_too_slow(separate: str) -> None:
+    ledger = Ledger()
+    where: list[str] = []
+
+    @serve.deployment(num_replicas=2)
+    async def slow_at_first(request: Request) -> str:
+        where.append(serve.get_replica_context().replica_tag)
+        if ledger.enter(request.headers["x-request-id"]) < 2:
+            await asyncio.Future()
+        return "second"
+
+    port = served(slow_at_first.bind(), request_timeout_s=0.1, **LISTED)
+    answer = send(port, "GET", headers="x-request-id: r-1\r\n")
+
+    assert (answer.status, answer.body) == (200, b"second")
+    assert answer.headers["x-request-id"] == "r-1"
+    assert ledger.runs == {"r-1": 2}
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_another_replica_is_preferred_for_another_attempt(separate: str) -> None:
+    """The first holds a slot still, of a thread that cannot be stopped."""
+    ledger = Ledger()
+    where: list[str] = []
+
+    @serve.deployment(num_replicas=4)
+    def slow_at_first(request: Request) -> str:
+        where.append(serve.get_replica_context().replica_tag)
+        if ledger.enter("it") < 2:
+            ledger.leave.wait(PATIENCE_S)
+        return "second"
+
+    port = served(slow_at_first.bind(), request_timeout_s=0.1, **LISTED)
+    assert send(port, "GET").status == 200
+    ledger.leave.set()
+
+    assert len(set(where)) == 2
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_three_attempts_at_most_and_then_the_408_is_final(separate: str) -> None:
+    ledger = Ledger()
+
+    @serve.deployment(num_replicas=2, max_ongoing_requests=2)
+    def slow(request: Request) -> None:
+        ledger.enter(request.method)
+        ledger.leave.wait(PATIENCE_S)
+        ledger.exit()
+
+    port = served(slow.bind(), request_timeout_s=0.1, **LISTED)
+    begin = time.monotonic()
+    answer = send(port, "GET")
+    took_s = time.monotonic() - begin
+
+    assert answer.status == 408
+    assert answer.body.endswith(b"timed out after 0.1s.")
+    assert took_s >= 0.29
+    assert send(port, "POST").status == 408
+    assert ledger.runs == {"GET": 3, "POST": 1}, "the slots of three attempts are taken still"
+    assert ongoing() == 4
+    ledger.leave.set()
+    wait_until(lambda: ongoing() == 0)
+    assert ledger.most_running == 4
+
+
+def test_a_listed_method_is_tried_again_when_its_replica_dies(separate: str) -> None:
+    ledger = Ledger()
+
+    @serve.deployment(num_replicas=2)
+    async def wait_at_first(request: Request) -> str:
+        if ledger.enter(request.method) < 2:
+            await asyncio.Future()
+        return "second"
+
+    port = served(wait_at_first.bind(), **LISTED)
+    with Connection(port) as connection:
+        connection.request("/", headers="Connection: close\r\n")
+        assert ledger.entered.wait(PATIENCE_S)
+        end_a_replica(lambda replica: replica.ongoing == 1)
+        assert connection.answer().body == b"second"
+    assert ledger.runs == {"GET": 2}
+
+
+def test_the_clients_own_limit_bounds_all_attempts_together(separate: str) -> None:
+    ledger = Ledger()
+
+    @serve.deployment
+    async def slow(request: Request) -> None:
+        ledger.enter(request.method)
+        await asyncio.Future()
+
+    port = served(slow.bind(), request_timeout_s=30, **LISTED)
+    begin = time.monotonic()
+
+    assert send(port, "GET", headers="x-request-timeout-seconds: 0.1\r\n").status == 408
+    assert time.monotonic() - begin < 10
+    assert ledger.runs == {"GET": 1}
+
+
+def test_a_response_that_has_begun_is_cut_and_not_tried_again(separate: str) -> None:
+    ledger = Ledger()
+
+    @serve.deployment
+    async def stream(request: Request) -> StreamingResponse:
+        ledger.enter(request.method)
+
+        async def items() -> Any:
+            yield b"first"
+            await asyncio.Future()
+
+        return StreamingResponse(items())
+
+    answer = send(served(stream.bind(), request_timeout_s=0.1, **LISTED), "GET")
+
+    assert (answer.body, answer.is_complete) == (b"first", False)
+    assert ledger.runs == {"GET": 1}
+
+
+def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
+    ledger = Ledger()
+
+    @serve.deployment(num_replicas=2)
+    async def reader(request: Request) -> bytes:
+        body = await request.body()
+        if ledger.enter(request.url.path) < 2:
+            await asyncio.Future()
+        return body
+
+    port = served(reader.bind(), request_timeout_s=0.15, **LISTED)
+    assert send(port, "PUT", "/small", body=b"abc").body == b"abc"
+    with Connection(port) as connection:
+        connection.request("/parts", method="PUT", headers="Content-Length: 6\r\n")
+        connection.send(b"abc")
+        time.sleep(0.05)
+        connection.send(b"def")
+        connection.receive_until(b"timed out after")
+    assert ledger.runs == {"/small": 2, "/parts": 1}
+
+
+@pytest.mark.parametrize("error", [TimeoutError, "timeout", "gone"], ids=str)
+def test_errors_of_user_code_are_never_tried_again(error: Any, separate: str) -> None:
+    """Not even of the types that are ours."""
+    ledger = Ledger()
+
+    @serve.deployment
+    async def raising(request: Request) -> None:
+        ledger.enter(request.method)
+        if error == "timeout":
+            raise RequestTimeoutError("mine", 1.0)
+        raise GONE if error == "gone" else TimeoutError
+
+    answer = send(served(raising.bind(), request_timeout_s=30, **LISTED), "GET")
+
+    assert answer.status == {"timeout": 408, "gone": 503}.get(error, 500)
+    assert ledger.runs == {"GET": 1}
+
+
+def test_a_storm_of_timeouts_is_retried_within_the_budget(separate: str) -> None:
+    ledger = Ledger()
+
+    @serve.deployment(max_ongoing_requests=1_000)
+    async def slow(request: Request) -> None:
+        ledger.enter(request.method)
+        await asyncio.Future()
+
+    port = served(slow.bind(), request_timeout_s=0.05, **LISTED)
+    with ThreadPoolExecutor(32) as clients:
+        statuses = [each.status for each in clients.map(lambda _: send(port, "GET"), range(200))]
+
+    assert set(statuses) == {408}
+    assert 200 < ledger.runs["GET"] <= 200 + 100 + 40, "100 for the last 10 s, 20 % of 200"
+
+
+@pytest.mark.parametrize("path", ["/"])
+def test_with_retries_set_to_0_what_was_turned_away_is_told_at_once(
+    path: str, monkeypatch: pytest.MonkeyPatch, separate: str
+) -> None:
+    monkeypatch.setenv(MAX_RETRIES, "0")
+
+    @serve.deployment(num_replicas=2)
+    async def quick(request: Request) -> str:
+        return "quick"
+
+    port = served(quick.bind())
+    (router,) = current_engine().routers.values()
+    call = make_call()
+    call.runner = router.replicas[0]
+    router.reassign(call, GONE)
+
+    assert call.error is GONE
+    assert get(port, path).status == 200
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        (["POST"], "must not run twice"),
+        (["PATCH"], "PATCH"),
+        (["get"], "GET"),
+        ("GET", "a list"),
+        ([1], "a list"),
+    ],
+    ids=str,
+)
+def test_only_idempotent_methods_can_be_listed(methods: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"retry_started_methods.*{expected}"):
+        serve.HTTPOptions(retry_started_methods=methods)
+
+
+def test_no_method_is_listed_by_default_and_a_list_is_kept() -> None:
+    assert serve.HTTPOptions().retry_started_methods == []
+    assert serve.HTTPOptions(**LISTED).retry_started_methods == ["GET", "PUT"]
+    assert REQUEST_TIMEOUT_S.startswith("RAY_SERVE")

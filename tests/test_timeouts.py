@@ -1,0 +1,860 @@
+"""Deadlines: 408 on time, slots that stay taken, work that never starts; seen over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import BackgroundTasks, FastAPI, WebSocket
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+import ingress as serve
+from ingress.call import CURRENT_CALL
+from ingress.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
+from ingress.exceptions import RequestCancelledError, RequestTimeoutError
+from ingress.loops import EventLoopThread, mailbox_of, run_blocking
+from ingress.schema import ReplicaDetails
+from ingress.settings import REQUEST_TIMEOUT_S
+from tests.fakes import make_call
+from tests.servers import PATIENCE_S, Connection, bind, get, set_flags, wait_until
+
+SHORT_S = 0.15
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield request.param
+    serve.shutdown()
+
+
+def served(target: Any, **options: Any) -> int:
+    """Serve an application under these HTTP options and return the port."""
+    serve.start({"port": 0, **options})
+    serve.run(target)
+    (url,) = serve.status().proxies
+    return int(url.rpartition(":")[2])
+
+
+def asking(timeout_s: object) -> str:
+    return f"x-request-timeout-seconds: {timeout_s}\r\n"
+
+
+def replicas() -> list[ReplicaDetails]:
+    applications = serve.status().applications.values()
+    return [
+        replica
+        for application in applications
+        for deployment in application.deployments.values()
+        for replica in deployment.replicas
+    ]
+
+
+class Ledger:
+    """What user code did."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.started: Counter[str] = Counter()
+        self.starts_at: list[float] = []
+        self.running = 0
+        self.most_running = 0
+        self.leave = threading.Event()
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+        self.closed = threading.Event()
+
+    def enter(self, name: str = "") -> None:
+        with self.lock:
+            self.started[name] += 1
+            self.starts_at.append(time.monotonic())
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        self.entered.set()
+
+    def exit(self) -> None:
+        with self.lock:
+            self.running -= 1
+
+
+# The answer.
+
+
+def test_a_request_that_takes_too_long_is_answered_with_408_in_the_words_of_ray() -> None:
+    ledger = Ledger()
+
+    @serve.deployment
+    async def slow(request: Request) -> None:
+        try:
+            await asyncio.Future()
+        finally:
+            ledger.cancelled.set()
+
+    port = served(slow.bind(), request_timeout_s=SHORT_S)
+    begin = time.monotonic()
+    answer = get(port, "/", "x-request-id: r-1\r\n")
+
+    assert time.monotonic() - begin >= SHORT_S - 0.01
+    assert answer.status == 408
+    assert answer.body == f"Request r-1 timed out after {SHORT_S}s.".encode()
+    assert answer.headers["x-request-id"] == "r-1"
+    assert answer.is_complete
+    assert ledger.cancelled.wait(PATIENCE_S), "async work is cancelled"
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+def test_without_a_limit_a_request_has_all_the_time_it_needs_and_no_deadline() -> None:
+    @serve.deployment
+    async def seen(request: Request) -> str:
+        return str(CURRENT_CALL.get().deadline)
+
+    port = served(seen.bind())
+
+    assert get(port, "/").body == b"None"
+
+
+@pytest.mark.parametrize(
+    ("in_code", "in_environment", "limit_s"),
+    [
+        ({}, None, None),
+        ({}, "0", None),
+        ({}, "7.5", 7.5),
+        ({"request_timeout_s": 3}, None, 3),
+        ({"request_timeout_s": 3}, "7.5", 3),
+        ({"request_timeout_s": None}, "7.5", None),
+    ],
+    ids=["neither", "0", "environment", "code", "both", "none-in-code"],
+)
+def test_what_code_says_beats_the_environment(
+    in_code: dict[str, Any],
+    in_environment: str | None,
+    limit_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if in_environment is not None:
+        monkeypatch.setenv(REQUEST_TIMEOUT_S, in_environment)
+
+    @serve.deployment
+    async def left(request: Request) -> Any:
+        deadline = CURRENT_CALL.get().deadline
+        return None if deadline is None else deadline - time.monotonic()
+
+    answer = get(served(left.bind(), **in_code), "/")
+
+    if limit_s is None:
+        assert answer.body == b""
+    else:
+        assert limit_s - 2 < float(answer.body) <= limit_s
+
+
+def test_the_environment_counts_under_a_server_that_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(REQUEST_TIMEOUT_S, str(SHORT_S))
+
+    @serve.deployment
+    async def slow(request: Request) -> None:
+        await asyncio.Future()
+
+    with TestClient(slow.bind()) as client:
+        answer = client.get("/")
+
+    assert answer.status_code == 408
+
+
+def test_options_given_to_start_count_under_a_server_that_is_not_ours() -> None:
+    @serve.deployment
+    async def slow(request: Request) -> None:
+        await asyncio.Future()
+
+    serve.start({"host": None, "request_timeout_s": SHORT_S})
+    with TestClient(slow.bind()) as client:
+        answer = client.get("/")
+
+    assert answer.status_code == 408
+
+
+def test_a_timeout_error_of_user_code_is_a_500_and_one_attempt() -> None:
+    ledger = Ledger()
+
+    @serve.deployment
+    async def raising(request: Request) -> None:
+        ledger.enter()
+        raise TimeoutError("mine")
+
+    port = served(
+        raising.bind(), request_timeout_s=30, retry_started_methods=["GET", "HEAD", "OPTIONS"]
+    )
+
+    assert get(port, "/").status == 500
+    assert sum(ledger.started.values()) == 1
+
+
+def test_the_same_connection_serves_on_after_a_408() -> None:
+    @serve.deployment
+    async def some(request: Request) -> str:
+        if request.url.path == "/slow":
+            await asyncio.Future()
+        return "quick"
+
+    with Connection(served(some.bind())) as connection:
+        connection.request("/slow", headers=asking(SHORT_S))
+        connection.receive_until(b"timed out after")
+        connection.receive_until(b"s.")
+        connection.request("/quick")
+        assert connection.receive_all().endswith(b"quick")
+
+
+def test_a_loop_that_user_code_blocks_does_not_hold_the_408_up(separate: str) -> None:
+    if separate == "0":
+        pytest.skip("the blocked loop is the server's own: nothing of it can be on time")
+    ledger = Ledger()
+
+    @serve.deployment
+    async def blocking(request: Request) -> None:
+        ledger.entered.set()
+        ledger.leave.wait(PATIENCE_S)
+
+    port = served(blocking.bind(), request_timeout_s=SHORT_S)
+    assert get(port, "/").status == 408
+    assert not ledger.leave.is_set()
+    assert replicas()[0].orphans == 1
+    ledger.leave.set()
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+# The header.
+
+
+@pytest.mark.parametrize(
+    ("header", "is_shorter"),
+    [
+        (b"2", True),
+        (b"0.5", True),
+        (b"1e-3", True),
+        (b" 2 ", True),
+        (b"60", False),
+        (b"0", False),
+        (b"-1", False),
+        (b"-0.0", False),
+        (b"nan", False),
+        (b"inf", False),
+        (b"-inf", False),
+        (b"1e309", False),
+        (b"", False),
+        ("é".encode(), False),
+        (b"\xff", False),
+        (b"1, 2", False),
+        (b"1" * 1_000_000, False),
+        (b"0." + b"0" * 1_000_000 + b"1", False),
+        (b"?1", False),
+    ],
+)
+def test_a_header_may_shorten_a_timeout_and_nothing_else(header: bytes, is_shorter: bool) -> None:
+    assert earlier(30.0, header) == (float(header) if is_shorter else 30.0)
+
+
+def test_without_a_limit_of_the_server_the_header_is_the_limit() -> None:
+    assert earlier(None, b"60") == 60.0
+    assert earlier(None, b"0") is None
+    assert earlier(None, b"1e308") == 1e308
+
+
+HOSTILE = [b"0", b"-1", b"nan", b"inf", b"1e309", b"", "é".encode(), b"\xff", b"1" * 1_000_000]
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> None:
+    @serve.deployment
+    async def slow(request: Request) -> str:
+        if request.url.path == "/left":
+            deadline = CURRENT_CALL.get().deadline
+            assert deadline is not None
+            return str(deadline - time.monotonic() > 25)
+        await asyncio.Future()
+        return "never"
+
+    with uvicorn_in_a_thread(slow.bind(), http, request_timeout_s=30) as port:
+        for value in HOSTILE:
+            with Connection(port) as connection:
+                connection.send(
+                    b"GET /left HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+                    b"x-request-timeout-seconds: " + value + b"\r\n\r\n"
+                )
+                answer = connection.answer()
+            # A million characters, or what is no header, the server may refuse itself.
+            assert answer.body == b"True" or answer.status in (400, 431), (value[:20], answer.raw)
+            assert answer.status != 500
+        twice = asking(0.1) + asking(60)
+        assert get(port, "/", twice).status == 408
+        assert get(port, "/", asking(60) + asking(0.1)).status == 408
+
+
+@contextmanager
+def uvicorn_in_a_thread(target: Any, http: Any, **options: Any) -> Iterator[int]:
+    """Serve an application by a uvicorn of the test's own, with this parser."""
+    serve.start({"host": None, **options})
+    config = uvicorn.Config(target, port=0, http=http, log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+
+
+# The work.
+
+
+def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
+    ledger = Ledger()
+
+    @serve.deployment(max_ongoing_requests=1)
+    def block(request: Request) -> str:
+        ledger.enter(request.url.path)
+        ledger.leave.wait(PATIENCE_S)
+        ledger.exit()
+        return "late"
+
+    port = served(block.bind())
+    assert get(port, "/first", asking(SHORT_S)).status == 408
+    (replica,) = replicas()
+    assert (replica.ongoing, replica.orphans) == (1, 1)
+
+    with Connection(port) as waiting:
+        waiting.request("/second")
+        assert get(port, "/third", asking(SHORT_S)).status == 408, "in the queue"
+        assert ledger.started == {"/first": 1}
+        ledger.leave.set()
+        assert waiting.answer().body == b"late"
+    wait_until(lambda: replicas()[0].ongoing == 0)
+    assert replicas()[0].orphans == 0
+    assert ledger.started == {"/first": 1, "/second": 1}
+    assert ledger.most_running == 1
+
+
+def test_never_more_run_than_there_are_slots_while_timeouts_fire(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each takes five times as long as its client waits, and fails when nobody listens."""
+    ledger = Ledger()
+
+    @serve.deployment(max_ongoing_requests=4)
+    def slow(request: Request) -> None:
+        name = request.headers["x-request-id"]
+        ledger.enter(name)
+        time.sleep(0.25)
+        ledger.exit()
+        raise RuntimeError(f"late {name}")
+
+    port = served(slow.bind(), request_timeout_s=0.05)
+    with caplog.at_level(logging.WARNING, "ingress"), ThreadPoolExecutor(16) as clients:
+        ask = lambda number: get(port, "/", f"x-request-id: r-{number}\r\n").status  # noqa: E731
+        assert set(clients.map(ask, range(120))) == {408}
+        wait_until(lambda: replicas()[0].ongoing == 0)
+
+    assert 4 <= sum(ledger.started.values()) < 120
+    assert ledger.most_running == 4
+    told = Counter(
+        record.getMessage().split("request ")[1].split()[0]
+        for record in caplog.records
+        if record.exc_info and "late" in str(record.exc_info[1])
+    )
+    assert told == ledger.started, "each late exception is logged once, with its request's id"
+
+
+def test_a_late_result_of_async_code_that_will_not_be_cancelled_is_dropped() -> None:
+    ledger = Ledger()
+
+    @serve.deployment
+    async def stubborn(request: Request) -> str:
+        while not ledger.leave.is_set():
+            try:
+                await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                ledger.cancelled.set()
+        return "late"
+
+    with Connection(served(stubborn.bind())) as connection:
+        connection.request("/", headers=asking(SHORT_S))
+        connection.receive_until(b"timed out after")
+        assert ledger.cancelled.wait(PATIENCE_S)
+        assert replicas()[0].orphans == 1
+        ledger.leave.set()
+        wait_until(lambda: replicas()[0].ongoing == 0)
+        connection.request("/", headers=asking(SHORT_S) + "Connection: close\r\n")
+        assert connection.receive_all().count(b"HTTP/1.1") == 2
+
+
+def test_a_late_stream_is_not_waited_for_by_who_makes_it() -> None:
+    """More than fits on the way to a client that is not there any more."""
+    ledger = Ledger()
+
+    async def items() -> AsyncIterator[bytes]:
+        try:
+            for _ in range(100):
+                yield b"late"
+        finally:
+            ledger.closed.set()
+
+    @serve.deployment
+    async def stubborn(request: Request) -> StreamingResponse:
+        while not ledger.leave.is_set():
+            try:
+                await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                pass
+        return StreamingResponse(items())
+
+    assert get(served(stubborn.bind()), "/", asking(SHORT_S)).status == 408
+    ledger.leave.set()
+    assert ledger.closed.wait(PATIENCE_S)
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
+    """A slot that is blocked for longer than a thousand requests can wait."""
+    ledger = Ledger()
+    count, timeout_s = 1_000, 0.5
+
+    @serve.deployment(max_ongoing_requests=1)
+    async def work(request: Request) -> None:
+        ledger.enter(request.url.path)
+        if request.url.path == "/first":
+            while not ledger.leave.is_set():
+                await asyncio.sleep(0.005)
+
+    port = served(work.bind())
+    head = f"GET /queued HTTP/1.1\r\nHost: a\r\n{asking(timeout_s)}Connection: close\r\n\r\n"
+    with Connection(port) as first:
+        first.request("/first")
+        assert ledger.entered.wait(PATIENCE_S)
+        statuses: list[bytes] = []
+        late_s: list[float] = []
+
+        async def client() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode())
+            sent_at = time.monotonic()
+            statuses.append(await reader.readline())
+            late_s.append(time.monotonic() - sent_at - timeout_s)
+            writer.close()
+            await writer.wait_closed()
+
+        async def clients() -> None:
+            await asyncio.gather(*(client() for _ in range(count)))
+
+        asyncio.run(clients())
+        assert Counter(statuses) == {b"HTTP/1.1 408 Request Timeout\r\n": count}
+        assert min(late_s) > -0.01
+        ledger.leave.set()
+        assert first.answer().status == 200
+    wait_until(lambda: replicas()[0].ongoing == 0)
+    assert ledger.started == {"/first": 1}
+
+
+def test_a_call_whose_deadline_passes_on_the_way_to_its_replica_never_starts() -> None:
+    """The timer that would tell it is late itself: the replica looks at the clock too."""
+    ledger = Ledger()
+
+    class Late:
+        async def work(self) -> None:
+            ledger.enter()
+
+    call = make_call()
+    call.metadata = call.metadata._replace(deadline=time.monotonic() - 0.001)
+    call.work = lambda user_code: user_code.call("work", (), {})
+    handle = serve.run(bind(serve.deployment(Late)), route_prefix=None)
+    handle._directory.router(handle.deployment_id).assign(call)
+
+    assert call.wait_blocking(PATIENCE_S)
+    with pytest.raises(RequestTimeoutError):
+        call.outcome()
+    assert not ledger.started
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+# Bodies, streams, WebSockets.
+
+
+def test_a_body_that_is_not_there_by_the_deadline_is_answered_with_408() -> None:
+    ledger = Ledger()
+
+    @serve.deployment
+    async def reader(request: Request) -> int:
+        ledger.enter()
+        return len(await request.body())
+
+    with Connection(served(reader.bind(), request_timeout_s=SHORT_S)) as connection:
+        connection.request("/", method="POST", headers="Content-Length: 6\r\n")
+        connection.receive_until(b"timed out after")
+        assert not ledger.started
+        # What comes of it later is not taken for the next request.
+        connection.send(b"abcdef")
+        connection.request("/", method="POST", headers="Connection: close\r\n")
+        rest = connection.receive_all()
+    assert rest.count(b"HTTP/1.1 408") == 1
+    assert rest.count(b"HTTP/1.1 ") == 1 or rest.endswith(b"0")
+
+
+def test_a_body_that_stops_half_way_is_answered_with_408() -> None:
+    @serve.deployment
+    async def reader(request: Request) -> int:
+        return len(await request.body())
+
+    with Connection(served(reader.bind(), request_timeout_s=SHORT_S)) as connection:
+        connection.request("/", method="POST", headers="Content-Length: 6\r\nConnection: close\r\n")
+        connection.send(b"abc")
+        assert connection.answer().status == 408
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+def test_a_stream_that_has_begun_is_cut_at_the_deadline() -> None:
+    ledger = Ledger()
+
+    async def items() -> AsyncIterator[bytes]:
+        try:
+            yield b"first"
+            await asyncio.Future()
+        finally:
+            ledger.closed.set()
+
+    @serve.deployment
+    async def stream(request: Request) -> StreamingResponse:
+        return StreamingResponse(items())
+
+    answer = get(served(stream.bind(), request_timeout_s=SHORT_S), "/")
+
+    assert (answer.status, answer.body) == (200, b"first")
+    assert not answer.is_complete, "a client must see that it is not all"
+    assert ledger.closed.wait(PATIENCE_S)
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+def test_a_stream_whose_thread_is_stuck_is_cut_at_the_deadline_too() -> None:
+    ledger = Ledger()
+
+    def items() -> Iterator[bytes]:
+        yield b"first"
+        ledger.leave.wait(PATIENCE_S)
+
+    @serve.deployment
+    def stream(request: Request) -> Any:
+        return items()
+
+    answer = get(served(stream.bind(), request_timeout_s=SHORT_S), "/")
+
+    assert (answer.status, answer.body, answer.is_complete) == (200, b"first", False)
+    assert replicas()[0].orphans == 1
+    ledger.leave.set()
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+def test_a_client_that_does_not_read_is_cut_at_the_deadline() -> None:
+    @serve.deployment
+    async def endless(request: Request) -> StreamingResponse:
+        async def items() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 65536
+
+        return StreamingResponse(items())
+
+    with Connection(served(endless.bind()), receive_buffer=4096) as connection:
+        connection.request("/", headers=asking(SHORT_S))
+        wait_until(lambda: replicas()[0].ongoing == 1)
+        wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+def test_a_response_in_time_is_whole_and_its_background_task_has_no_deadline() -> None:
+    app = FastAPI()
+    ledger = Ledger()
+    left: list[float | None] = []
+
+    @serve.deployment
+    class Child:
+        async def __call__(self) -> float | None:
+            return CURRENT_CALL.get().deadline
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Api:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        @app.get("/")
+        async def root(self, tasks: BackgroundTasks) -> str:
+            left.append(await self.child.remote())
+            tasks.add_task(self.later)
+            return "done"
+
+        async def later(self) -> None:
+            try:
+                left.append(await self.child.remote())
+                await asyncio.sleep(3 * SHORT_S)
+                left.append(await self.child.remote())
+            finally:
+                ledger.closed.set()
+
+    port = served(bind(Api, bind(Child)), request_timeout_s=SHORT_S * 2)
+
+    assert get(port, "/").body == b'"done"'
+    assert ledger.closed.wait(PATIENCE_S)
+    assert left[0] is not None
+    assert left[1:] == [None, None]
+
+
+def test_a_websocket_has_no_deadline_once_it_is_accepted_and_one_until_then() -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Sockets:
+        @app.websocket("/open")
+        async def open(self, socket: WebSocket) -> None:
+            await socket.accept()
+            assert CURRENT_CALL.get().deadline is None
+            await socket.send_text(await socket.receive_text())
+
+        @app.websocket("/never")
+        async def never(self, socket: WebSocket) -> None:
+            await asyncio.Future()
+
+    url = f"ws://127.0.0.1:{served(bind(Sockets), request_timeout_s=SHORT_S)}"
+    with connect(url + "/open") as socket:
+        time.sleep(2 * SHORT_S)
+        socket.send("still here")
+        assert socket.recv(PATIENCE_S) == "still here"
+    with pytest.raises(InvalidStatus):
+        connect(url + "/never", open_timeout=PATIENCE_S)
+    wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+# Calls by handle.
+
+
+FORGOTTEN: list[Any] = []
+
+
+@serve.deployment
+class Middle:
+    """Passes what it is asked on to another deployment."""
+
+    def __init__(self, child: Any) -> None:
+        self.child = child
+
+    async def __call__(self, request: Request) -> Any:
+        match request.url.path:
+            case "/deadlines":
+                return [CURRENT_CALL.get().deadline, await self.child.deadline.remote()]
+            case "/wait":
+                return await self.child.wait.remote()
+            case "/thread":
+                return await asyncio.to_thread(self.child.wait.remote().result)
+            case "/forget":
+                FORGOTTEN.append(self.child.wait.remote())
+        return None
+
+
+@serve.deployment(max_ongoing_requests=1)
+class Child:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    async def deadline(self) -> float | None:
+        return CURRENT_CALL.get().deadline
+
+    async def wait(self) -> None:
+        self.ledger.enter()
+        try:
+            await asyncio.Future()
+        except asyncio.CancelledError:
+            self.ledger.cancelled.set()
+            raise
+
+
+def test_the_deadline_travels_to_child_calls_and_is_not_reset() -> None:
+    port = served(bind(Middle, bind(Child, Ledger())), request_timeout_s=30)
+    own, childs = json.loads(get(port, "/deadlines").body)
+
+    assert own == childs
+
+
+def test_a_call_from_outside_of_http_has_no_deadline() -> None:
+    served(bind(Middle, bind(Child, Ledger())), request_timeout_s=SHORT_S)
+    handle = serve.get_deployment_handle("Child", "default")
+
+    assert handle.deadline.remote().result(timeout_s=PATIENCE_S) is None
+
+
+@pytest.mark.parametrize("path", ["/wait", "/thread"])
+def test_a_child_is_cancelled_at_its_parents_deadline(path: str) -> None:
+    ledger = Ledger()
+    port = served(bind(Middle, bind(Child, ledger)))
+
+    assert get(port, path, asking(SHORT_S)).status == 408
+    assert ledger.cancelled.wait(PATIENCE_S)
+    wait_until(lambda: not any(each.ongoing for each in replicas()))
+
+
+def test_a_child_that_waits_for_a_slot_is_settled_at_the_deadline_and_never_starts() -> None:
+    ledger = Ledger()
+    port = served(bind(Middle, bind(Child, ledger)))
+    handle = serve.get_deployment_handle("Child", "default")
+    first = handle.wait.remote()
+    assert ledger.entered.wait(PATIENCE_S)
+
+    assert get(port, "/thread", asking(SHORT_S)).status == 408
+    wait_until(lambda: sum(each.ongoing for each in replicas()) == 1)
+    first.cancel()
+    wait_until(lambda: not any(each.ongoing for each in replicas()))
+    assert sum(ledger.started.values()) == 1
+
+
+def test_a_child_nobody_awaits_ends_at_the_deadline_of_the_request_that_began_it() -> None:
+    ledger = Ledger()
+    port = served(bind(Middle, bind(Child, ledger)))
+
+    assert get(port, "/forget", asking(2 * SHORT_S)).status == 200
+    response = FORGOTTEN.pop()
+    with pytest.raises(RequestTimeoutError, match="timed out after"):
+        response.result(timeout_s=PATIENCE_S)
+    assert response.cancelled()
+    assert ledger.cancelled.wait(PATIENCE_S)
+
+
+def test_a_call_made_after_the_deadline_does_not_begin() -> None:
+    ledger = Ledger()
+    seen: list[BaseException] = []
+
+    @serve.deployment
+    class Slow:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        def __call__(self, request: Request) -> None:
+            ledger.leave.wait(PATIENCE_S)
+            try:
+                self.child.wait.remote().result(timeout_s=PATIENCE_S)
+            except RequestCancelledError as error:
+                seen.append(error)
+            ledger.closed.set()
+
+    port = served(bind(Slow, bind(Child, ledger)))
+    assert get(port, "/", asking(SHORT_S)).status == 408
+    ledger.leave.set()
+
+    assert ledger.closed.wait(PATIENCE_S)
+    assert isinstance(seen[0], RequestTimeoutError)
+    assert not ledger.started
+
+
+# The timer.
+
+
+@pytest.fixture
+def home(separate: str) -> Iterator[EventLoopThread]:
+    if separate == "0":
+        pytest.skip("once is enough")
+    home = EventLoopThread("deadlines")
+    yield home
+    assert home.stop(PATIENCE_S)
+
+
+def test_each_call_expires_at_its_own_time_whatever_the_order_they_come_in(
+    home: EventLoopThread,
+) -> None:
+    deadlines = deadlines_of(home.loop)
+    assert deadlines_of(home.loop) is deadlines
+    late: list[float] = []
+    calls = []
+    for after_s in (0.3, 0.05, 0.2, 0.1, 0.051, 60.0):
+        call = make_call()
+        at = time.monotonic() + after_s
+        call.metadata = call.metadata._replace(deadline=at)
+        call.when_settled(lambda each: late.append(time.monotonic() - each.metadata.deadline))  # type: ignore[operator]
+        deadlines.add(call, at)
+        calls.append(call)
+
+    for call in calls[:-1]:
+        assert call.wait_blocking(PATIENCE_S)
+        assert isinstance(call.error, RequestTimeoutError)
+    assert all(each > -0.002 for each in late), "never before its time"
+    assert not calls[-1].settled
+    deadlines.discard(calls[-1])
+
+
+def test_calls_that_come_and_go_set_a_timer_once_and_not_each(home: EventLoopThread) -> None:
+    posted: list[Any] = []
+    mailbox = mailbox_of(home.loop)
+
+    class Counting:
+        def post(self, callback: Any, *args: Any) -> None:
+            posted.append(callback)
+            mailbox.post(callback, *args)
+
+    deadlines = Deadlines(Counting())  # type: ignore[arg-type]
+    for number in range(1_000):
+        call = make_call()
+        deadlines.add(call, time.monotonic() + 60 + number)
+        if number == 0:
+            run_blocking(home.loop, asyncio.sleep(0), PATIENCE_S)
+        deadlines.discard(call)
+
+    assert len(posted) == 1
+
+
+def test_none_is_forgotten_when_many_threads_add_while_the_timer_rings(
+    home: EventLoopThread, switch_interval: None
+) -> None:
+    deadlines = deadlines_of(home.loop)
+    calls: list[Any] = []
+
+    def add(first: int) -> None:
+        for number in range(250):
+            call = make_call()
+            at = time.monotonic() + (first + number * 4) % 7 * GRAIN_S / 3
+            call.metadata = call.metadata._replace(deadline=at)
+            calls.append(call)
+            deadlines.add(call, at)
+
+    threads = [threading.Thread(target=add, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert len(calls) == 1_000
+    for call in calls:
+        assert call.wait_blocking(PATIENCE_S)
+
+
+def test_a_deadline_that_is_further_off_than_a_timer_can_hold_is_kept(
+    home: EventLoopThread,
+) -> None:
+    deadlines = deadlines_of(home.loop)
+    far, near = make_call(), make_call()
+    deadlines.add(far, 1e308)
+    at = time.monotonic() + 0.01
+    near.metadata = near.metadata._replace(deadline=at)
+    deadlines.add(near, at)
+
+    assert near.wait_blocking(PATIENCE_S)
+    assert not far.settled
+    deadlines.discard(far)
