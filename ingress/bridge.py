@@ -22,7 +22,12 @@ YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
 
 
 class Client(Protocol):
-    """The server's side, as the user's side sees it; all but `take` are posted to its loop."""
+    """The server's side, as the user's side sees it; its calls but `take` are posted to its loop.
+
+    `has_answer` is written by the user's side alone: what runs from then on runs in the background.
+    """
+
+    has_answer: bool
 
     def complete(self, start: Message, body: Message) -> None: ...
 
@@ -36,19 +41,9 @@ class Client(Protocol):
 class Bridge:
     """Owned by the user loop."""
 
-    __slots__ = (
-        "_chunks",
-        "_client",
-        "_first",
-        "_is_pumping",
-        "_mailbox",
-        "_outbound",
-        "_start",
-        "is_complete",
-    )
+    __slots__ = ("_chunks", "_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
 
     def __init__(self, client: Client, mailbox: Mailbox, first: Message | None) -> None:
-        self.is_complete = False  # the response has left user code: what follows is background
         self._client = client
         self._mailbox = mailbox
         self._first = first
@@ -69,7 +64,7 @@ class Bridge:
     async def send(self, message: Message) -> None:
         if self._outbound is not None:
             await self._put(message)
-            self.is_complete = not message.get("more_body")
+            self._client.has_answer = not message.get("more_body")
         elif message["type"] == "http.response.start":
             self._start = message
             for name, _ in message.get("headers", ()):
@@ -81,7 +76,7 @@ class Bridge:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
             self._mailbox.post(self._client.complete, self._start, message)
             self._start = None
-            self.is_complete = True
+            self._client.has_answer = True
         else:
             await self._stream()
             await self._put(message)

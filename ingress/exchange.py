@@ -46,6 +46,7 @@ class Exchange(Call):
 
     # No slots: what most requests never need stays in the class.
     started = False
+    has_answer = False  # all of it has left user code on a loop of its own
     _event: asyncio.Future[None] | None = None
     _assigned_here = False
     _ended = False
@@ -59,7 +60,6 @@ class Exchange(Call):
     _is_stopped = False
     _is_cut = False
     _task: asyncio.Task[Any] | None = None
-    _bridge: Bridge | None = None
     _is_told = False
     _has_left = False
     _template = ""
@@ -103,9 +103,8 @@ class Exchange(Call):
     @property
     def deadline(self) -> float | None:
         """What its children have to keep to; not those of a WebSocket, nor of a background task."""
-        if self._is_complete or not self.is_http or (self._bridge and self._bridge.is_complete):
-            return None
-        return self.metadata.deadline
+        has_none = self.has_answer or self._is_complete or not self.is_http
+        return None if has_none else self.metadata.deadline
 
     async def respond(self) -> None:
         """Have the request served and send the answer. Raises what the call failed with."""
@@ -388,7 +387,7 @@ class Exchange(Call):
             if running_loop() is self.loop:
                 await user_code.http(self.scope, self._receive_here, self._send_here)
                 return
-            bridge = self._bridge = Bridge(self, mailbox_of(self.loop), self._first)
+            bridge = Bridge(self, mailbox_of(self.loop), self._first)
             await user_code.http(self.scope, bridge.receive, bridge.send)
         finally:
             # Let go of: whatever copies the context of the request holds its call, as the server's

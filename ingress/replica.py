@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
+from starlette.requests import ClientDisconnect
 
 from ingress import execution
 from ingress.asgi import BoundApp
@@ -52,7 +53,7 @@ class ReplicaState(Enum):
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.
-_TOLD = (RequestCancelledError, StreamClosedError)
+_TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError)
 
 
 class Replica:

@@ -128,12 +128,14 @@ def test_the_budget_is_a_fifth_of_the_traffic_and_ten_a_second_and_never_negativ
             budget.deposit()
             requests.append(now)
         for _ in range(wishes):
-            if budget.withdraw():
-                granted.append(now)
+            is_granted = budget.withdraw()
             assert budget.balance >= 0
-        paid_for = sum(each > now - retries.BUDGET_TTL_S - 1 for each in requests)
-        in_window = sum(each > now - retries.BUDGET_TTL_S for each in granted)
-        assert in_window <= 0.2 * paid_for + 10 * retries.BUDGET_TTL_S
+            if is_granted:
+                granted.append(now)
+                # To the second: what was put in less than 11 s ago may have paid.
+                paid_for = sum(each > now - retries.BUDGET_TTL_S - 1 for each in requests)
+                in_window = sum(each > now - retries.BUDGET_TTL_S for each in granted)
+                assert in_window <= 0.2 * paid_for + 10 * retries.BUDGET_TTL_S
 
 
 def test_an_empty_budget_fills_up_again_in_time() -> None:
@@ -680,23 +682,23 @@ def test_a_listed_method_is_tried_again_when_an_attempt_is_too_slow(separate: st
 
 
 def test_another_replica_is_preferred_for_another_attempt(separate: str) -> None:
-    """The first holds a slot still, of a thread that cannot be stopped."""
+    """Although the first is as idle as the others, once it has cancelled what it ran."""
     ledger = Ledger()
-    where: list[str] = []
+    where: dict[str, list[str]] = {}
 
-    @serve.deployment(num_replicas=4)
-    def slow_at_first(request: Request) -> str:
-        where.append(serve.get_replica_context().replica_tag)
-        if ledger.enter("it") < 2:
-            ledger.leave.wait(PATIENCE_S)
+    @serve.deployment(num_replicas=2)
+    async def slow_at_first(request: Request) -> str:
+        path = request.url.path
+        where.setdefault(path, []).append(serve.get_replica_context().replica_tag)
+        if ledger.enter(path) < 2:
+            await asyncio.Future()
         return "second"
 
-    port = served(slow_at_first.bind(), request_timeout_s=0.1, **LISTED)
-    assert send(port, "GET").status == 200
-    ledger.leave.set()
+    port = served(slow_at_first.bind(), request_timeout_s=0.05, **LISTED)
+    for number in range(10):
+        assert send(port, "GET", f"/{number}").status == 200
 
-    assert len(set(where)) == 2
-    wait_until(lambda: ongoing() == 0)
+    assert all(sorted(tags) == ["0", "1"] for tags in where.values()), where
 
 
 def test_three_attempts_at_most_and_then_the_408_is_final(separate: str) -> None:
