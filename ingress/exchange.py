@@ -188,7 +188,7 @@ class Exchange(Call):
     def start(self, runner: Runner) -> None:
         """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
         self.runner = runner
-        if runner.loop is self.loop and self._task is None:
+        if self._task is None and runner.loop is self.loop:
             self._post(self._assign_here)
         else:
             runner.submit(self)

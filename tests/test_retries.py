@@ -95,6 +95,8 @@ def test_the_law_holds_for_every_failure(
         assert asked == []
 
 
+# The guide: "By default, the Serve HTTP proxy retries up to 10 times", "Ray Serve does exponential
+# backoff for retries."
 def test_a_request_that_did_not_start_is_sent_on_as_often_as_is_configured_at_once_first() -> None:
     def pause(attempt: int) -> float | None:
         return retries.pause_s(
@@ -661,6 +663,8 @@ def test_by_default_what_has_run_is_never_sent_again(method: str, separate: str)
 LISTED: dict[str, Any] = {"retry_started_methods": ["GET", "PUT"]}
 
 
+# The guide: "set an end-to-end timeout, so slow requests can be terminated and retried at another
+# replica."
 def test_a_listed_method_is_tried_again_when_an_attempt_is_too_slow(separate: str) -> None:
     ledger = Ledger()
     where: list[str] = []

@@ -24,12 +24,16 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.call import CURRENT_CALL
+from ingress.channel import Channel
 from ingress.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
 from ingress.exceptions import RequestCancelledError, RequestTimeoutError
+from ingress.exchange import Exchange
 from ingress.loops import EventLoopThread, mailbox_of, run_blocking
+from ingress.router import Router
 from ingress.schema import ReplicaDetails
 from ingress.settings import REQUEST_TIMEOUT_S
-from tests.fakes import make_call
+from ingress.types import DeploymentID
+from tests.fakes import FakeReplica, make_call
 from tests.servers import PATIENCE_S, Connection, bind, get, set_flags, wait_until
 
 SHORT_S = 0.15
@@ -117,6 +121,8 @@ def test_a_request_that_takes_too_long_is_answered_with_408_in_the_words_of_ray(
     wait_until(lambda: replicas()[0].ongoing == 0)
 
 
+# The guide: "By default, Serve lets client HTTP requests run to completion no matter how long they
+# take."
 def test_without_a_limit_a_request_has_all_the_time_it_needs_and_no_deadline() -> None:
     @serve.deployment
     async def seen(request: Request) -> str:
@@ -161,6 +167,8 @@ def test_what_code_says_beats_the_environment(
         assert limit_s - 2 < float(answer.body) <= limit_s
 
 
+# The guide: "You can set an end-to-end timeout for HTTP requests by setting the
+# RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S environment variable."
 def test_the_environment_counts_under_a_server_that_is_not_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -580,6 +588,50 @@ def test_a_client_that_does_not_read_is_cut_at_the_deadline() -> None:
         connection.request("/", headers=asking(SHORT_S))
         wait_until(lambda: replicas()[0].ongoing == 1)
         wait_until(lambda: replicas()[0].ongoing == 0)
+
+
+@pytest.mark.parametrize("also_by", ["nobody", "the-server"])
+def test_what_is_on_its_way_to_a_client_that_does_not_read_is_cut_although_the_work_has_ended(
+    also_by: str, separate: str
+) -> None:
+    if separate == "0":
+        pytest.skip("once is enough: the replica is a fake")
+
+    async def scenario() -> None:
+        is_sending = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            is_sending.set()
+            await asyncio.Future()
+
+        class Streaming(FakeReplica):
+            def submit(self, call: Any) -> None:
+                super().submit(call)
+                outbound = Channel()
+                outbound._try_put({"type": "http.response.start", "status": 200}, 0, None)
+                outbound.finish()
+                call.open(outbound)
+                self.finish(call)
+
+        router = Router(DeploymentID("D"))
+        router.add(Streaming(router).real)
+        metadata = make_call().metadata._replace(deadline=time.monotonic() + 60)
+        scope = {"type": "http"}
+        exchange = Exchange(metadata, router, scope, send, send, has_body=False)  # type: ignore[arg-type]
+        task = asyncio.create_task(exchange.respond())
+        await is_sending.wait()
+        assert exchange.settled
+        exchange.expire()
+        if also_by == "the-server":
+            task.cancel()
+        await asyncio.wait([task])
+        if also_by == "the-server":
+            assert task.cancelled(), "whoever else cancels is not ignored"
+        else:
+            assert isinstance(task.exception(), RequestTimeoutError)
+            assert not task.cancelling()
+
+    asyncio.run(scenario())
 
 
 def test_a_response_in_time_is_whole_and_its_background_task_has_no_deadline() -> None:
