@@ -801,6 +801,9 @@ def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
         time.sleep(0.05)
         connection.send(b"def")
         connection.receive_until(b"timed out after")
+    with Connection(port) as connection:
+        connection.request("/none", method="PUT", headers="Content-Length: 6\r\n")
+        connection.receive_until(b"timed out after")
     assert ledger.runs == {"/small": 2, "/parts": 1}
 
 

@@ -897,6 +897,35 @@ def test_none_is_forgotten_when_many_threads_add_while_the_timer_rings(
         assert call.wait_blocking(PATIENCE_S)
 
 
+def test_one_that_is_added_just_after_the_timer_has_looked_is_not_forgotten(
+    home: EventLoopThread,
+) -> None:
+    deadlines = deadlines_of(home.loop)
+    first, second = make_call(), make_call()
+
+    def at(call: Any, after_s: float) -> float:
+        deadline: float = time.monotonic() + after_s
+        call.metadata = call.metadata._replace(deadline=deadline)
+        return deadline
+
+    class Looked(dict[Any, float]):
+        """Once it has been looked at, and before the looker goes on, another thread adds one."""
+
+        def items(self) -> Any:
+            seen = list(super().items())
+            if second.metadata.deadline is None:
+                adder = threading.Thread(target=deadlines.add, args=(second, at(second, 0.02)))
+                adder.start()
+                adder.join(PATIENCE_S)
+            return seen
+
+    deadlines._calls = Looked()
+    deadlines.add(first, at(first, 0.01))
+
+    assert first.wait_blocking(PATIENCE_S)
+    assert second.wait_blocking(PATIENCE_S)
+
+
 def test_a_deadline_that_is_further_off_than_a_timer_can_hold_is_kept(
     home: EventLoopThread,
 ) -> None:
