@@ -31,8 +31,6 @@ class Queue(Protocol):
 
     def describe_cycle(self, call: Call, chain: str) -> str: ...
 
-    def reassign(self, call: Call, error: Exception) -> None: ...
-
 
 class Runner(Protocol):
     """What a call needs of the replica it runs on."""

@@ -189,6 +189,7 @@ class Controller:
                         num_cpus=config.num_cpus,
                         sync_in_threadpool=self._settings.run_sync_in_threadpool,
                         release=router.release,
+                        reassign=router.reassign,
                         borrowed=None if separate else serving_loop,
                     )
                 )

@@ -60,8 +60,9 @@ class Replica:
     """Lives on its user loop; `submit` and `cancel` are thread-safe.
 
     `borrowed` is the loop to live on when user code has no thread of its own. `release` gives a
-    slot back to the router; `ongoing`, `max_ongoing`, `position` and `requested`, which counts the
-    calls by the model they name, are the router's, under its lock.
+    slot back to the router, `reassign` a call that none of our user code has seen; `ongoing`,
+    `max_ongoing`, `position` and `requested`, which counts the calls by the model they name, are
+    the router's, under its lock.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Replica:
         num_cpus: float,
         sync_in_threadpool: bool,
         release: Callable[[Replica, Call], None],
+        reassign: Callable[[Call, Exception], Any] | None = None,
         borrowed: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.replica_id = replica_id
@@ -85,6 +87,7 @@ class Replica:
         self.position = -1
         self.requested: dict[str, int] = {}
         self._release = release
+        self._reassign = reassign
         self._sync_in_threadpool = sync_in_threadpool
         self._borrows = borrowed is not None
         self._anyio_threads = 0
@@ -207,10 +210,10 @@ class Replica:
         """Give back the slot of a call that will not run here; none of its user code has."""
         self.release(call)
         if not call.settled:
-            if call.queue is None:
+            if self._reassign is None:
                 call.settle(error=self.gone())
             else:
-                call.queue.reassign(call, self.gone())
+                self._reassign(call, self.gone())
 
     async def _run(self, call: Call) -> None:
         # Race with `stop`, which does not wait for us for ever: whoever takes the call out of here

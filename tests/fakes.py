@@ -35,6 +35,7 @@ class FakeReplica:
         self.cancelled: list[Call] = []
         self.running: set[Call] = set()
         self.most_running = 0
+        self.is_ending = False
         self._lock = threading.Lock()
 
     @property
@@ -45,6 +46,12 @@ class FakeReplica:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         raise AssertionError("a fake replica has no loop")
+
+    def gone(self) -> Exception:
+        raise AssertionError("a fake replica stays")
+
+    def admit(self, call: Call) -> bool:
+        raise AssertionError("a fake replica runs nothing")
 
     def submit(self, call: Call) -> None:
         if call.settled:

@@ -102,6 +102,7 @@ class Rig:
             num_cpus=1,
             sync_in_threadpool=in_threads,
             release=self.release,
+            reassign=self.router.reassign,
             borrowed=None if borrowed is None else borrowed.loop,
         )
         self.control = EventLoopThread("control")

@@ -182,7 +182,6 @@ class SlowReplica(FakeReplica):
     def __init__(self, router: Router, max_ongoing: int = 1) -> None:
         super().__init__(router, max_ongoing)
         self.arriving: list[Call] = []
-        self.is_ending = False
 
     def submit(self, call: Call) -> None:
         self.arriving.append(call)
@@ -193,8 +192,7 @@ class SlowReplica(FakeReplica):
             super().submit(call)
             return
         self.release(call)
-        assert call.queue is not None
-        call.queue.reassign(call, GONE)
+        self.router.reassign(call, GONE)
 
 
 class Later:
@@ -474,6 +472,7 @@ def test_a_thousand_calls_racing_the_end_of_a_replica_all_run_once_on_another(
             num_cpus=1,
             sync_in_threadpool=False,
             release=router.release,
+            reassign=router.reassign,
             borrowed=None if lives == "own-threads" else lender.loop,
         )
         for number in range(2)
@@ -532,6 +531,7 @@ def test_what_a_stuck_replica_has_not_begun_runs_once_on_another(way: str) -> No
             num_cpus=1,
             sync_in_threadpool=False,
             release=router.release,
+            reassign=router.reassign,
         )
         for number in range(2)
     ]

@@ -599,9 +599,6 @@ def test_a_cycle_that_is_seen_once_only_was_none() -> None:
         def describe_cycle(self, call: Call, chain: str) -> str:
             return chain
 
-        def reassign(self, call: Call, error: Exception) -> None:
-            raise AssertionError("nothing here was turned away")
-
     router.assign(waiter)
     child.queue = MovesOn()
     thread = blocked_by(waiter, child)
