@@ -4,37 +4,45 @@ FastAPI finds out at every request what its endpoint needs: exit stacks, a span,
 dependencies may write to, the headers and cookies, the media type of a body. For most endpoints
 that never changes, so it is found out once, when the app is bound:
 
-    read     path, query, header and cookie parameters, a JSON body     nothing of the user's runs
-    call     dependencies, innermost first, then the endpoint
-    render   to JSON
+    body     as JSON, if the endpoint or a dependency has one     nothing of the user's runs yet
+    steps    read what a call takes, call it: dependencies, innermost first, then the endpoint
+    render   to JSON, or by the route's response class
 
-Everything out of the ordinary is FastAPI's: a route that is unfit keeps its `app`, and a request
-that does not validate is given to it whole, since nothing has happened yet. So every refusal is
-FastAPI's own. What validates a value and renders a model are FastAPI's own fields, too.
+Everything out of the ordinary is FastAPI's: a route that is unfit keeps its `app`, and a body that
+is not simply JSON is given to it whole, since nothing has happened yet. What validates a value,
+words a refusal and renders a model are FastAPI's own fields and functions, too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from types import FunctionType
 from typing import Any
 
 import fastapi.routing
 from fastapi import params
 from fastapi.datastructures import DefaultPlaceholder
-from fastapi.dependencies.models import Dependant
 from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import ResponseValidationError
 from fastapi.routing import APIRoute, serialize_response
+from fastapi.utils import is_body_allowed_for_status_code
 from starlette._exception_handler import wrap_app_handling_exceptions
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.asgi.steps import JSON_SCALARS, Step, Unfit, add_steps, read_parameters, require
+from ingress.asgi.steps import JSON_SCALARS, Shared, Steps, Unfit, require
 from ingress.asgi.telemetry import TELEMETRY
 
 NEWEST_KNOWN = (0, 165)
 """The FastAPI whose handler this was last compared with. With a newer one no route is fit."""
+
+_FILE_STACK = "fastapi_middleware_astack"
+_REQUEST_STACK = "fastapi_inner_astack"
+_FUNCTION_STACK = "fastapi_function_astack"
+_ABSENT = object()
 
 
 def compiled_app(route: Any) -> ASGIApp:
@@ -52,51 +60,60 @@ def compiled_app(route: Any) -> ASGIApp:
 def _compiled(route: Any) -> ASGIApp:
     _check(route)
     full: ASGIApp = route.app
-    overridden: Any = route.dependency_overrides_provider or _NEVER_OVERRIDDEN
-    steps: list[Step] = []
-    add_steps(route.dependant, steps)
-    takes_request = any(step.request_names for step in steps)
-    body = _body_field(route)
-    render = _renderer(route)
+    overridden: Any = route.dependency_overrides_provider or _NeverOverridden
+    steps = Steps(route.dependant, embeds_body=route._embed_body_fields)
+    bare = steps.bare
+    reads_body = route.body_field is not None
+    render = _renderer(route, steps)
+    encode = None if steps.takes_shared else _encoder(route, steps)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if overridden.dependency_overrides or scope.get(TELEMETRY) is not None:
+        if (
+            overridden.dependency_overrides
+            or scope.get(TELEMETRY) is not None
+            or _FILE_STACK not in scope
+            or not steps.are_current()
+        ):
             return await full(scope, receive, send)
-        request: Request | None = None
         first: Message = {}
-        again = receive
+        body: Any = None
+        if reads_body:
+            first, again = await _first_message(scope, receive)
+            body = _json(first)
+            if body is _ABSENT:
+                return await full(scope, again, send)
+        if steps.takes_request:
+            request = _request(scope, receive, send, first, body)
+            answer = in_stacks(request, body)
+            return await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
         started = False
-        answer: ASGIApp
         try:
-            given = read_parameters(scope, steps)
-            if body is not None and given is not None:
-                first, again = await _first_message(scope, receive)
-                if not _read_body(body, first, given[-1]):
-                    given = None
-            if given is not None:
-                if takes_request:
-                    request = _request(scope, receive, send, first)
-                    for step, values in zip(steps, given, strict=True):
-                        for name in step.request_names:
-                            values[name] = request
-                for step, values in zip(steps, given, strict=True):
-                    result = await step.func(**values)
-                    if step.name is not None:
-                        given[step.parent][step.name] = result
-                answer = result if isinstance(result, Response) else await render(scope, result)
-                if type(answer) is bytes:
-                    started = True
-                    await send(_json_start(answer))
-                    return await send({"type": "http.response.body", "body": answer})
+            shared = Shared(None) if steps.takes_shared else None
+            result = await (steps.run(scope, body, shared) if bare is None else bare())
+            if encode is None or isinstance(result, Response):
+                answer = await render(scope, result, shared)
+            else:
+                content = encode(scope, result)
+                started = True
+                await send(_json_start(content))
+                return await send({"type": "http.response.body", "body": content})
         except Exception as error:
             answer = _raising(error, started=started)
-        else:
-            if given is None:
-                return await full(scope, again, send)
         # The user's exception handlers. For a response that has started they come too late.
-        request = request or _request(scope, receive, send, first)
+        request = _request(scope, receive, send, first, body)
         sent = _discard if started else send
         return await wrap_app_handling_exceptions(answer, request)(scope, receive, sent)
+
+    def in_stacks(request: Request, body: Any) -> ASGIApp:
+        # Who is given the request finds FastAPI's exit stacks in its scope, and may use them.
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async with AsyncExitStack() as scope[_REQUEST_STACK]:
+                async with AsyncExitStack() as scope[_FUNCTION_STACK]:
+                    shared = Shared(request)
+                    response = await render(scope, await steps.run(scope, body, shared), shared)
+                await response(scope, receive, send)
+
+        return answer
 
     return app
 
@@ -107,16 +124,26 @@ def _check(route: Any) -> None:
     # Not a class of the user's, which may have put something before its app, or in its place.
     require(type(original).__init__ is APIRoute.__init__)
     require(type(original).get_route_handler is APIRoute.get_route_handler)
+    # Nor what a tracer has put in the place of what FastAPI would call.
+    require(all(map(_is_fastapi_s, _REPLACED)))
     require(getattr(route, "max_body_size", None) is None)
     require(not getattr(route, "is_json_stream", False))
-    status = route.status_code
-    require(status is None or (status >= 200 and status not in (204, 205, 304)))
+    require(route.body_field is None or type(route.body_field.field_info) is params.Body)
 
 
-def _request(scope: Scope, receive: Receive, send: Send, first: Message) -> Request:
+def _is_fastapi_s(name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    func = getattr(getattr(fastapi.routing, owner) if owner else fastapi.routing, attribute)
+    return type(func) is FunctionType and func.__globals__["__name__"].startswith(
+        ("fastapi.", "starlette.")
+    )
+
+
+def _request(scope: Scope, receive: Receive, send: Send, first: Message, body: Any) -> Request:
     request = Request(scope, receive, send)
-    if first:
-        request._body = first.get("body", b"")  # where it keeps what it has read
+    if first:  # where it keeps what it has read
+        request._body = first.get("body", b"")
+        request._json = body
     return request
 
 
@@ -143,23 +170,6 @@ def _json_start(body: bytes) -> Message:
 # Bodies.
 
 
-def _body_field(route: Any) -> Any:
-    """Return the field of the endpoint's JSON body, `None` if it has no body."""
-    if route.body_field is None:
-        return None
-    fields = route.dependant.body_params
-    require(len(fields) == 1 and not route._embed_body_fields)
-    require(type(fields[0].field_info) is params.Body)
-    require(not any(each.body_params for each in _below(route.dependant)))
-    return fields[0]
-
-
-def _below(dependant: Dependant) -> Iterator[Dependant]:
-    for each in dependant.dependencies:
-        yield each
-        yield from _below(each)
-
-
 async def _first_message(scope: Scope, receive: Receive) -> tuple[Message, Receive]:
     """Return the first message of a JSON body, and a `receive` that begins with it once more.
 
@@ -177,16 +187,15 @@ async def _first_message(scope: Scope, receive: Receive) -> tuple[Message, Recei
     return {}, receive
 
 
-def _read_body(field: Any, message: Message, values: dict[str, Any]) -> bool:
-    """Add the body to the values. Returns False if it is not there as a whole, or not valid."""
+def _json(message: Message) -> Any:
+    """Return the body, `_ABSENT` if it is not there as a whole, or is not JSON."""
     if message.get("type") != "http.request" or message.get("more_body"):
-        return False
+        return _ABSENT
+    body = message.get("body", b"")
     try:
-        value = json.loads(message.get("body", b""))
+        return json.loads(body) if type(body) is bytes else _ABSENT
     except Exception:
-        return False
-    values[field.name], errors = field.validate(value, {}, loc=())
-    return not errors
+        return _ABSENT
 
 
 def _again(receive: Receive, first: Message | Exception) -> Receive:
@@ -207,46 +216,77 @@ def _again(receive: Receive, first: Message | Exception) -> Receive:
 # Rendering.
 
 
-def _renderer(route: Any) -> Callable[[Scope, Any], Awaitable[Any]]:
-    """Return what makes a response of the endpoint's result: bytes stand for JSON with a 200."""
-    field, response_class, status = route.response_field, route.response_class, route.status_code
-    is_default = isinstance(response_class, DefaultPlaceholder)
-    if is_default:
-        response_class = response_class.value
-    options = {name: getattr(route, f"response_model_{name}") for name in _MODEL_OPTIONS}
-    status_code = {} if status is None else {"status_code": status}
+def _encoder(route: Any, steps: Steps) -> Callable[[Scope, Any], bytes] | None:
+    """Return what makes the JSON of a 200 of a result, `None` if there is more to it."""
+    field, response_class, options = route.response_field, route.response_class, _options(route)
 
-    async def by_field(scope: Scope, result: Any) -> Any:
-        value, errors = field.validate(result, {}, loc=())
+    def by_field(scope: Scope, result: Any) -> bytes:
+        value, errors = field.validate(result, {}, loc=("response",))
         if errors:
-            return await by_fastapi(scope, result)  # which raises
-        return field.serialize_json(value, **options)
+            context = steps.endpoint_context(scope)
+            raise ResponseValidationError(errors=errors, body=result, endpoint_ctx=context)
+        encoded: bytes = field.serialize_json(value, **options)
+        return encoded
 
-    async def by_encoder(scope: Scope, result: Any) -> Any:
+    def by_encoder(scope: Scope, result: Any) -> bytes:
         return _encode(result if _is_json(result) else jsonable_encoder(result)).encode()
 
-    async def by_fastapi(scope: Scope, result: Any) -> Any:
-        context = fastapi.routing._extract_endpoint_context(route.dependant.call)
-        if route.dependant.path:
-            prefix = scope.get("root_path", "").rstrip("/")
-            context["path"] = f"{scope['method']} {prefix}{route.dependant.path}"
-        dump_json = field is not None and is_default
+    if route.status_code not in (None, 200):
+        return None
+    if field is not None:
+        return by_field if isinstance(response_class, DefaultPlaceholder) else None
+    return by_encoder if _response_class(route) is JSONResponse else None
+
+
+def _renderer(route: Any, steps: Steps) -> Any:
+    """Return what makes a response of the endpoint's result, as FastAPI does."""
+    field, status_code, options = route.response_field, route.status_code, _options(route)
+    response_class = _response_class(route)
+    dump_json = field is not None and isinstance(route.response_class, DefaultPlaceholder)
+
+    async def render(scope: Scope, result: Any, shared: Shared | None) -> Response:
+        background: Any = shared and shared.background
+        if isinstance(result, Response):
+            if result.background is None:
+                result.background = background
+            return result
+        written = shared and shared.response
+        given: dict[str, Any] = {"background": background}
+        status = written and written.status_code
+        if (status := status or status_code or status) is not None:
+            given["status_code"] = status
         content = await serialize_response(
             field=field,
             response_content=result,
-            endpoint_ctx=context,
+            endpoint_ctx=steps.endpoint_context(scope),
             dump_json=dump_json,
             **options,
         )
+        response: Response
         if dump_json:
-            return Response(content, media_type="application/json", **status_code)
-        return response_class(content, **status_code)
+            response = Response(content=content, media_type="application/json", **given)
+        else:
+            response = response_class(content, **given)
+        if not is_body_allowed_for_status_code(response.status_code):
+            response.body = b""
+        response.headers.raw.extend(written.headers.raw if written else [])
+        return response
 
-    if field is not None and is_default and status in (None, 200):
-        return by_field
-    if field is None and response_class is JSONResponse and status in (None, 200):
-        return by_encoder
-    return by_fastapi
+    return render
+
+
+def _response_class(route: Any) -> Any:
+    response_class = route.response_class
+    if isinstance(response_class, DefaultPlaceholder):
+        response_class = response_class.value
+    events = getattr(fastapi.routing, "EventSourceResponse", None)
+    is_class = isinstance(response_class, type)
+    require(events is None or not is_class or not issubclass(response_class, events))
+    return response_class
+
+
+def _options(route: Any) -> dict[str, Any]:
+    return {name: getattr(route, f"response_model_{name}") for name in _MODEL_OPTIONS}
 
 
 def _is_json(value: Any, depth: int = 0) -> bool:
@@ -269,10 +309,13 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 class _NeverOverridden:
-    dependency_overrides: Mapping[Any, Any] = {}
+    dependency_overrides: Any = None
 
 
-_NEVER_OVERRIDDEN = _NeverOverridden()
 _MODEL_OPTIONS = (
     "include", "exclude", "by_alias", "exclude_unset", "exclude_defaults", "exclude_none",
+)  # fmt: skip
+_REPLACED = (
+    "APIRoute.get_route_handler", "get_request_handler", "request_response", "solve_dependencies",
+    "run_endpoint_function", "serialize_response", "jsonable_encoder",
 )  # fmt: skip

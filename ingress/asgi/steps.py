@@ -1,13 +1,15 @@
 """What a route calls for a request, and which parameters of the request each call takes.
 
-A `Step` is a dependency, or the endpoint. Parameters are found and validated as FastAPI finds them,
-by its own fields; what takes more than a look-up in a mapping makes a route unfit.
+A `Step` is a dependency, or the endpoint. Steps run in the order in which FastAPI solves them, and
+each reads its parameters when it is its turn: whatever the user wrote into a validator runs where,
+and as often as, it runs under FastAPI. One value that stands for itself is looked up and validated
+here, by FastAPI's own field. For anything else FastAPI's own function is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from copy import deepcopy
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -17,9 +19,18 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from urllib.parse import parse_qsl
 from uuid import UUID
 
+import fastapi.dependencies.models
+import fastapi.routing
+from fastapi import BackgroundTasks
 from fastapi.dependencies.models import Dependant
-from pydantic import Json
+from fastapi.dependencies.utils import (
+    get_dependant,
+    request_body_to_args,
+    request_params_to_args,
+)
+from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from ingress.asgi.methods import kind_for_fastapi
@@ -31,99 +42,279 @@ JSON_SCALARS = frozenset((str, int, float, bool, NoneType))
 _SCALARS = (
     str, int, float, bool, NoneType, Decimal, UUID, Enum, date, datetime, time, timedelta,
 )  # fmt: skip
-_REQUIRED = object()
+_NO_CONSTANT = object()
+_NO_STEP = -1
 
 
 class Unfit(Exception):
     """A route is FastAPI's to answer."""
 
 
-def require(condition: bool) -> None:
+def require(condition: object) -> None:
     if not condition:
         raise Unfit
 
 
-class _Parameter(NamedTuple):
+class Shared:
+    """What the calls for one request are given that is not a parameter; made when asked for."""
+
+    __slots__ = ("background", "request", "response")
+
+    def __init__(self, request: Request | None) -> None:
+        self.request = request
+        self.background: Any = None
+        self.response: Response | None = None
+
+
+class _Value(NamedTuple):
+    """A parameter that is one value. `default` is what every request may be given in its place."""
+
     name: str
     key: str
+    loc: tuple[str, str]
     default: Any
-    is_shared: bool  # whether every request may be given the same default
-    validate: Callable[..., tuple[Any, Any]]
+    field: Any
 
 
-Read = Callable[[Scope], Mapping[str, Any]]
+Received = Callable[[Scope], Any]
+
+
+class _Source(NamedTuple):
+    """Parameters of one kind. `values` is empty if FastAPI has to find them."""
+
+    received: Received
+    fields: list[Any]
+    values: list[_Value]
 
 
 @dataclass(slots=True)
 class Step:
     """One dependency, or the endpoint: what is called, and with what.
 
-    `parent` is the index of the step that takes the result, as `name`.
+    `parent` is the index of the step that takes the result, as `name`. `cache_key` is the same for
+    steps that stand for one call, `None` if there is no other. `single` is the field of a body that
+    is one parameter.
     """
 
     func: Callable[..., Awaitable[Any]]
-    sources: list[tuple[Read, list[_Parameter]]]
-    request_names: list[str]
+    sources: list[_Source]
+    body_fields: list[Any]
+    single: Any
+    shared: list[tuple[str, Callable[[Shared], Any]]]
     name: str | None = None
-    parent: int = -1
+    parent: int = _NO_STEP
+    cache_key: Any = None
+    use_cache: bool = True
 
 
-def read_parameters(scope: Scope, steps: list[Step]) -> list[dict[str, Any]] | None:
-    """Return the parameters of each step, `None` if one is missing or does not validate."""
-    given = []
-    for step in steps:
-        values: dict[str, Any] = {}
-        for source, parameters in step.sources:
-            received = source(scope)
-            for name, key, default, is_shared, validate in parameters:
-                value = received.get(key)
-                if value is not None:
-                    values[name], errors = validate(value, {}, loc=())
-                    if errors:
-                        return None
-                elif default is _REQUIRED:
-                    return None
-                else:
-                    values[name] = default if is_shared else deepcopy(default)
-        given.append(values)
-    return given
+class Steps:
+    """The steps of a route, its endpoint last. Thread-safe: nothing changes once it is made."""
+
+    def __init__(self, dependant: Dependant, *, embeds_body: bool) -> None:
+        self._dependant = dependant
+        self._embeds_body = embeds_body
+        self._steps: list[Step] = []
+        self._add(dependant)
+        self._forget_unique_keys()
+        self._dependencies = list(dependant.dependencies)
+        endpoint = self._steps[-1]
+        takes = {what for step in self._steps for _, what in step.shared}
+        self.takes_request = _take_request in takes
+        self.takes_shared = bool(takes)
+        takes_nothing = not (endpoint.sources or endpoint.body_fields or takes)
+        self.bare = endpoint.func if len(self._steps) == 1 and takes_nothing else None
+        """The endpoint, if nothing but it is called, without any parameter."""
+
+    def are_current(self) -> bool:
+        """Whether nobody has added a dependency to the route since, as some extensions do."""
+        return self._dependant.dependencies == self._dependencies
+
+    def endpoint_context(self, scope: Scope) -> Any:
+        """Return what FastAPI tells of the endpoint in a validation error."""
+        context = fastapi.routing._extract_endpoint_context(self._dependant.call)
+        if self._dependant.path:
+            prefix = scope.get("root_path", "").rstrip("/")
+            context["path"] = f"{scope['method']} {prefix}{self._dependant.path}"
+        return context
+
+    async def run(self, scope: Scope, body: Any, shared: Shared | None) -> Any:
+        """Return what the endpoint returned; raise what user code or FastAPI's refusal raises.
+
+        A dependency whose parameters are not valid is not called, nor is what takes its result.
+        The others are: FastAPI reports all errors at once.
+        """
+        given: list[dict[str, Any]] = [{} for _ in self._steps]
+        results: dict[Any, Any] = {}
+        errors: list[Any] = []
+        failed: set[int] = set()
+        result: Any = None
+        for index, step in enumerate(self._steps):
+            values, before = given[index], len(errors)
+            for source in step.sources:
+                _read(source, scope, values, errors)
+            if step.body_fields:
+                await self._read_body(step, body, values, errors)
+            if shared is not None:
+                for name, take in step.shared:
+                    values[name] = take(shared)
+            if index in failed or len(errors) > before:
+                failed.add(step.parent)
+                continue
+            key = step.cache_key
+            if key is None:
+                result = await step.func(**values)
+            elif step.use_cache and key in results:
+                result = results[key]
+            else:
+                result = await step.func(**values)
+                results.setdefault(key, result)
+            if step.name is not None:
+                given[step.parent][step.name] = result
+        if errors:
+            raise RequestValidationError(
+                errors, body=body, endpoint_ctx=self.endpoint_context(scope)
+            )
+        return result
+
+    async def _read_body(
+        self, step: Step, body: Any, values: dict[str, Any], errors: list[Any]
+    ) -> None:
+        if step.single is not None and body is not None:
+            value, problems = step.single.validate(body, {}, loc=("body",))
+            found = {step.single.name: value}
+        else:
+            found, problems = await request_body_to_args(
+                body_fields=step.body_fields,
+                received_body=body,
+                embed_body_fields=self._embeds_body,
+            )
+        values.update(found)
+        errors += problems
+
+    def _add(self, dependant: Dependant) -> int:
+        """Add a dependant's steps in the order in which FastAPI solves it; return its index."""
+        func: Any = dependant.call
+        require(kind_for_fastapi(func) is Kind.COROUTINE)
+        require(getattr(dependant, "concurrency", None) is None)
+        require(not dependant.security_scopes_param_name and not dependant.websocket_param_name)
+        children = [self._add(each) for each in dependant.dependencies]
+        fields: list[Any] = dependant.body_params
+        is_single = len(fields) == 1 and not self._embeds_body and not fields[0].field_info.embed
+        step = Step(
+            func,
+            list(_sources(dependant)),
+            fields,
+            fields[0] if is_single else None,
+            list(_shared(dependant)),
+        )
+        for child, each in zip(children, dependant.dependencies, strict=True):
+            self._steps[child].name = each.name
+            self._steps[child].parent = len(self._steps)
+            self._steps[child].use_cache = each.use_cache
+            self._steps[child].cache_key = _cache_key(each)
+        self._steps.append(step)
+        return len(self._steps) - 1
+
+    def _forget_unique_keys(self) -> None:
+        count = Counter(step.cache_key for step in self._steps)
+        for step in self._steps:
+            if count[step.cache_key] == 1:
+                step.cache_key = None
 
 
-def add_steps(dependant: Dependant, steps: list[Step]) -> int:
-    """Add the steps of a dependant in the order in which FastAPI solves it; return its index."""
-    func: Any = dependant.call
-    require(kind_for_fastapi(func) is Kind.COROUTINE)
-    require(getattr(dependant, "concurrency", None) is None)
-    require(not dependant.background_tasks_param_name and not dependant.response_param_name)
-    require(not dependant.security_scopes_param_name and not dependant.websocket_param_name)
-    children = [add_steps(each, steps) for each in dependant.dependencies]
-    # What stands twice in a request FastAPI calls once, unless it is told otherwise.
-    require(all(func != step.func for step in steps))
-    fields = (
-        (_path, dependant.path_params),
-        (_query, dependant.query_params),
-        (_headers, dependant.header_params),
-        (_cookies, dependant.cookie_params),
-    )
-    sources: list[tuple[Read, list[_Parameter]]] = [
-        (source, [_parameter(each) for each in some]) for source, some in fields if some
-    ]
-    names = (dependant.request_param_name, dependant.http_connection_param_name)
-    for child, each in zip(children, dependant.dependencies, strict=True):
-        steps[child].name, steps[child].parent = each.name, len(steps)
-    steps.append(Step(func, sources, [name for name in names if name]))
-    return len(steps) - 1
+def _read(source: _Source, scope: Scope, values: dict[str, Any], errors: list[Any]) -> None:
+    """Add the parameters of one kind to the values, and what is wrong with them to the errors."""
+    received = source.received(scope)
+    if not source.values:
+        found, problems = request_params_to_args(source.fields, received)
+        values.update(found)
+        errors += problems
+        return
+    for name, key, loc, default, field in source.values:
+        value = received.get(key)
+        if value is not None:
+            valid, problems = field.validate(value, {}, loc=loc)
+            if problems:
+                errors += problems
+            else:
+                values[name] = valid
+        elif default is not _NO_CONSTANT:
+            values[name] = default
+        else:
+            found, problems = request_params_to_args([field], _NOTHING)
+            values.update(found)
+            errors += problems
 
 
-def _parameter(field: Any) -> _Parameter:
+# What a dependant takes.
+
+
+def _sources(dependant: Dependant) -> Iterator[_Source]:
+    """Yield what FastAPI reads, in its order."""
+    for received, look_up, fields in (
+        (_path, _path, dependant.path_params),
+        (_query, _last_of_each, dependant.query_params),
+        (_headers, _headers, dependant.header_params),
+        (_cookies, _cookies, dependant.cookie_params),
+    ):
+        if fields and all(map(_is_one_value, fields)):
+            yield _Source(look_up, fields, list(map(_value, fields)))
+        elif fields:
+            yield _Source(received, fields, [])
+
+
+def _shared(dependant: Dependant) -> Iterator[tuple[str, Callable[[Shared], Any]]]:
+    """Yield the names of parameters that are not read, in FastAPI's order."""
+    for name, take in (
+        (dependant.http_connection_param_name, _take_request),
+        (dependant.request_param_name, _take_request),
+        (dependant.background_tasks_param_name, _take_background_tasks),
+        (dependant.response_param_name, _take_response),
+    ):
+        if name:
+            yield name, take
+
+
+def _take_request(shared: Shared) -> Any:
+    return shared.request
+
+
+def _take_background_tasks(shared: Shared) -> Any:
+    if shared.background is None:
+        shared.background = BackgroundTasks()
+    return shared.background
+
+
+def _take_response(shared: Shared) -> Any:
+    if shared.response is None:
+        shared.response = Response()
+        del shared.response.headers["content-length"]
+        shared.response.status_code = None  # type: ignore[assignment]
+    return shared.response
+
+
+def _cache_key(dependant: Dependant) -> Any:
+    make = getattr(fastapi.dependencies.models, "_get_cache_key", None)
+    return make(dependant=dependant) if make is not None else dependant.cache_key  # type: ignore[attr-defined]
+
+
+# Parameters.
+
+
+def _is_one_value(field: Any) -> bool:
     info = field.field_info
-    require(_is_scalar(info.annotation) and not any(type(each) is Json for each in info.metadata))
-    require(isinstance(info.validation_alias, (str, NoneType)) and not field.config)
-    require(info.default_factory is None and not info.validate_default)
-    default = _REQUIRED if info.is_required() else field.default
-    is_shared = default is _REQUIRED or type(default) in JSON_SCALARS
+    return _is_scalar(info.annotation) and isinstance(info.validation_alias, (str, NoneType))
+
+
+def _value(field: Any) -> _Value:
+    info = field.field_info
     key = field.validation_alias or field.alias
-    return _Parameter(field.name, key, default, is_shared, field.validate)
+    default = _NO_CONSTANT
+    # An older FastAPI validates every default but `None`.
+    constants = (NoneType,) if _FASTAPI_VALIDATES_DEFAULTS else JSON_SCALARS
+    if not info.is_required() and not info.validate_default and type(info.default) in constants:
+        default = info.default
+    return _Value(field.name, key, (info.in_.value, key), default, field)
 
 
 def _is_scalar(annotation: Any) -> bool:
@@ -137,20 +328,33 @@ def _is_scalar(annotation: Any) -> bool:
     return origin is Literal or (is_class and issubclass(annotation, _SCALARS))
 
 
-def _path(scope: Scope) -> Mapping[str, Any]:
-    path_params: Mapping[str, Any] = scope.get("path_params", {})
-    return path_params
+def _invalid_default(value: int = "") -> None:  # type: ignore[assignment]
+    pass
 
 
-def _query(scope: Scope) -> Mapping[str, Any]:
-    # As `Request.query_params`: of several values the last.
+_NOTHING: Mapping[str, Any] = {}
+_FASTAPI_VALIDATES_DEFAULTS = bool(
+    request_params_to_args(get_dependant(path="", call=_invalid_default).query_params, _NOTHING)[1]
+)
+
+
+def _path(scope: Scope) -> Any:
+    return scope.get("path_params", _NOTHING)
+
+
+def _query(scope: Scope) -> Any:
+    return Request(scope).query_params
+
+
+def _last_of_each(scope: Scope) -> Any:
+    # As `Request.query_params.get`.
     query = scope["query_string"]
-    return dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else {}
+    return dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else _NOTHING
 
 
-def _headers(scope: Scope) -> Mapping[str, Any]:
+def _headers(scope: Scope) -> Any:
     return Request(scope).headers
 
 
-def _cookies(scope: Scope) -> Mapping[str, Any]:
+def _cookies(scope: Scope) -> Any:
     return Request(scope).cookies
