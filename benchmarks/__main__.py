@@ -9,6 +9,8 @@ what wrk found in each run. *added p50* is what a lone client waits longer.
     async         `async def`, returns a string              functions on plain FastAPI
     async-query   `async def`, path and query, returns JSON  functions on plain FastAPI
     def           `def`, returns a string                    functions on plain FastAPI
+    model         pydantic body in, `response_model` out     functions on plain FastAPI
+    def-depends   `def` with a `def` dependency              functions on plain FastAPI
     call          plain `async def __call__`, no FastAPI     a plain Starlette route
     batch-32      a NumPy model behind `@batch`, 32 a batch  the same model on `ingress` without it;
                                                              alone, a client waits for company
@@ -35,23 +37,27 @@ from benchmarks.report import WIDTH, Result, table, write
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request, and the two apps that answer it alike."""
+    """One request, and the two apps that answer it alike. With a body it is a POST of JSON."""
 
     name: str
     path: str
     answer: bytes
     plain: str = "fastapi_app"
     ingress: str = "ingress_app"
+    body: bytes | None = None
 
     @property
     def apps(self) -> tuple[str, str]:
         return self.plain, self.ingress
 
 
+ITEM = b'{"name":"lamp","price":12.5,"tags":["a","b"]}'
 ROWS = (
     Row("async", "/async", b'"hello"'),
     Row("async-query", "/async/7?name=me", b'{"item_id":7,"name":"me"}'),
     Row("def", "/def", b'"hello"'),
+    Row("model", "/model", ITEM, body=ITEM),
+    Row("def-depends", "/def-depends?name=me", b'"hello me"'),
     Row("call", "/", b"hello", "starlette_app", "ingress_plain_app"),
     Row("batch-32", "/?sample=3", b"8", "unbatched_app", "batched_app"),
 )
@@ -76,9 +82,9 @@ def measure(options: Namespace, console: Console) -> Iterator[Result]:
             with Server(plain_app, {}) as plain, Server(ingress_app, FLAGS[flags]) as ours:
                 for row in rows:
                     for server in (plain, ours):
-                        server.check(row.path, row.answer)
+                        server.check(row.path, row.answer, row.body)
                     for connections in connections_to_run:
-                        load = (row.path, connections, options.seconds)
+                        load = (row.path, connections, options.seconds, row.body)
                         pairs = compare(
                             partial(plain.load, *load), partial(ours.load, *load), options.pairs
                         )

@@ -10,9 +10,10 @@ Every app with routes has ten of them, and what is measured stands in the middle
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -30,6 +31,16 @@ async def other() -> str:
 def add_others(app: FastAPI, first: int, count: int) -> None:
     for number in range(first, first + count):
         app.get(f"/other/{number}", response_model=None)(other)
+
+
+class Item(BaseModel):
+    name: str
+    price: float
+    tags: list[str] = []
+
+
+def named(name: str = "you") -> str:
+    return f"hello {name}"
 
 
 # `response_model=None`: a return annotation, which types want, would otherwise be a model.
@@ -53,7 +64,17 @@ def def_endpoint() -> str:
     return "hello"
 
 
-add_others(fastapi_app, 4, 3)
+@fastapi_app.post("/model", response_model=Item)
+async def model_endpoint(item: Item) -> Item:
+    return item
+
+
+@fastapi_app.get("/def-depends", response_model=None)
+def def_depends_endpoint(text: Annotated[str, Depends(named)]) -> str:
+    return text
+
+
+add_others(fastapi_app, 4, 1)
 
 methods_app = FastAPI()
 add_others(methods_app, 0, 4)
@@ -73,8 +94,16 @@ class Methods:
     def def_endpoint(self) -> str:
         return "hello"
 
+    @methods_app.post("/model", response_model=Item)
+    async def model_endpoint(self, item: Item) -> Item:
+        return item
 
-add_others(methods_app, 4, 3)
+    @methods_app.get("/def-depends", response_model=None)
+    def def_depends_endpoint(self, text: Annotated[str, Depends(named)]) -> str:
+        return text
+
+
+add_others(methods_app, 4, 1)
 ingress_app = serve.deployment(Methods).bind()
 
 

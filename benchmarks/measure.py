@@ -26,6 +26,11 @@ START_S = 20.0
 STOP_S = 5.0
 MIN_PAIRS = 5  # fewer say nothing about the spread
 
+JSON = "application/json"
+POST = b"""wrk.method = "POST"
+wrk.headers["content-type"] = "%b"
+wrk.body = [[%b]]
+"""
 _UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
 
 
@@ -97,21 +102,26 @@ class Server:
             self.process.wait()
         self._log.close()
 
-    def check(self, path: str, expected: bytes) -> None:
-        """Raise `BenchmarkError` unless the answer to a GET is 200 with exactly this body."""
+    def check(self, path: str, expected: bytes, body: bytes | None = None) -> None:
+        """Raise `BenchmarkError` unless the answer is 200 with exactly what is expected.
+
+        With a body the request is a POST of JSON, else a GET; here and in `load`.
+        """
+        method = "GET" if body is None else "POST"
         connection = HTTPConnection("127.0.0.1", self.port, timeout=START_S)
         try:
-            connection.request("GET", path)
+            connection.request(method, path, body, {"content-type": JSON} if body else {})
             response = connection.getresponse()
-            status, body = response.status, response.read()
+            status, answer = response.status, response.read()
         except (OSError, HTTPException) as error:
-            raise BenchmarkError(f"{self.app}: GET {path} failed: {error!r}") from error
+            raise BenchmarkError(f"{self.app}: {method} {path} failed: {error!r}") from error
         finally:
             connection.close()
-        if (status, body) != (200, expected):
-            raise BenchmarkError(f"{self.app}: GET {path} gave {status} {body!r}, not {expected!r}")
+        if (status, answer) != (200, expected):
+            gave = f"{status} {answer!r}, not {expected!r}"
+            raise BenchmarkError(f"{self.app}: {method} {path} gave {gave}")
 
-    def load(self, path: str, connections: int, seconds: int) -> Sample:
+    def load(self, path: str, connections: int, seconds: int, body: bytes | None = None) -> Sample:
         """Load the server with wrk. Raises `BenchmarkError` if one answer is not a success."""
         command = [
             "wrk",
@@ -123,7 +133,12 @@ class Server:
             "10s",
         ]
         url = f"http://127.0.0.1:{self.port}{path}"
-        ran = subprocess.run([*command, url], capture_output=True, text=True, check=False)
+        with tempfile.NamedTemporaryFile("wb", suffix=".lua") as script:
+            if body is not None:
+                script.write(POST % (JSON.encode(), body))
+                script.flush()
+                command += ["--script", script.name]
+            ran = subprocess.run([*command, url], capture_output=True, text=True, check=False)
         if ran.returncode or "Non-2xx" in ran.stdout or "Socket errors" in ran.stdout:
             raise BenchmarkError(f"{self.app}: wrk {url} failed:\n{ran.stdout}{ran.stderr}")
         return parse(ran.stdout)
