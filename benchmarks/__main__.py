@@ -31,8 +31,12 @@ from itertools import groupby
 
 from rich.console import Console
 
+from benchmarks.apps import CHUNK, CHUNKS
 from benchmarks.measure import MIN_PAIRS, ROOT, BenchmarkError, Server, compare
 from benchmarks.report import WIDTH, Result, table, write
+
+CONNECTIONS = (32, 1)
+FEW = (4, 1)  # a stream of 1 MB keeps a server busy for tens of milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Row:
     plain: str = "fastapi_app"
     ingress: str = "ingress_app"
     body: bytes | None = None
+    connections: tuple[int, ...] = CONNECTIONS
 
     @property
     def apps(self) -> tuple[str, str]:
@@ -58,6 +63,10 @@ ROWS = (
     Row("def", "/def", b'"hello"'),
     Row("model", "/model", ITEM, body=ITEM),
     Row("def-depends", "/def-depends?name=me", b'"hello me"'),
+    Row("stream", "/stream", CHUNK.encode() * CHUNKS, connections=FEW),
+    Row("stream-def", "/stream-def", CHUNK.encode() * CHUNKS, connections=FEW),
+    Row("lines-def", "/lines", f'"{CHUNK}"\n'.encode() * CHUNKS, connections=FEW),
+    Row("events-def", "/events", f'data: "{CHUNK}"\n\n'.encode() * CHUNKS, connections=FEW),
     Row("call", "/", b"hello", "starlette_app", "ingress_plain_app"),
     Row("batch-32", "/?sample=3", b"8", "unbatched_app", "batched_app"),
 )
@@ -68,14 +77,12 @@ FLAGS = {
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     },
 }
-CONNECTIONS = (32, 1)
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 
 
 def measure(options: Namespace, console: Console) -> Iterator[Result]:
     """Yield the lines of the table, one pair of servers at a time."""
     flags_to_run = ["default"] if options.quick else list(FLAGS)
-    connections_to_run = CONNECTIONS[:1] if options.quick else CONNECTIONS
     chosen = [row for row in ROWS if row.name in options.rows]
     for flags in flags_to_run:
         for (plain_app, ingress_app), rows in groupby(chosen, lambda row: row.apps):
@@ -83,7 +90,7 @@ def measure(options: Namespace, console: Console) -> Iterator[Result]:
                 for row in rows:
                     for server in (plain, ours):
                         server.check(row.path, row.answer, row.body)
-                    for connections in connections_to_run:
+                    for connections in row.connections[: 1 if options.quick else None]:
                         load = (row.path, connections, options.seconds, row.body)
                         pairs = compare(
                             partial(plain.load, *load), partial(ours.load, *load), options.pairs

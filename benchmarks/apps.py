@@ -10,18 +10,32 @@ Every app with routes has ten of them, and what is measured stands in the middle
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI
+from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 import ingress as serve
 
 ROUTES = 10
+CHUNKS = 1_000
+CHUNK = "x" * 1024
+
+
+async def chunks() -> AsyncIterator[str]:
+    for _ in range(CHUNKS):
+        yield CHUNK
+
+
+def sync_chunks() -> Iterator[str]:
+    for _ in range(CHUNKS):
+        yield CHUNK
 
 
 async def other() -> str:
@@ -74,6 +88,26 @@ def def_depends_endpoint(text: Annotated[str, Depends(named)]) -> str:
     return text
 
 
+@fastapi_app.get("/stream", response_model=None)
+async def stream() -> StreamingResponse:
+    return StreamingResponse(chunks())
+
+
+@fastapi_app.get("/stream-def", response_model=None)
+def sync_stream() -> StreamingResponse:
+    return StreamingResponse(sync_chunks())
+
+
+@fastapi_app.get("/lines")
+def lines() -> Iterator[str]:
+    yield from sync_chunks()
+
+
+@fastapi_app.get("/events", response_class=EventSourceResponse)
+def events() -> Iterator[str]:
+    yield from sync_chunks()
+
+
 add_others(fastapi_app, 4, 1)
 
 methods_app = FastAPI()
@@ -93,6 +127,22 @@ class Methods:
     @methods_app.get("/def", response_model=None)
     def def_endpoint(self) -> str:
         return "hello"
+
+    @methods_app.get("/stream", response_model=None)
+    async def stream(self) -> StreamingResponse:
+        return StreamingResponse(chunks())
+
+    @methods_app.get("/stream-def", response_model=None)
+    def sync_stream(self) -> StreamingResponse:
+        return StreamingResponse(sync_chunks())
+
+    @methods_app.get("/lines")
+    def lines(self) -> Iterator[str]:
+        yield from sync_chunks()
+
+    @methods_app.get("/events", response_class=EventSourceResponse)
+    def events(self) -> Iterator[str]:
+        yield from sync_chunks()
 
     @methods_app.post("/model", response_model=Item)
     async def model_endpoint(self, item: Item) -> Item:

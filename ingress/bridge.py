@@ -10,23 +10,25 @@ On the server's own loop there is nothing to cross, and `Exchange` has its own t
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from starlette.types import Message
 
 from ingress.channel import Channel
+from ingress.exceptions import StreamClosedError
 from ingress.loops import Mailbox
-
-YIELD_EVERY = 16  # chunks: a generator that never awaits must not keep its loop
+from ingress.messages import channel_for, size_of
 
 
 class Client(Protocol):
     """The server's side, as the user's side sees it; its calls but `take` are posted to its loop.
 
-    `has_answer` is written by the user's side alone: what runs from then on runs in the background.
+    The user's side writes `has_answer`, from when on what runs is in the background, and `is_heard`,
+    once user code has been told that the client is gone.
     """
 
+    is_http: bool
+    is_heard: bool
     has_answer: bool
 
     def complete(self, start: Message, body: Message) -> None: ...
@@ -41,7 +43,7 @@ class Client(Protocol):
 class Bridge:
     """Owned by the user loop."""
 
-    __slots__ = ("_chunks", "_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
+    __slots__ = ("_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
 
     def __init__(self, client: Client, mailbox: Mailbox, first: Message | None) -> None:
         self._client = client
@@ -50,7 +52,6 @@ class Bridge:
         self._is_pumping = False
         self._outbound: Channel | None = None
         self._start: Message | None = None
-        self._chunks = 0
 
     async def receive(self) -> Message:
         if self._first is not None:
@@ -87,15 +88,15 @@ class Bridge:
 
     async def _stream(self) -> None:
         """From here on the response goes message by message."""
-        self._outbound = Channel()
+        self._outbound = channel_for(is_http=self._client.is_http)
         if self._start is not None:
             await self._outbound.put(self._start)
         self._mailbox.post(self._client.open, self._outbound)
 
     async def _put(self, message: Message) -> None:
         assert self._outbound is not None
-        size = len(message.get("body") or message.get("bytes") or message.get("text") or b"")
-        await self._outbound.put(message, size)
-        self._chunks += 1
-        if self._chunks % YIELD_EVERY == 0:
-            await asyncio.sleep(0)
+        try:
+            await self._outbound.put(message, size_of(message))
+        except StreamClosedError:
+            self._client.is_heard = True
+            raise

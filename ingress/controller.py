@@ -226,11 +226,17 @@ class Controller:
                 *(_ask(replica, config.health_check_timeout_s) for replica in deployment.replicas)
             )
 
-    async def stop(self, running: RunningApplication, timeout_s: float | None = None) -> bool:
+    async def stop(
+        self,
+        running: RunningApplication,
+        timeout_s: float | None = None,
+        *,
+        is_replaced: bool = False,
+    ) -> bool:
         """Let what runs end, then stop every replica. Returns False if somebody did already.
 
         `timeout_s` is for the first part, by default what the deployments ask for; the second
-        takes at most `LAST_WORDS_S` more.
+        takes at most `LAST_WORDS_S` more. `is_replaced` says that another one serves on.
         """
         if running.status is ApplicationStatus.DELETING:
             return False
@@ -240,7 +246,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if running.deployments:  # else its very first one could not be built
-            await running.proxy.drain(running.ingress.router, timeout_s)
+            await running.proxy.drain(running.ingress.router, timeout_s, is_replaced=is_replaced)
         # Callers before those they call, so that what is in flight can still reach its children.
         for deployment in reversed(list(running.deployments.values())):
             if deployment.health is not None:

@@ -20,20 +20,22 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
 from ingress.asgi import route_template
-from ingress.bridge import YIELD_EVERY, Bridge
+from ingress.bridge import Bridge
 from ingress.call import Call, Runner
-from ingress.channel import Channel, EndOfStream
+from ingress.channel import YIELD_EVERY, Channel, EndOfStream
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RequestCancelledError,
     StreamClosedError,
 )
 from ingress.loops import mailbox_of, running_loop
+from ingress.messages import INTERNAL_ERROR, NORMAL, channel_for, joined, size_of
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
 
-GOING_AWAY = 1001  # RFC 6455, 7.4.1: the code of a WebSocket whose application stops
+HEARING_S = 0.25  # how long a handler may take to notice that its client is gone
+_TOLD = (WebSocketDisconnect, StreamClosedError, RequestCancelledError)
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
@@ -60,7 +62,10 @@ class Exchange(Call):
     _is_stopped = False
     _is_cut = False
     _task: asyncio.Task[Any] | None = None
-    _is_told = False
+    _is_accepted = False
+    is_heard = False
+    _told: int | None = None
+    _goodbye: Message | None = None
     _has_left = False
     _template = ""
     _chunks = 0
@@ -92,7 +97,7 @@ class Exchange(Call):
         if self._inbound is None:
             with self._lock:
                 if self._inbound is None:
-                    self._inbound = Channel()
+                    self._inbound = channel_for(is_http=self.is_http)
         return self._inbound
 
     @property
@@ -143,27 +148,38 @@ class Exchange(Call):
                 self.runner.release(self)  # it was given a slot, and cancelled before it resumed
             if self._pump_task is not None:
                 self._pump_task.cancel()
-        if self._disconnected:
-            return
-        if self._is_told and self.is_stream and not self.is_http:
-            await self._send({"type": "websocket.close", "code": GOING_AWAY})
-            if isinstance(self.error, WebSocketDisconnect | RequestCancelledError):
-                return  # what it was told, or that it did not listen
-        if self._is_stopped and not self._is_cut and isinstance(self.error, RequestCancelledError):
+        failure = self.error
+        if self.is_http:
+            if self._disconnected:
+                return
+        else:
+            if isinstance(failure, _TOLD) and (self._disconnected or self._told is not None):
+                failure = None  # what it made of being told, or that it did not listen
+            if self._is_accepted and not self._is_complete and not self._disconnected:
+                await self._close_websocket(failure)
+        if self._is_stopped and not self._is_cut and isinstance(failure, RequestCancelledError):
             if self._is_complete:
                 return  # it was a background task
             raise DeploymentUnavailableError(
                 f"{self.metadata.deployment} was stopped before it answered; send the request "
                 "again if that is safe."
             )
-        if self.error is not None:
-            raise self.error
+        if failure is not None:
+            raise failure
         if self._is_cut:  # the work has ended, its answer was on the way
             raise self._timeout()
 
     async def again(self, error: Exception) -> Exchange | None:
         """Return the next attempt, after a pause, or `None` if this failure is final."""
         return None
+
+    async def _close_websocket(self, error: BaseException | None) -> None:
+        """Close what user code left open."""
+        code = self._told or (NORMAL if error is None else INTERNAL_ERROR)
+        try:
+            await self._send({"type": "websocket.close", "code": code})
+        except OSError:
+            pass  # the client was quicker
 
     async def _answer(self) -> None:
         """Send what comes from the replica until the call has ended."""
@@ -202,9 +218,12 @@ class Exchange(Call):
             self._template = self.metadata.route.rstrip("/") + path
         return self._template
 
-    def tell(self) -> None:
-        """Let user code see its client as gone, because the application stops. Thread-safe."""
-        self._post(self._tell)
+    def tell(self, code: int) -> None:
+        """Let user code see its client as gone, because the application stops. Thread-safe.
+
+        `code` is what a WebSocket is closed with.
+        """
+        self._post(self._tell, code)
 
     def stop(self) -> None:
         """Cancel it, because the application stops. Thread-safe."""
@@ -278,14 +297,26 @@ class Exchange(Call):
 
     async def _forward(self, outbound: Channel) -> None:
         """Send a stream, message by message, at the client's pace."""
-        async for message in outbound:
-            await self._pass_on(message)
+        while True:
+            try:
+                messages = await outbound.get_many()
+            except EndOfStream:
+                return
+            try:
+                for message in joined(messages):
+                    await self._pass_on(message)
+            except OSError:
+                if self.is_http:
+                    raise
+                self._on_disconnect()  # its handler hears of it when it sends or receives
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             await self._send(self._begun(message))
             return
         self.started = True
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
         self._is_complete = (
             not message.get("more_body") if self.is_http else message["type"] == "websocket.close"
         )
@@ -305,27 +336,32 @@ class Exchange(Call):
             if message["type"].endswith(".disconnect"):
                 break
             if self._expects_more:
-                await self.inbound.put(
-                    message, len(message.get("body") or message.get("bytes") or b"")
-                )
-        if not self.is_http:
-            await self.inbound.put(message)
+                await self.inbound.put(message, size_of(message))
+        self._goodbye = message
         self.inbound.finish()
         self._on_disconnect()
 
     def _on_disconnect(self) -> None:
         """Stop a request whose client is gone; what runs after the response runs on."""
-        if self._ended or self._is_complete:
+        if self._ended or self._is_complete or self._disconnected:
             return
         self._disconnected = True
         if self._outbound is not None:
             self._outbound.close()
         if self.is_http:
             self.cancel()
+        else:  # it may clean up, as under any server, but has to listen
+            self.loop.call_later(HEARING_S, self._cancel_unless_heard)
 
-    def _tell(self) -> None:
-        if not self._is_told and not self._ended:
-            self._is_told = True
+    def _cancel_unless_heard(self) -> None:
+        # Race with user code that hears of it on its own loop just now: it is cancelled then, a
+        # quarter of a second after its client left.
+        if not self._ended and not self.is_heard:
+            self.cancel()
+
+    def _tell(self, code: int) -> None:
+        if self._told is None and not self._ended:
+            self._told = code
             self.pump()
             assert self._pump_task is not None
             self._pump_task.cancel()
@@ -336,9 +372,12 @@ class Exchange(Call):
         try:
             return await self.inbound.get()  # type: ignore[no-any-return]
         except EndOfStream:
+            self.is_heard = True
             if self.is_http:
                 return {"type": "http.disconnect"}
-            return {"type": "websocket.disconnect", "code": GOING_AWAY, "reason": ""}
+            if self._goodbye is not None:
+                return self._goodbye
+            return {"type": "websocket.disconnect", "code": self._told, "reason": ""}
 
     # Serving on this very loop.
 
@@ -363,6 +402,7 @@ class Exchange(Call):
 
     async def _send_here(self, message: Message) -> None:
         if self._disconnected or self._has_left:
+            self.is_heard = True
             raise StreamClosedError("the client of this request is gone")
         if message.get("more_body"):
             self.pump()

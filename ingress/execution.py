@@ -22,7 +22,7 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from enum import Enum
@@ -72,7 +72,7 @@ class ThreadPool(Protocol):
 
     async def run(self, func: Callable[[], T]) -> T: ...
 
-    def stream(self, items: Generator[Any, Any, Any]) -> AsyncGenerator[Any, None]: ...
+    def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]: ...
 
 
 @dataclass(slots=True)
@@ -106,19 +106,19 @@ class ExecutionPlan:
                 raise
             raise UserCodeExit(error, self.name) from error
 
-    async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of the generator the function returns.
+    def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Yield the items of the generator the function returns, and close it at the end.
 
         Raises `TypeError` if it returns anything else.
         """
-        if self.kind is Kind.GENERATOR:
+        if self.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR):
             if self.warns:
                 self._warn()
-            items = self.func(*args, **kwargs)  # runs nothing of its body yet
-        elif self.kind is Kind.ASYNC_GENERATOR:
-            items = self.func(*args, **kwargs)
-        else:
-            items = await self.run(*args, **kwargs)
+            return self.iterate(self.func(*args, **kwargs))  # runs nothing of its body yet
+        return self._stream_returned(*args, **kwargs)
+
+    async def _stream_returned(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        items = await self.run(*args, **kwargs)
         if not is_generator(items):
             raise TypeError(
                 f"Called method '{self.name}' with `handle.options(stream=True)` but it did not "
@@ -127,6 +127,15 @@ class ExecutionPlan:
         async with aclosing(self.iterate(items)) as stream:
             async for item in stream:
                 yield item
+
+    def items(self, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the items of a generator function in the current thread, contained."""
+        try:
+            yield from self.func(*args, **kwargs)
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise UserCodeExit(error, self.name) from error
 
     async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
         """Yield what a generator the function returned yields, and close it at the end.

@@ -25,6 +25,7 @@ from ingress.asgi import ASGI
 from ingress.attempts import Attempt, RequestLimits, client_deadline
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
+from ingress.messages import GOING_AWAY, NORMAL, SERVICE_RESTART
 from ingress.responses import error_response
 from ingress.retries import RetryBudget
 from ingress.router import Router
@@ -201,12 +202,13 @@ class HTTPProxy:
         await response(scope, receive, send)
         return response.status_code != 500
 
-    async def drain(self, router: Router, timeout_s: float) -> None:
+    async def drain(self, router: Router, timeout_s: float, *, is_replaced: bool = False) -> None:
         """Let an application's requests end, and cancel those that do not. On any loop.
 
         A stream has no end of its own to wait for: it is told that its client is gone, and
-        cancelled after `STREAM_GRACE_S`.
+        cancelled after `STREAM_GRACE_S`. `is_replaced` is for the code WebSockets are closed with.
         """
+        code = SERVICE_RESTART if is_replaced else GOING_AWAY
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         grace = loop.time() + min(STREAM_GRACE_S, timeout_s)
@@ -216,7 +218,7 @@ class HTTPProxy:
                 if now >= deadline or (now >= grace and exchange.is_stream):
                     exchange.stop()
                 elif exchange.is_stream:
-                    exchange.tell()
+                    exchange.tell(code)
             if now >= deadline:
                 return
             await asyncio.sleep(0.01)
@@ -238,7 +240,8 @@ class HTTPProxy:
 
     async def _refuse(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1001 if self.is_draining else 1000})
+            code = GOING_AWAY if self.is_draining else NORMAL
+            await send({"type": "websocket.close", "code": code})
             return
         response = (
             PlainTextResponse("This node is being drained.", 503, {"connection": "close"})

@@ -15,9 +15,10 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context, copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from anyio._backends._asyncio import AsyncIOBackend, CancelScope
 from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ingress.call import CURRENT_CALL
-from ingress.channel import Channel
+from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import RequestCancelledError, StreamClosedError
 from ingress.loops import Home, Mailbox
 
@@ -158,17 +159,20 @@ class WorkerPool:
                 del work  # the traceback holds this frame: do not let it hold the error too
         return work.result  # type: ignore[no-any-return]
 
-    async def stream(self, items: Generator[Any, Any, Any]) -> AsyncGenerator[Any, None]:
-        """Yield what a sync generator yields, iterated and closed in one worker thread.
+    async def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]:
+        """Yield what an iterable yields, iterated and closed in one worker thread.
 
         It runs ahead of its consumer by what a `Channel` holds, then its thread waits.
         """
         channel = Channel()
-        context = copy_context()
-        self.threads.submit(lambda: context.run(_pump, items, channel))
+        self.threads.submit(partial(copy_context().run, _pump, items, channel))
+        del items  # the thread's own from here on: what has no `close` ends there, too
         try:
-            async for item in channel:
-                yield item
+            while True:
+                for item in await channel.get_many():
+                    yield item
+        except EndOfStream:
+            return
         finally:
             # Not the consumer's to skip: the generator's `finally` has run when this returns.
             channel.close()
@@ -252,8 +256,8 @@ def _log_late(error: BaseException) -> None:
     logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
 
 
-def _pump(items: Generator[Any, Any, Any], channel: Channel) -> None:
-    """Iterate a generator in the current worker thread until it ends or nobody wants more."""
+def _pump(items: Iterable[Any], channel: Channel) -> None:
+    """Iterate in the current worker thread until the end, or until nobody wants more."""
     threadlocals.current_cancel_scope = None
     error: BaseException | None = None
     try:
@@ -265,10 +269,12 @@ def _pump(items: Generator[Any, Any, Any], channel: Channel) -> None:
     except BaseException as raised:
         error = raised
     try:
-        items.close()
+        if isinstance(items, Generator):  # not a file, which may be wanted again
+            items.close()
     except BaseException as raised:
         error = error or raised
-    channel.finish(error)
+    if not channel.finish(error) and error is not None:
+        logger.warning("%r failed while it was closed", items, exc_info=error)
 
 
 class LoopExecutor(ThreadPoolExecutor):

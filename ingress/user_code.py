@@ -123,7 +123,7 @@ class UserCode:
         if is_generator(result):
             await send_stream(plan.iterate(result), send)
         else:
-            await to_response(result)(scope, receive, send)
+            await to_response(result, plan.pool)(scope, receive, send)
 
     async def stop(self) -> None:
         """Shut the ASGI app down, then run `__del__` once. Raises what they raise."""

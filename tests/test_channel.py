@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingress.channel import MAX_BYTES, MAX_ITEMS, Channel, EndOfStream
+from ingress.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, EndOfStream
 from ingress.exceptions import StreamClosedError
 from ingress.loops import EventLoopThread, run_blocking, start_on
 
@@ -98,11 +98,13 @@ async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> Non
         await asyncio.sleep(0)
     assert len(put) == room
 
-    assert await channel.get() == 0
+    for number in range((room + 1) // 2):  # woken once for half of it, not for every place
+        assert await channel.get() == number
     for _ in range(50):
         await asyncio.sleep(0)
-    assert len(put) == room + 1
-    await channel.get()
+    assert len(put) == min(room + (room + 1) // 2, room + 2)
+    for number in range((room + 1) // 2, room + 2):
+        assert await channel.get() == number
     await task
 
 
@@ -125,9 +127,66 @@ def test_a_full_channel_holds_a_producer_in_a_thread() -> None:
     assert thread.is_alive()
     assert len(put) == MAX_ITEMS
 
-    assert channel.get_blocking(PATIENCE_S) == 0
+    for number in range(MAX_ITEMS // 2):
+        assert channel.get_blocking(PATIENCE_S) == number
     thread.join(PATIENCE_S)
     assert len(put) == MAX_ITEMS + 1
+
+
+@on_the_loop
+async def test_what_is_taken_at_once_takes_room_until_its_consumer_comes_back() -> None:
+    channel = Channel()
+    for number in range(MAX_ITEMS):
+        await channel.put(number)
+    assert await channel.get_many() == list(range(MAX_ITEMS))
+
+    task = asyncio.ensure_future(channel.put("next"))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+    assert await channel.get_many() == ["next"]
+    await task
+
+
+@on_the_loop
+async def test_a_channel_has_the_limits_it_was_made_with() -> None:
+    channel = Channel(3, 100)
+    for _ in range(3):
+        await channel.put("item", 1)
+    by_number = asyncio.ensure_future(channel.put("item", 1))
+    other = Channel(3, 100)
+    await other.put("large", 100)
+    by_size = asyncio.ensure_future(other.put("item", 1))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not by_number.done()
+    assert not by_size.done()
+
+    await channel.get_many()
+    await other.get_many()
+    channel.close()
+    other.close()
+    for waiting in (by_number, by_size):
+        with pytest.raises(StreamClosedError):
+            await waiting
+
+
+@on_the_loop
+async def test_a_producer_that_never_awaits_lets_its_loop_go_on() -> None:
+    channel = Channel(1_000, MAX_BYTES)
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        asyncio.get_running_loop().call_soon(turn)
+
+    turn()
+    for number in range(160):
+        await channel.put(number)
+
+    assert turns > 160 // YIELD_EVERY
 
 
 @on_the_loop

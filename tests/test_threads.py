@@ -387,7 +387,7 @@ async def test_a_generator_keeps_one_thread_and_one_context_for_its_life() -> No
     async with worker_pool() as pool:
         WHO.set("caller")
         others = [asyncio.ensure_future(pool.run(lambda: time.sleep(0.001))) for _ in range(9)]
-        names = [name async for name in pool.stream(items())]  # type: ignore[arg-type]
+        names = [name async for name in pool.stream(items())]
         await asyncio.gather(*others)
 
     assert len({*names, *seen}) == 1
@@ -398,7 +398,7 @@ async def test_a_generator_keeps_one_thread_and_one_context_for_its_life() -> No
 async def test_leaving_a_stream_early_runs_its_finally_in_its_thread_before_going_on() -> None:
     seen: list[str] = []
     async with worker_pool() as pool:
-        async with aclosing(pool.stream(recording(seen, 1_000))) as items:  # type: ignore[arg-type]
+        async with aclosing(pool.stream(recording(seen, 1_000))) as items:
             async for item in items:
                 if item == 2:
                     break
@@ -424,7 +424,7 @@ async def test_cancelling_a_stream_waits_for_its_finally() -> None:
             seen.append("closed")
 
     async def consume() -> None:
-        async with aclosing(pool.stream(items())) as stream:  # type: ignore[arg-type]
+        async with aclosing(pool.stream(items())) as stream:
             async for _ in stream:
                 pass
 
@@ -455,7 +455,7 @@ async def test_what_a_generator_raises_comes_after_what_it_yielded(
     got: list[int] = []
     async with worker_pool() as pool:
         with pytest.raises(error):  # noqa: PT012
-            async for item in pool.stream(items()):  # type: ignore[arg-type]
+            async for item in pool.stream(items()):
                 got += [item]
 
     assert got == [1, 2]
@@ -471,7 +471,7 @@ async def test_a_stream_error_of_the_generators_own_is_not_taken_for_the_end() -
 
     async with worker_pool() as pool:
         with pytest.raises(StreamClosedError, match="what I read from"):
-            [item async for item in pool.stream(items())]  # type: ignore[arg-type]
+            [item async for item in pool.stream(items())]
 
 
 # The default executor of user loops.

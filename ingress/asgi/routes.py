@@ -11,9 +11,10 @@ import copy
 import dataclasses
 import inspect
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import fastapi.routing
@@ -21,7 +22,8 @@ from fastapi.datastructures import Default
 from fastapi.dependencies.utils import get_typed_return_annotation, get_typed_signature
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.applications import Starlette
-from starlette.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
 
 from ingress.asgi.compiled import compiled_app
@@ -30,7 +32,7 @@ from ingress.asgi.guard import Guard, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
 from ingress.execution import Kind, kind
-from ingress.responses import close_its_stream
+from ingress.responses import take_over_stream
 
 IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
 """An included router as a node of the tree. FastAPI below 0.137 copies its routes instead."""
@@ -110,23 +112,27 @@ class RouteTree:
         if isinstance(route, APIWebSocketRoute):
             # The route does not keep who may override its dependencies; its router does.
             provider = getattr(router, "dependency_overrides_provider", None)
-            endpoint = wrapper(route.endpoint, target, streams=False)
+            endpoint = wrapper(route.endpoint, target, None)
             return rebuilt(route, endpoint, dependency_overrides_provider=provider)
-        # A FastAPI without streaming endpoints takes the generator for an ordinary result.
-        streams = hasattr(route, "is_json_stream") and kind_for_fastapi(target.func) in GENERATORS
-        return rebuilt(route, wrapper(route.endpoint, target, streams=streams))
+        return rebuilt(route, wrapper(route.endpoint, target, _streams(route, target.func)))
 
 
-def wrapper(original: Callable[..., Any], target: Target, *, streams: bool) -> Callable[..., Any]:
-    """Return the endpoint FastAPI sees in place of `original`.
+def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) -> Any:
+    """Return the endpoint FastAPI sees in place of `original`, a generator if that `streams`.
 
     It has no `__wrapped__`: FastAPI would look through it and take it for what it wraps.
     """
     func = target.func  # the hot path: one lookup, one call
 
-    if streams:
+    if streams is Kind.GENERATOR:
 
-        async def endpoint(**values: Any) -> AsyncGenerator[Any, None]:
+        def endpoint(**values: Any) -> Iterator[Any]:
+            # In the worker thread `take_over_stream` iterates it in.
+            yield from REPLICA.get()._plans[func].items(**values)
+
+    elif streams is Kind.ASYNC_GENERATOR:
+
+        async def endpoint(**values: Any) -> AsyncGenerator[Any, None]:  # type: ignore[misc]
             async with aclosing(REPLICA.get()._plans[func].stream(**values)) as items:
                 async for item in items:
                     yield item
@@ -134,9 +140,10 @@ def wrapper(original: Callable[..., Any], target: Target, *, streams: bool) -> C
     else:
 
         async def endpoint(**values: Any) -> Any:  # type: ignore[misc]
-            result = await REPLICA.get()._plans[func].run(**values)
-            if isinstance(result, StreamingResponse):
-                close_its_stream(result)
+            plan = REPLICA.get()._plans[func]
+            result = await plan.run(**values)
+            if isinstance(result, Response):
+                take_over_stream(result, plan.pool)
             return result
 
     endpoint.__dict__.update(getattr(original, "__dict__", {}))  # what libraries marked it with
@@ -177,7 +184,10 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
         if configured.get("stream_item_type") is not None:
             # The type of the items is found again, but only when there is no response model.
             options["response_model"] = Default(None)
-    clone = type(route)(route.path, endpoint, **options)
+    cls: Any = type(route)
+    if inspect.isgeneratorfunction(endpoint):
+        cls = _taking_over(cls)
+    clone = cls(route.path, endpoint, **options)
     for name in ("methods", "operation_id", "generate_unique_id_function"):
         if name in configured:
             setattr(clone, name, configured[name])
@@ -274,6 +284,39 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
                     "request and without `self`. Use @app.get, @app.api_route or @app.websocket."
                 )
             methods.check(route.endpoint)
+
+
+def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
+    """Return which kind of generator FastAPI is to see, `None` for an ordinary endpoint."""
+    # A FastAPI without streaming endpoints takes the generator for an ordinary result.
+    if not hasattr(route, "is_json_stream") or kind_for_fastapi(func) not in GENERATORS:
+        return None
+    # Server-sent events are iterated before there is a response to take the iterator from.
+    if kind(func) is Kind.GENERATOR and not getattr(route, "is_sse_stream", False):
+        return Kind.GENERATOR
+    return Kind.ASYNC_GENERATOR
+
+
+@cache
+def _taking_over(base: Any) -> Any:
+    """Return a class of route that has the responses FastAPI makes of a `def` generator taken over.
+
+    A class, because FastAPI asks the route for its handler again wherever it is included.
+    """
+
+    class StreamingRoute(base):  # type: ignore[misc]
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+            func = self.endpoint.__ingress_func__
+
+            async def handle(request: Request) -> Response:
+                response: Response = await handler(request)
+                take_over_stream(response, REPLICA.get()._plans[func].pool)
+                return response
+
+            return handle
+
+    return StreamingRoute
 
 
 def _options(base: type) -> list[str]:

@@ -154,11 +154,15 @@ class LocalEngine:
         return running
 
     async def stop_application(
-        self, running: RunningApplication, timeout_s: float | None = None
+        self,
+        running: RunningApplication,
+        timeout_s: float | None = None,
+        *,
+        is_replaced: bool = False,
     ) -> bool:
         """Stop an application. Returns True if this was the call that did, and has to `release`."""
         assert self._controller is not None
-        if not await self._controller.stop(running, timeout_s):
+        if not await self._controller.stop(running, timeout_s, is_replaced=is_replaced):
             return False
         if self.applications.get(running.name) is running:
             del self.applications[running.name]
@@ -222,7 +226,7 @@ class LocalEngine:
                 raise
             self._update_routes()
             if previous is not None:
-                self._stop(previous, threads)
+                self._stop(previous, threads, is_replaced=True)
             return self.handle(running.ingress.router.deployment_id)
 
     def delete(self, name: str) -> None:
@@ -261,8 +265,12 @@ class LocalEngine:
         stops = (self.stop_application(each, timeout_s) for each in applications)
         return sum(await asyncio.gather(*stops))
 
-    def _stop(self, running: RunningApplication, threads: EngineThreads) -> None:
-        stopped = run_blocking(threads.control.loop, self.stop_application(running))
+    def _stop(
+        self, running: RunningApplication, threads: EngineThreads, *, is_replaced: bool = False
+    ) -> None:
+        stopped = run_blocking(
+            threads.control.loop, self.stop_application(running, is_replaced=is_replaced)
+        )
         self._stop_http_if_unused()
         if stopped:
             self.release()
