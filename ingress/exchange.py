@@ -34,7 +34,9 @@ from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
 
-HEARING_S = 0.25  # how long a handler may take to notice that its client is gone
+# How long the handler of a WebSocket whose client is gone may take, to notice and to clean up.
+HEARING_S = 0.25
+CLEANUP_S = 5.0
 _TOLD = (WebSocketDisconnect, StreamClosedError, RequestCancelledError)
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 
@@ -350,14 +352,20 @@ class Exchange(Call):
             self._outbound.close()
         if self.is_http:
             self.cancel()
-        else:  # it may clean up, as under any server, but has to listen
+        else:
             self.loop.call_later(HEARING_S, self._cancel_unless_heard)
 
     def _cancel_unless_heard(self) -> None:
-        # Race with user code that hears of it on its own loop just now: it is cancelled then, a
-        # quarter of a second after its client left.
-        if not self._ended and not self.is_heard:
-            self.cancel()
+        """Cancel the handler of a WebSocket that goes on as if its client were there.
+
+        Race with one that hears of it on its own loop just now: it is cancelled while it cleans up,
+        as the handler of a request always is.
+        """
+        if not self._ended:
+            if self.is_heard:
+                self.loop.call_later(CLEANUP_S, self.cancel)
+            else:
+                self.cancel()
 
     def _tell(self, code: int) -> None:
         if self._told is None and not self._ended:

@@ -1,0 +1,440 @@
+"""WebSockets over real sockets: bounds, close codes, and handlers that do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from starlette.responses import PlainTextResponse
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+import ingress as serve
+from ingress.exchange import HEARING_S
+from ingress.messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
+from tests.servers import (
+    PATIENCE_S,
+    UVICORN,
+    bind,
+    environment,
+    process,
+    served,
+    set_flags,
+    wait_until,
+    write_module,
+)
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param)
+    yield request.param
+    serve.shutdown()
+
+
+pytestmark = pytest.mark.usefixtures("separate")
+
+
+def ongoing() -> int:
+    deployments = serve.status().applications["default"].deployments
+    return sum(replica.ongoing for each in deployments.values() for replica in each.replicas)
+
+
+def open_socket(port: int, path: str) -> ClientConnection:
+    return connect(f"ws://127.0.0.1:{port}{path}", proxy=None, close_timeout=1)
+
+
+def close_code(client: ClientConnection) -> int:
+    """Read to the end and return the code the server closed with; 1006 without one."""
+    try:
+        while True:
+            client.recv(timeout=PATIENCE_S)
+    except ConnectionClosed as ended:
+        return 1006 if ended.rcvd is None else ended.rcvd.code
+
+
+class Handlers:
+    """What handlers do; `seen` and `done` are for the test."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.done = threading.Event()
+
+    async def returns(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+
+    async def raises(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        raise ValueError("no good")
+
+    async def exits(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        raise SystemExit
+
+    async def raises_at_once(self, websocket: WebSocket) -> None:
+        raise ValueError("no good")
+
+    async def never_accepts(self, websocket: WebSocket) -> None:
+        pass
+
+    async def refuses(self, websocket: WebSocket) -> None:
+        await websocket.close(1008)
+
+    async def denies(self, websocket: WebSocket) -> None:
+        await websocket.send_denial_response(PlainTextResponse("not you", 401))
+
+    async def waits(self, websocket: WebSocket) -> None:
+        """Neither receives nor sends."""
+        await websocket.accept()
+        await asyncio.sleep(PATIENCE_S)
+
+    async def cleans_up(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        try:
+            await websocket.receive_text()
+        except WebSocketDisconnect as gone:
+            self.seen.append(gone.code)
+            await asyncio.sleep(2 * HEARING_S)
+            self.seen.append("cleaned up")
+
+    async def swallows(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        while True:
+            try:
+                await websocket.receive_text()
+            except (WebSocketDisconnect, RuntimeError):
+                await asyncio.sleep(0.01)
+
+    async def sends(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        try:
+            while True:
+                await websocket.send_text("x")
+                await asyncio.sleep(0.01)
+        except WebSocketDisconnect as gone:
+            self.seen.append(gone.code)
+            raise
+
+    async def hears(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        try:
+            await websocket.receive_text()
+        except WebSocketDisconnect as gone:
+            self.seen.append(gone.code)
+
+
+def application(handlers: Handlers, replicas: int = 1) -> serve.Application:
+    app = FastAPI()
+
+    @serve.deployment(num_replicas=replicas)
+    @serve.ingress(app)
+    class Sockets:
+        @app.websocket("/{name}")
+        async def socket(self, websocket: WebSocket, name: str) -> None:
+            try:
+                await getattr(handlers, name)(websocket)
+            except asyncio.CancelledError:
+                handlers.seen.append("cancelled")
+                raise
+            finally:
+                handlers.done.set()
+
+    return bind(Sockets)
+
+
+# What the client is told.
+
+
+@pytest.mark.parametrize(
+    ("path", "code"), [("/returns", 1000), ("/raises", 1011), ("/exits", 1011)]
+)
+def test_a_handler_that_ends_without_closing_is_closed_for(
+    path: str, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = served(application(Handlers()))
+    with open_socket(port, path) as client:
+        assert close_code(client) == code
+
+    wait_until(lambda: ongoing() == 0)
+    logged = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert len(logged) == (code != 1000), "what it raised is in the server's log, once"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/raises_at_once", 500), ("/never_accepts", 500), ("/refuses", 403), ("/denies", 401)],
+)
+def test_a_handler_that_does_not_accept_is_a_refused_handshake(path: str, status: int) -> None:
+    port = served(application(Handlers()))
+    with pytest.raises(InvalidStatus) as refused:
+        open_socket(port, path).close()
+
+    assert refused.value.response.status_code == status
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_handler_is_told_that_its_application_is_replaced_and_its_client_to_come_back() -> None:
+    handlers = Handlers()
+    port = served(application(handlers))
+    with open_socket(port, "/hears") as client:
+        wait_until(lambda: ongoing() == 1)
+        serve.run(application(Handlers()))
+
+        assert close_code(client) == 1012
+        assert handlers.seen == [1012]
+
+
+@pytest.mark.parametrize("stop", [serve.shutdown, lambda: serve.delete("default")], ids=repr)
+def test_a_handler_is_told_that_its_application_stops(stop: Any) -> None:
+    handlers = Handlers()
+    port = served(application(handlers))
+    with open_socket(port, "/hears") as client:
+        wait_until(lambda: ongoing() == 1)
+        stop()
+
+        assert close_code(client) == 1001
+        assert handlers.seen == [1001]
+
+
+# What the handler is told.
+
+
+def test_a_handler_may_clean_up_after_its_client_has_left() -> None:
+    handlers = Handlers()
+    port = served(application(handlers))
+    with open_socket(port, "/cleans_up"):
+        wait_until(lambda: ongoing() == 1)
+
+    assert handlers.done.wait(PATIENCE_S)
+    assert handlers.seen == [1000, "cleaned up"]
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_a_handler_that_sends_hears_that_its_client_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handlers = Handlers()
+    port = served(application(handlers))
+    with open_socket(port, "/sends") as client:
+        client.recv(timeout=PATIENCE_S)
+
+    assert handlers.done.wait(PATIENCE_S)
+    assert handlers.seen == [1006]
+    wait_until(lambda: ongoing() == 0)
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("path", ["/waits", "/swallows"])
+def test_a_handler_that_does_not_listen_is_cancelled_after_its_client_has_left(path: str) -> None:
+    handlers = Handlers()
+    port = served(application(handlers))
+    with open_socket(port, path):
+        wait_until(lambda: ongoing() == 1)
+
+    assert handlers.done.wait(PATIENCE_S / 2)
+    assert handlers.seen == ["cancelled"]
+    wait_until(lambda: ongoing() == 0)
+
+
+# Bounds, by an ASGI server of the test's own.
+
+SCOPE = {
+    "type": "websocket",
+    "path": "/",
+    "raw_path": b"/",
+    "query_string": b"",
+    "headers": [],
+    "subprotocols": [],
+    "scheme": "ws",
+    "root_path": "",
+}
+
+
+async def steady(count: Callable[[], int]) -> int:
+    """Wait until a count that has begun stands still for a while, and return it."""
+    before = -1
+    while before != count() or not before:
+        before = count()
+        await asyncio.sleep(0.1)
+    return before
+
+
+@pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])
+@pytest.mark.parametrize("kind", ["text", "bytes"])
+def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, kind: str) -> None:
+    may_receive = threading.Event()
+    got: list[int] = []
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Slow:
+        @app.websocket("/")
+        async def socket(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            while not may_receive.is_set():
+                await asyncio.sleep(0.001)
+            while len(got) < 100:
+                got.append(len((await websocket.receive())[kind]))
+
+    async def main() -> None:
+        read = 0
+
+        async def receive() -> Any:
+            nonlocal read
+            read += 1
+            if read == 1:
+                return {"type": "websocket.connect"}
+            content: Any = "x" * size if kind == "text" else b"x" * size
+            return {"type": "websocket.receive", kind: content}
+
+        async def send(message: Any) -> None:
+            pass
+
+        serving = asyncio.ensure_future(bind(Slow)(SCOPE, receive, send))
+        # `connect`, what the queue holds, and the one that waits for room in it.
+        room = WEBSOCKET_MESSAGES if size == 1 else 4
+        assert 1 < await steady(lambda: read) <= 1 + room + 1
+        may_receive.set()
+        await serving
+
+    asyncio.run(main())
+
+    assert got == [size] * 100
+
+
+@pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])
+def test_send_waits_while_the_client_does_not_read(size: int) -> None:
+    sent = 0
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Fast:
+        @app.websocket("/")
+        async def socket(self, websocket: WebSocket) -> None:
+            nonlocal sent
+            await websocket.accept()
+            for _ in range(100):
+                await websocket.send_bytes(b"x" * size)
+                sent += 1
+
+    async def main() -> list[Any]:
+        may_send = asyncio.Event()
+        messages: list[Any] = []
+        connected = False
+
+        async def receive() -> Any:
+            nonlocal connected
+            if not connected:
+                connected = True
+                return {"type": "websocket.connect"}
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "websocket.send":
+                await may_send.wait()
+            messages.append(message)
+
+        serving = asyncio.ensure_future(bind(Fast)(SCOPE, receive, send))
+        assert await steady(lambda: sent) <= (WEBSOCKET_MESSAGES if size == 1 else 4)
+        may_send.set()
+        await serving
+        return messages
+
+    messages = asyncio.run(main())
+
+    assert [each["type"] for each in messages] == [
+        "websocket.accept",
+        *["websocket.send"] * 100,
+        "websocket.close",
+    ]
+
+
+def test_a_connection_stays_on_the_replica_it_was_opened_on() -> None:
+    class Which(Handlers):
+        async def which(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            async for _ in websocket.iter_text():
+                await websocket.send_text(serve.get_replica_context().replica_id.unique_id)
+
+    port = served(application(Which(), replicas=3))
+    with ExitStack() as stack:
+        clients = [stack.enter_context(open_socket(port, "/which")) for _ in range(12)]
+        seen: list[set[str]] = [set() for _ in clients]
+        for _ in range(20):
+            for client in clients:
+                client.send("?")
+            for client, names in zip(clients, seen, strict=True):
+                names.add(str(client.recv(timeout=PATIENCE_S)))
+
+    assert all(len(names) == 1 for names in seen)
+    assert len(set.union(*seen)) > 1, "they are not all on one"
+
+
+# The implementations a server may use.
+
+SOURCE = """
+import ingress as serve
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+
+api = FastAPI()
+
+
+@serve.deployment
+@serve.ingress(api)
+class Sockets:
+    @api.websocket("/echo")
+    async def echo(self, websocket: WebSocket):
+        await websocket.accept()
+        try:
+            while True:
+                await websocket.send_text(await websocket.receive_text())
+        except WebSocketDisconnect as gone:
+            print("disconnected with", gone.code)
+
+    @api.websocket("/returns")
+    async def returns(self, websocket: WebSocket):
+        await websocket.accept()
+
+    @api.websocket("/raises")
+    async def raises(self, websocket: WebSocket):
+        await websocket.accept()
+        raise ValueError("no good")
+
+
+app = Sockets.bind()
+"""
+
+
+@pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
+def test_every_implementation_echoes_and_closes_alike(
+    implementation: str, separate: str, tmp_path: Path
+) -> None:
+    write_module(tmp_path, "sockets", SOURCE)
+    command = [*UVICORN, "--ws", implementation, "sockets:app"]
+    with process(command, tmp_path, environment(tmp_path, separate=separate)) as server:
+        with open_socket(server.port, "/echo") as client:
+            for number in range(100):
+                client.send(str(number))
+                assert client.recv(timeout=PATIENCE_S) == str(number)
+            client.close(4000)
+        server.wait_for("disconnected with 4000")
+        for path, code in (("/returns", 1000), ("/raises", 1011)):
+            with open_socket(server.port, path) as client:
+                assert close_code(client) == code
+        with open_socket(server.port, "/echo") as client:
+            client.send("hello")
+            assert client.recv(timeout=PATIENCE_S) == "hello"
+            server.signal(signal.SIGTERM)
+            assert close_code(client) == 1012
+        server.wait_for("disconnected with 1012")
+        assert server.wait() == -signal.SIGTERM
