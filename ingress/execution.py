@@ -129,13 +129,28 @@ class ExecutionPlan:
                 yield item
 
     def items(self, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield the items of a generator function in the current thread, contained."""
+        """Yield the items of a generator function in the current thread, contained.
+
+        For an iterator that others hold: what its `finally` raises when they let go of it would
+        reach nobody, so it is logged.
+        """
+        items = self.func(*args, **kwargs)
+        delivering = False
         try:
-            yield from self.func(*args, **kwargs)
-        except (Exception, GeneratorExit):
+            for item in items:
+                delivering = True
+                yield item
+                delivering = False
+        except Exception:
             raise
         except BaseException as error:
-            raise UserCodeExit(error, self.name) from error
+            if not (delivering and isinstance(error, GeneratorExit)):
+                raise UserCodeExit(error, self.name) from error
+            try:
+                items.close()
+            except BaseException as late:
+                logger.warning("%s failed while it was closed", self.name, exc_info=late)
+            raise
 
     async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
         """Yield what a generator the function returned yields, and close it at the end.

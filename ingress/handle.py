@@ -11,6 +11,7 @@ one inside a list or another value arrives as it is, to be awaited there.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import aclosing
 from contextvars import copy_context
@@ -223,10 +224,15 @@ class DeploymentResponse(_Response):
 
 
 class DeploymentResponseGenerator(_Response):
-    """Many answers that are on their way; iterate with `async for`, or with `for` in a thread."""
+    """Many answers that are on their way; iterate with `async for`, or with `for` in a thread.
+
+    Several may take turns, but only one can wait for the next item: `RuntimeError`, as of a
+    generator of Python's own.
+    """
 
     def __init__(self, call: Call, channel: Channel, directory: Directory) -> None:
         super().__init__(call)
+        self._turn = threading.Lock()  # held by who waits for the next item; never waited for
         self._channel = channel
         self._directory = directory
         call.when_settled(lambda call: _end(channel, call.error))
@@ -235,6 +241,7 @@ class DeploymentResponseGenerator(_Response):
         return self
 
     async def __anext__(self) -> Any:
+        self._take_turn()
         waiter = self._call.begin_wait()
         try:
             return await self._channel.get()
@@ -245,12 +252,14 @@ class DeploymentResponseGenerator(_Response):
             raise
         finally:
             self._call.end_wait(waiter)
+            self._turn.release()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         _refuse_in_loop("`async for` or `await response.__anext__()`", quote=False)
+        self._take_turn()
         waiter = self._call.begin_wait()
         try:
             return self._channel.get_blocking()
@@ -258,6 +267,14 @@ class DeploymentResponseGenerator(_Response):
             raise StopIteration from None
         finally:
             self._call.end_wait(waiter)
+            self._turn.release()
+
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                "somebody else waits for the next item of this DeploymentResponseGenerator; "
+                "make a call for each consumer, or let one pass the items on"
+            )
 
     async def aclose(self) -> None:
         """Take no more items; the generator behind is closed where it runs."""

@@ -13,6 +13,7 @@ import inspect
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -134,6 +135,7 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
 
         async def endpoint(**values: Any) -> AsyncGenerator[Any, None]:  # type: ignore[misc]
             async with aclosing(REPLICA.get()._plans[func].stream(**values)) as items:
+                _OPENED.get().append(items)
                 async for item in items:
                     yield item
 
@@ -185,8 +187,8 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
             # The type of the items is found again, but only when there is no response model.
             options["response_model"] = Default(None)
     cls: Any = type(route)
-    if inspect.isgeneratorfunction(endpoint):
-        cls = _taking_over(cls)
+    if inspect.isgeneratorfunction(endpoint) or inspect.isasyncgenfunction(endpoint):
+        cls = _closing(cls)
     clone = cls(route.path, endpoint, **options)
     for name in ("methods", "operation_id", "generate_unique_id_function"):
         if name in configured:
@@ -297,11 +299,16 @@ def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
     return Kind.ASYNC_GENERATOR
 
 
-@cache
-def _taking_over(base: Any) -> Any:
-    """Return a class of route that has the responses FastAPI makes of a `def` generator taken over.
+_OPENED: ContextVar[list[AsyncGenerator[Any, None]]] = ContextVar("ingress_opened")
+"""The streams of endpoints that this request has begun."""
 
-    A class, because FastAPI asks the route for its handler again wherever it is included.
+
+@cache
+def _closing(base: Any) -> Any:
+    """Return a class of route that closes the generator of its endpoint when the request ends.
+
+    FastAPI leaves it to the garbage collector, between two generators or tasks of its own. A class,
+    because FastAPI asks a route for its handler again wherever it is included.
     """
 
     class StreamingRoute(base):  # type: ignore[misc]
@@ -310,6 +317,10 @@ def _taking_over(base: Any) -> Any:
             func = self.endpoint.__ingress_func__
 
             async def handle(request: Request) -> Response:
+                opened: list[AsyncGenerator[Any, None]] = []
+                _OPENED.set(opened)
+                # Below what FastAPI puts there: its tasks, which iterate, have ended by then.
+                request.scope["fastapi_inner_astack"].push_async_callback(_close, opened)
                 response: Response = await handler(request)
                 take_over_stream(response, REPLICA.get()._plans[func].pool)
                 return response
@@ -317,6 +328,11 @@ def _taking_over(base: Any) -> Any:
             return handle
 
     return StreamingRoute
+
+
+async def _close(streams: list[AsyncGenerator[Any, None]]) -> None:
+    for stream in streams:
+        await stream.aclose()
 
 
 def _options(base: type) -> list[str]:

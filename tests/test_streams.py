@@ -1,0 +1,646 @@
+"""Streams from user code to their consumer: where they run, how far ahead, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+import ingress as serve
+from ingress.channel import MAX_BYTES
+from ingress.loops import EventLoopThread, run_blocking
+from ingress.settings import Settings
+from tests.conformance.observe import Gate, here
+from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, wait_until
+
+sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param)
+    yield
+    serve.shutdown()
+
+
+def ongoing() -> int:
+    deployments = serve.status().applications["default"].deployments
+    return sum(replica.ongoing for each in deployments.values() for replica in each.replicas)
+
+
+def http_scope(path: str) -> dict[str, Any]:
+    """What a server of the test's own says of a request."""
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [],
+    }
+
+
+# Sync iterators, however they reach Starlette.
+
+WHO: ContextVar[str] = ContextVar("who", default="nobody")
+
+
+class Events(StreamingResponse):
+    """As libraries make them: a media type, and the same constructor."""
+
+    media_type = "text/event-stream"
+
+
+def over_http(shape: str, make: Callable[[], Any]) -> serve.Application:
+    """An application that answers with `make()`, a sync iterator or generator."""
+    if shape == "call":
+
+        @serve.deployment
+        class Plain:
+            async def __call__(self, request: Request) -> Response:
+                return StreamingResponse(make())
+
+        return bind(Plain)
+    if shape == "function":
+
+        @serve.deployment
+        async def function(request: Request) -> Response:
+            return StreamingResponse(make())
+
+        return function.bind()
+
+    app = FastAPI()
+    if shape == "middleware":
+
+        @app.middleware("http")
+        async def middleware(request: Request, call_next: Any) -> Any:
+            return await call_next(request)
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Endpoints:
+        if shape == "def":
+
+            @app.get("/")
+            def sync(self) -> Response:
+                return StreamingResponse(make())
+
+        elif shape == "subclass":
+
+            @app.get("/")
+            async def events(self) -> Response:
+                return Events(make())
+
+        elif shape == "lines":
+
+            @app.get("/")
+            def lines(self) -> Iterator[str]:
+                yield from make()
+
+        elif shape == "lines-dependency":
+
+            @app.get("/")
+            def more_lines(self, given: int = Depends(dependency)) -> Iterator[str]:
+                yield from make()
+
+        elif shape == "raw":
+
+            @app.get("/", response_class=StreamingResponse)
+            def raw(self) -> Iterator[str]:
+                yield from make()
+
+        elif shape == "sse":
+
+            @app.get("/", response_class=sse.EventSourceResponse)
+            def sse(self) -> Iterator[str]:
+                yield from make()
+
+        else:
+
+            @app.get("/")
+            async def on_loop(self) -> Response:
+                return StreamingResponse(make())
+
+    return bind(Endpoints)
+
+
+def dependency() -> Iterator[int]:
+    yield 1
+
+
+RESPONSES = ["call", "function", "async", "def", "middleware", "subclass"]
+GENERATORS = ["lines", "lines-dependency", "raw", "sse"]
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+def test_a_sync_generator_keeps_one_worker_and_one_context_until_it_is_closed_there(
+    shape: str,
+) -> None:
+    places: list[str] = []
+    contexts: list[tuple[str, str]] = []
+
+    def items() -> Iterator[str]:
+        WHO.set("mine")
+        try:
+            for number in range(100):
+                places.append(threading.current_thread().name)
+                replica = serve.get_replica_context().replica_id
+                contexts.append((WHO.get(), str(replica.deployment_id.name)))
+                yield f"{number}\n"
+        finally:
+            places.append(threading.current_thread().name)
+
+    port = served(over_http(shape, items))
+    body = httpx.get(f"http://127.0.0.1:{port}/").text
+
+    for number in range(100):
+        assert f"{number}" in body
+    assert len(places) == 101
+    assert len(set(places)) == 1
+    assert "#0-worker-" in places[0]
+    assert {who for who, _ in contexts} == {"mine"}
+    assert len(set(contexts)) == 1
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+def test_the_first_chunk_has_left_before_the_second_is_made(shape: str) -> None:
+    gate = Gate()
+
+    def items() -> Iterator[str]:
+        yield "first"
+        gate.wait()
+        yield "second"
+
+    with Connection(served(over_http(shape, items))) as connection:
+        connection.request("/")
+        connection.receive_until(b"first")
+        gate.wait_for(1)
+        assert b"second" not in connection.received
+        gate.open()
+        assert b"second" in connection.receive_all()
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", GENERATORS)
+def test_a_client_that_leaves_closes_a_generator_endpoint_in_its_thread(shape: str) -> None:
+    places: list[str] = []
+    closed = threading.Event()
+
+    def items() -> Iterator[str]:
+        places.append(here())
+        try:
+            for number in itertools.count():
+                yield f"{number} xxx\n"
+        finally:
+            places.append(here())
+            closed.set()
+
+    with Connection(served(over_http(shape, items)), receive_buffer=4096) as connection:
+        connection.request("/")
+        connection.receive_until(b"xxx")
+        assert not closed.is_set()
+
+    assert closed.wait(PATIENCE_S)
+    assert len(places) == 2
+    assert len(set(places)) == 1
+    wait_until(lambda: ongoing() == 0)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_what_is_no_generator_streams_from_a_worker_too_and_a_file_stays_open() -> None:
+    file = io.BytesIO(b"one\ntwo\n")
+    places: list[str] = []
+
+    def noting(item: str) -> str:
+        places.append(here())
+        return item
+
+    class Iterators:
+        async def __call__(self, request: Request) -> Response:
+            match request.url.path:
+                case "/list":
+                    return StreamingResponse(iter(["one\n", "two\n"]))
+                case "/iterable":
+                    return StreamingResponse(["one\n", "two\n"])
+                case "/map":
+                    return StreamingResponse(map(noting, ["one\n", "two\n"]))
+            return StreamingResponse(file)
+
+    port = served(bind(serve.deployment(Iterators)))
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        for path in ("/list", "/iterable", "/map", "/file"):
+            assert client.get(path).text == "one\ntwo\n"
+
+    assert set(places) == {"thread Iterators#0-worker"}
+    assert not file.closed
+
+
+@pytest.mark.usefixtures("stopped")
+def test_an_iterator_somebody_has_begun_and_an_async_iterator_are_left_alone() -> None:
+    class AsyncItems:
+        def __init__(self) -> None:
+            self.left = ["one\n", "two\n"]
+
+        def __aiter__(self) -> AsyncItems:
+            return self
+
+        async def __anext__(self) -> str:
+            if not self.left:
+                raise StopAsyncIteration
+            return self.left.pop(0)
+
+    @serve.deployment
+    class Left:
+        async def __call__(self, request: Request) -> Response:
+            if request.url.path == "/async":
+                return StreamingResponse(AsyncItems())
+            response = StreamingResponse(iter(["zero\n", "one\n", "two\n"]))
+            body: Any = response.body_iterator
+            assert await anext(body) == "zero\n"
+            return response
+
+    port = served(bind(Left))
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        assert client.get("/async").text == "one\ntwo\n"
+        assert client.get("/begun").text == "one\ntwo\n"
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_generator_that_fails_half_way_cuts_the_stream(
+    shape: str, error: type[BaseException]
+) -> None:
+    def items() -> Iterator[str]:
+        yield "first"
+        raise error
+
+    port = served(over_http(shape, items))
+    for _ in range(2):  # and the server goes on
+        with Connection(port) as connection:
+            connection.request("/")
+            answer = connection.answer()
+        assert b"first" in answer.body or not answer.body
+        assert not answer.is_complete
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", ["async", "lines"])
+def test_a_response_that_is_never_begun_leaves_its_generator_closed(shape: str) -> None:
+    made: list[Any] = []
+
+    def items() -> Iterator[str]:
+        yield "first"
+
+    def make() -> Iterator[str]:
+        made.append(items())
+        return made[-1]  # type: ignore[no-any-return]
+
+    application = over_http(shape, make)
+
+    async def main() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            raise ConnectionResetError
+
+        await application(http_scope("/"), receive, send)
+
+    asyncio.run(main())
+
+    wait_until(lambda: all(each.gi_frame is None for each in made))
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", ["async", "lines"])
+def test_what_a_generator_raises_when_it_is_closed_is_in_the_log(
+    shape: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def items() -> Iterator[str]:
+        try:
+            for number in itertools.count():
+                yield f"{number} xxx\n"
+        finally:
+            raise ValueError("from the finally")
+
+    with Connection(served(over_http(shape, items)), receive_buffer=4096) as connection:
+        connection.request("/")
+        connection.receive_until(b"xxx")
+
+    def logged() -> list[logging.LogRecord]:
+        return [each for each in caplog.records if each.name == "ingress" and each.exc_info]
+
+    wait_until(logged)
+    assert "from the finally" in str(logged()[0].exc_info)
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_an_async_def_that_returns_a_sync_generator_has_it_iterated_on_the_loop(
+    flags: Settings,
+) -> None:
+    def items() -> Iterator[str]:
+        for _ in range(40):
+            yield here()
+
+    @serve.deployment
+    class Returns:
+        async def __call__(self) -> Iterator[str]:
+            return items()
+
+    try:
+        port = served(bind(Returns))
+        over = httpx.get(f"http://127.0.0.1:{port}/").text
+        by_handle = set(serve.get_app_handle("default").options(stream=True).remote())
+    finally:
+        serve.shutdown()
+
+    assert len(by_handle) == 1
+    assert over == by_handle.copy().pop() * 40
+    assert over.startswith("loop ")
+
+
+# By handle, through a chain.
+
+
+class Producer:
+    """An endless stream, and what became of it."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.places: list[str] = []
+        self.closed = threading.Event()
+
+    def _begin(self) -> None:
+        self.made = 0
+        self.places = [here()]
+        self.closed.clear()
+
+    def _end(self) -> None:
+        self.places.append(here())
+        self.closed.set()
+
+
+def chain(first: Producer, kind: str) -> serve.Application:
+    """Three deployments; the last of them makes what the other two pass on."""
+
+    @serve.deployment(name="Last")
+    class AsyncLast:
+        async def __call__(self) -> AsyncIterator[int]:
+            first._begin()
+            try:
+                for number in itertools.count():
+                    first.made += 1
+                    yield number
+            finally:
+                first._end()
+
+    @serve.deployment(name="Last")
+    class SyncLast:
+        def __call__(self) -> Iterator[int]:
+            first._begin()
+            try:
+                for number in itertools.count():
+                    first.made += 1
+                    yield number
+            finally:
+                first._end()
+
+    class Passes:
+        def __init__(self, child: serve.DeploymentHandle) -> None:
+            self.child = child.options(stream=True)
+
+        async def __call__(self) -> AsyncIterator[int]:
+            async for number in self.child.remote():
+                yield number
+
+    last: Any = AsyncLast if kind == "async" else SyncLast
+    middle: Any = serve.deployment(name="Middle")(Passes)
+    top: Any = serve.deployment(name="Top")(Passes)
+    return top.bind(middle.bind(last.bind()))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+@pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.parametrize("end", ["cancel", "abandon"])
+def test_a_chain_of_three_is_suspended_by_its_last_consumer_and_ends_with_it(
+    flags: Settings, kind: str, end: str
+) -> None:
+    first = Producer()
+    handle = serve.run(chain(first, kind), route_prefix=None).options(stream=True)
+
+    def steady() -> int:
+        before = -1
+        while before != first.made:
+            before = first.made
+            threading.Event().wait(0.05)
+        return before
+
+    try:
+        stream = handle.remote()
+        assert [next(stream) for _ in range(3)] == [0, 1, 2]
+        # Three deployments, at most a channel each and one more for a worker thread.
+        assert steady() <= 4 * 17 + 3
+        assert [next(stream) for _ in range(500)] == list(range(3, 503))
+        assert steady() <= 4 * 17 + 503
+        assert not first.closed.is_set()
+        if end == "cancel":
+            stream.cancel()
+        else:
+            del stream
+            gc.collect()
+
+        assert first.closed.wait(PATIENCE_S), "the producer is still open"
+        assert len(first.places) == 2
+        assert len(set(first.places)) == 1
+    finally:
+        serve.shutdown()
+
+
+@pytest.mark.usefixtures("stopped")
+def test_two_who_wait_for_the_next_item_of_one_stream_is_an_error_and_taking_turns_is_not() -> None:
+    gate = Gate()
+
+    @serve.deployment
+    class Slow:
+        async def __call__(self) -> AsyncIterator[int]:
+            yield 0
+            yield 1
+            await gate.wait_async()
+            yield 2
+
+    handle = serve.run(bind(Slow), route_prefix=None).options(stream=True)
+
+    async def main() -> None:
+        stream = handle.remote()
+        assert [await anext(stream), await asyncio.create_task(anext(stream))] == [0, 1]
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # it begins to wait
+        with pytest.raises(RuntimeError, match="somebody else waits for the next item"):
+            await anext(stream)
+        gate.open()
+        assert await waiting == 2
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(main())
+
+
+# Anything at all.
+
+
+class Plan:
+    """What the producer of one example does, and what was seen of it."""
+
+    def __init__(self, sizes: list[int], raises_at: int | None) -> None:
+        self.sizes = sizes
+        self.raises_at = raises_at
+        self.made = 0
+        self.received = 0
+        self.furthest = 0
+        self.began: list[str] = []
+        self.closed: list[str] = []
+
+    def chunk(self, number: int) -> bytes:
+        if number == self.raises_at:
+            raise ZeroDivisionError
+        size = self.sizes[number]
+        self.furthest = max(self.furthest, self.made - self.received)
+        self.made += size
+        return bytes([number % 256]) * size
+
+    def sync(self) -> Iterator[bytes]:
+        self.began.append(threading.current_thread().name)
+        try:
+            for number in range(len(self.sizes)):
+                yield self.chunk(number)
+        finally:
+            self.closed.append(threading.current_thread().name)
+
+    async def on_loop(self) -> AsyncIterator[bytes]:
+        self.began.append(threading.current_thread().name)
+        try:
+            for number in range(len(self.sizes)):
+                yield self.chunk(number)
+        finally:
+            self.closed.append(threading.current_thread().name)
+
+
+CURRENT: list[Plan] = []
+
+
+@serve.deployment
+class Streaming:
+    async def __call__(self, request: Request) -> Response:
+        (plan,) = CURRENT
+        return StreamingResponse(plan.sync() if request.url.path == "/sync" else plan.on_loop())
+
+
+APPLICATION = bind(Streaming)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[EventLoopThread]:
+    """The loop of the server that the examples are; the application has answered one request."""
+    home = EventLoopThread("client")
+    CURRENT[:] = [Plan([1], None)]
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        pass
+
+    run_blocking(home.loop, APPLICATION(http_scope("/sync"), receive, send), PATIENCE_S)
+    yield home
+    serve.shutdown()
+    assert home.stop(PATIENCE_S)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3_000) | st.integers(0, 1 << 20), max_size=25),
+    is_sync=st.booleans(),
+    raises_at=st.none() | st.integers(0, 25),
+    leaves_after=st.none() | st.integers(0, 1 << 21),
+    pauses=st.sets(st.integers(0, 12), max_size=3),
+)
+@examples(max_examples=300, deadline=None)
+def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_ran(
+    client: EventLoopThread,
+    sizes: list[int],
+    is_sync: bool,
+    raises_at: int | None,
+    leaves_after: int | None,
+    pauses: set[int],
+) -> None:
+    plan = Plan(sizes, raises_at)
+    CURRENT[:] = [plan]
+    body = bytearray()
+    is_complete = False
+
+    async def exchange() -> None:
+        left = asyncio.Event()
+        received = 0
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal is_complete, received
+            if message["type"] != "http.response.body":
+                return
+            if received in pauses:
+                await asyncio.sleep(0.002)
+            received += 1
+            body.extend(message["body"])
+            plan.received = len(body)
+            is_complete = not message.get("more_body")
+            if leaves_after is not None and len(body) > leaves_after and not is_complete:
+                left.set()
+                await asyncio.sleep(0.002)
+
+        try:
+            await APPLICATION(http_scope("/sync" if is_sync else "/async"), receive, send)
+        except ZeroDivisionError:
+            assert raises_at is not None
+
+    run_blocking(client.loop, exchange(), PATIENCE_S)
+    wait_until(lambda: ongoing() == 0)
+
+    whole = b"".join(bytes([number % 256]) * size for number, size in enumerate(sizes))
+    has_left = leaves_after is not None and leaves_after < len(body)
+    fails = raises_at is not None and raises_at < len(sizes)
+    assert whole.startswith(body)
+    if not has_left and not fails:
+        assert is_complete
+        assert len(body) == len(whole)
+    if fails:
+        assert not is_complete
+    largest = max(sizes, default=0)
+    buffers = 2 if is_sync else 1  # what a chunk is put into on its way to the server
+    assert plan.furthest <= buffers * (MAX_BYTES + largest) + largest
+    assert plan.closed == plan.began
+    assert len(plan.began) <= 1
+    for place in plan.began:
+        assert ("-worker-" in place) == is_sync
