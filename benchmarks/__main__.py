@@ -11,6 +11,10 @@ what wrk found in each run. *added p50* is what a lone client waits longer.
     def           `def`, returns a string                    functions on plain FastAPI
     model         pydantic body in, `response_model` out     functions on plain FastAPI
     def-depends   `def` with a `def` dependency              functions on plain FastAPI
+    stream        1,000 chunks of 1 KiB, `async def`         StreamingResponse(async generator)
+    stream-def    the same from a sync generator            StreamingResponse(sync generator)
+    lines-def     the same from a `def` generator endpoint  JSON lines on plain FastAPI
+    events-def    the same as server-sent events            on plain FastAPI
     call          plain `async def __call__`, no FastAPI     a plain Starlette route
     batch-32      a NumPy model behind `@batch`, 32 a batch  the same model on `ingress` without it;
                                                              alone, a client waits for company

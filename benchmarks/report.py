@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.measure import Pair, Sample, median_of
 
-WIDTH = 110  # columns of text the table takes
+WIDTH = 120  # columns of text the table takes
 LIBRARIES = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools", "anyio")
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -22,6 +22,8 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 import ingress as serve
 from app_examples import slow_server
@@ -126,7 +128,7 @@ def test_curl_shows_what_the_docstring_says(name: str, monkeypatch: pytest.Monke
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
     docstring = import_module(f"app_examples.{name}").__doc__ or ""
     promised = CURL.findall(docstring)
-    assert promised or name in ("async_stream", "blocking_stream", "numpy_deployment")
+    assert promised or name in ("async_stream", "blocking_stream", "numpy_deployment", "streams")
 
     with slow_server.running(wait=lambda: None) as slow, served(application(name)) as it:
         monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
@@ -153,6 +155,43 @@ def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: P
         with httpx.stream("GET", server.url, trust_env=False) as response:
             lines = response.iter_lines()
             assert [next(lines), next(lines)] == ["0", "1"]
+
+
+@proves("streams")
+def test_each_way_to_stream_shows_its_first_line_at_once_and_ends_with_its_client(
+    tmp_path: Path,
+) -> None:
+    first_lines = {
+        "/lines": '{"number":0}',
+        "/events": 'data: {"number":0}',
+        "/text": "0",
+    }
+    with run("streams", tmp_path) as server:
+        for number, (path, expected) in enumerate(first_lines.items()):
+            with httpx.stream("GET", server.url + path, trust_env=False) as response:
+                assert next(response.iter_lines()) == expected
+                assert server.output.count("closed") == number, "it goes on"
+            wait_until(lambda: server.output.count("closed") > number)  # noqa: B023
+
+
+@proves("websocket_echo")
+def test_a_websocket_echoes_until_ctrl_c(tmp_path: Path) -> None:
+    with ExitStack() as connections:
+        with run("websocket_echo", tmp_path) as server:
+            address = f"ws://127.0.0.1:{server.port}/echo"
+            one, other = (connections.enter_context(connect(address, proxy=None)) for _ in range(2))
+            for client, text, answer in (
+                (one, "a", "1: a"),
+                (other, "b", "1: b"),
+                (one, "c", "2: c"),
+            ):
+                client.send(text)
+                assert client.recv(timeout=TIMEOUT_S) == answer
+        for client in (one, other):
+            with pytest.raises(ConnectionClosed) as closed:
+                client.recv(timeout=TIMEOUT_S)
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1001
 
 
 @proves("hello")
