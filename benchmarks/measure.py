@@ -160,7 +160,7 @@ class Server:
 def parse(output: str) -> Sample:
     """Return what `wrk --latency` printed."""
     rate = re.search(r"Requests/sec:\s+([\d.]+)", output)
-    latency = dict(re.findall(r"^\s+(50|99)%\s+([\d.]+\w+)$", output, re.MULTILINE))
+    latency = dict(re.findall(r"^\s+(50|99)%\s+([\d.]+\w+) *$", output, re.MULTILINE))
     if rate is None or len(latency) != 2 or not float(rate[1]):
         raise BenchmarkError(f"wrk printed something else than expected:\n{output}")
     return Sample(float(rate[1]), _to_ms(latency["50"]), _to_ms(latency["99"]))

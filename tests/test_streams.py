@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import logging
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
@@ -353,6 +354,73 @@ def test_what_a_generator_raises_when_it_is_closed_is_in_the_log(
 
     wait_until(logged)
     assert "from the finally" in str(logged()[0].exc_info)
+    wait_until(lambda: ongoing() == 0)
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", ["raw", "response", "lines", "events"])
+def test_an_async_generator_that_never_awaits_keeps_nobody_waiting_and_ends_with_its_client(
+    shape: str,
+) -> None:
+    closed = threading.Event()
+
+    async def endless() -> AsyncIterator[str]:
+        try:
+            while True:
+                yield "xxx"
+        finally:
+            closed.set()
+
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Endless:
+        @app.get("/ok")
+        async def ok(self) -> str:
+            return "ok"
+
+        @app.get("/response")
+        async def response(self) -> Response:
+            return StreamingResponse(endless())
+
+        @app.get("/lines")
+        async def lines(self) -> AsyncIterator[str]:
+            async for item in endless():
+                yield item
+
+        @app.get("/events", response_class=sse.EventSourceResponse)
+        async def events(self) -> AsyncIterator[str]:
+            async for item in endless():
+                yield item
+
+        @app.get("/raw", response_class=StreamingResponse)
+        async def raw(self) -> AsyncIterator[str]:
+            async for item in endless():
+                yield item
+
+    port = served(bind(Endless))
+    reading = threading.Event()
+    with Connection(port) as connection:
+        connection.request(f"/{shape}")
+
+        def read() -> None:
+            try:
+                while connection.socket.recv(65536):
+                    reading.set()
+            except OSError:
+                pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert reading.wait(PATIENCE_S)
+        for _ in range(5):
+            assert httpx.get(f"http://127.0.0.1:{port}/ok").json() == "ok"
+        connection.socket.shutdown(socket.SHUT_RDWR)
+        reader.join(PATIENCE_S)
+
+    assert closed.wait(PATIENCE_S), "the generator is still open"
+    assert httpx.get(f"http://127.0.0.1:{port}/ok").json() == "ok"
     wait_until(lambda: ongoing() == 0)
 
 
