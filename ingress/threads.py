@@ -36,6 +36,7 @@ logger = logging.getLogger("ingress")
 T = TypeVar("T")
 
 IDLE_S = 10.0  # as anyio's workers
+_SIZED = (str, bytes, bytearray, memoryview)
 RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generators
 
 
@@ -263,7 +264,7 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
     try:
         for item in items:
             try:
-                channel.put_blocking(item, len(item) if isinstance(item, str | bytes) else 0)
+                channel.put_blocking(item, len(item) if isinstance(item, _SIZED) else 0)
             except StreamClosedError:  # by `put` only: the generator's own is a failure
                 break
     except BaseException as raised:
