@@ -23,8 +23,8 @@ from ingress.messages import channel_for, size_of
 class Client(Protocol):
     """The server's side, as the user's side sees it; its calls but `take` are posted to its loop.
 
-    The user's side writes `has_answer`, from when on what runs is in the background, and `is_heard`,
-    once user code has been told that the client is gone.
+    The user's side writes `has_answer`, from when on what runs is in the background, and
+    `is_heard`, once user code has been told that the client is gone.
     """
 
     is_http: bool
