@@ -262,6 +262,93 @@ async def test_a_cancelled_request_is_cancelled() -> None:
             await task
 
 
+@pytest.mark.parametrize("how", ["awaits", "shields", "sends", "groups"])
+@pytest.mark.parametrize("middleware", [1, 2])
+async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, how: str) -> None:
+    """AnyIO would cancel it at every turn of the loop; what it does then has to end."""
+    waiting = asyncio.Event()
+    seen: list[str] = []
+    app = FastAPI()
+
+    for _ in range(middleware):
+
+        @app.middleware("http")
+        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+            response: Response = await call_next(request)
+            return response
+
+    async def wait() -> None:
+        try:
+            waiting.set()
+            await asyncio.Future()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            if how != "sends":
+                raise
+        finally:
+            for _ in range(3):
+                await asyncio.sleep(0.001)
+            await anyio.sleep(0.001)
+            seen.append("finally")
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> str:
+            if how == "shields":
+                with anyio.CancelScope(shield=True):
+                    waiting.set()
+                    for _ in range(3):
+                        await asyncio.sleep(0.001)
+                    seen.append("shielded")
+            if how == "groups":
+                async with anyio.create_task_group() as group:
+                    group.start_soon(anyio.sleep_forever)
+                    await wait()
+            await wait()
+            return "swallowed"
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        task = asyncio.create_task(request(deployment, "/"))
+        await waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(5):
+                await task
+
+    assert seen == [*(["shielded"] if how == "shields" else []), "cancelled", "finally"]
+
+
+async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
+    seen: list[str] = []
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def failing(request: Request, call_next: Callable[..., Any]) -> Response:
+        async with asyncio.timeout(0.01):
+            response: Response = await call_next(request)
+        return response
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> None:
+            try:
+                await asyncio.Future()
+            finally:
+                await asyncio.sleep(0.001)
+                seen.append("finally")
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert isinstance(raised, TimeoutError)
+    assert is_answered(messages, 500)
+    assert seen == ["finally"]
+
+
 async def test_an_exit_in_a_middleware_between_others_is_contained() -> None:
     app = FastAPI()
 

@@ -3,20 +3,23 @@
     ReplicaApp -> ServerErrorMiddleware -> Guard -> m1 -> Guard -> m2 -> Guard -> routes
 
 Starlette calls user code that `execution` does not see: middleware, exception handlers, streamed
-bodies, background tasks, `yield` dependencies. Two things go wrong there without a guard on each
+bodies, background tasks, `yield` dependencies. Three things go wrong there without a guard on each
 side of every middleware. `BaseHTTPMiddleware`, which `@app.middleware("http")` is, runs the app
 below it in a task of its own, and a `SystemExit` or `KeyboardInterrupt` that leaves a task ends the
-event loop. And it ends a stream that failed half-way as if it had been complete.
+event loop. It cancels that task again and again. And it ends a stream that failed half-way as if it
+had been complete.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from anyio._backends._asyncio import CancelScope, _task_states
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.exceptions import UserCodeExit
+from ingress.exceptions import StreamClosedError, UserCodeExit
 from ingress.execution import may_leave
 
 ANSWER = "ingress.answer"
@@ -82,6 +85,44 @@ def _note(scope: Scope, error: Exception) -> None:
         answer.failure = error
 
 
+class _Once(CancelScope):
+    """A scope that passes its parent's cancellation on to its task once.
+
+    A cancelled AnyIO scope cancels what is in it at every turn of the loop: a `finally` block that
+    awaits would be cancelled again, and code that swallows a cancellation would get thousands.
+    Overrides the one method of AnyIO's that delivers; without it, AnyIO's way is what remains.
+    """
+
+    __slots__ = ()
+
+    def _deliver_cancellation(self, origin: CancelScope) -> bool:
+        assert self._host_task is not None
+        inner: CancelScope | None = _task_states[self._host_task].cancel_scope
+        while inner is not None and inner is not self:
+            if inner.shield:
+                return False  # AnyIO asks again when that scope ends
+            inner = inner._parent_scope
+        # First: AnyIO's own functions wait, in a cancelled scope, for it to cancel them.
+        self._shield = True
+        # Not with AnyIO's message: a scope inside would take this for a cancellation of its own.
+        self._host_task.cancel()
+        return False
+
+
+class GuardInTask(Guard):
+    """A guard below a `BaseHTTPMiddleware`, which runs it in a task of an AnyIO group."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with _Once() as once:
+
+            async def send_if_wanted(message: Message) -> None:
+                if once.shield:  # the middleware takes nothing any more: it would wait for ever
+                    raise StreamClosedError("the request was cancelled")
+                await send(message)
+
+            await super().__call__(scope, receive, send_if_wanted)
+
+
 class OutermostGuard:
     """A guard for the place below `ServerErrorMiddleware`, which raises whatever it is given.
 
@@ -104,5 +145,11 @@ class OutermostGuard:
 
 def guarded(middleware: list[Middleware]) -> list[Any]:
     """Return the middleware with a guard before, between and after."""
-    guards = (each for m in middleware for each in (m, Middleware(Guard)))
+    guards = (each for m in middleware for each in (m, Middleware(guard_below(m.cls))))
     return [Middleware(OutermostGuard), *guards]
+
+
+def guard_below(middleware: Any) -> type[Guard]:
+    """Return the guard for the place below a middleware, given its class."""
+    is_base = isinstance(middleware, type) and issubclass(middleware, BaseHTTPMiddleware)
+    return GuardInTask if is_base else Guard

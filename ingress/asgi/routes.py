@@ -29,7 +29,7 @@ from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRo
 
 from ingress.asgi.compiled import compiled_app
 from ingress.asgi.dependencies import Dependencies
-from ingress.asgi.guard import Guard, guarded
+from ingress.asgi.guard import Guard, guard_below, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
 from ingress.execution import Kind, kind
@@ -205,7 +205,9 @@ def rebased(stack: Any, end: Any, new_end: Any) -> Any:
     if not hasattr(stack, "app"):
         return stack  # no chain to be followed
     layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
-    layer.app = inner if isinstance(layer, Guard) or isinstance(inner, Guard) else Guard(inner)
+    if not isinstance(layer, Guard) and not isinstance(inner, Guard):
+        inner = guard_below(type(layer))(inner)
+    layer.app = inner
     return layer
 
 
