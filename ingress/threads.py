@@ -148,7 +148,7 @@ class WorkerPool:
         try:
             await work.done
         except asyncio.CancelledError:
-            work.scope.cancel()
+            _Visitors(work.scope, self._loop).cancel()
             await work.really_done()
             if work.error is not None and not isinstance(work.error, RequestCancelledError):
                 _log_late(work.error)
@@ -255,6 +255,32 @@ def _log_late(error: BaseException) -> None:
     call = CURRENT_CALL.get(None)
     request_id = "" if call is None else call.metadata.request_id
     logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
+
+
+class _Visitors(set["asyncio.Task[Any]"]):
+    """The coroutines that a worker thread runs on the loop, with `anyio.from_thread.run`.
+
+    AnyIO puts them among the tasks of the thread's scope and cancels them with the task that is in
+    that scope. Nothing ever enters ours, so this stands in for it once the scope is cancelled; one
+    that comes later would otherwise wait, in AnyIO's functions, for a cancellation for ever.
+    """
+
+    def __init__(self, scope: CancelScope, loop: asyncio.AbstractEventLoop) -> None:
+        # Not those of a loop of the user's, given with `token=`: it is not ours to reach into.
+        super().__init__(task for task in scope._tasks if task.get_loop() is loop)
+        self._scope = scope
+        self._loop = loop
+        scope._tasks = self
+
+    def cancel(self) -> None:
+        self._scope.cancel()
+        self._scope._deliver_cancellation(self._scope)
+
+    def add(self, task: asyncio.Task[Any], /) -> None:
+        """Run on the task's own loop."""
+        if task.get_loop() is self._loop:
+            super().add(task)
+            self._scope._deliver_cancellation(self._scope)
 
 
 def _pump(items: Iterable[Any], channel: Channel) -> None:

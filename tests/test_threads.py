@@ -126,6 +126,43 @@ async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
 
 
 @on_the_loop
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled(
+    when: str,
+) -> None:
+    """Whether it began before the cancellation or after it: AnyIO's functions wait for theirs."""
+    began, told = threading.Event(), threading.Event()
+    outcome: list[str] = []
+
+    async def wait() -> None:
+        began.set()
+        await anyio.sleep_forever()
+
+    def call() -> None:
+        if when == "after":
+            began.set()
+            assert told.wait(PATIENCE_S)
+        try:
+            anyio.from_thread.run(wait)
+        except BaseException as error:
+            outcome.append(type(error).__name__)
+            raise
+
+    async with worker_pool() as pool:
+        task = asyncio.create_task(pool.run(call))
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.sleep(0)
+        told.set()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(PATIENCE_S):
+                await task
+
+    assert outcome == ["CancelledError"]
+
+
+@on_the_loop
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
     leave = threading.Event()
     ran: list[int] = []
