@@ -30,6 +30,7 @@ from ingress.exceptions import (
 )
 from ingress.loops import mailbox_of, running_loop
 from ingress.messages import INTERNAL_ERROR, NORMAL, channel_for, joined, size_of
+from ingress.peer import has_left
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
@@ -59,6 +60,7 @@ class Exchange(Call):
     _outbound: Channel | None = None
     _is_forwarding = False
     _pump_task: asyncio.Task[None] | None = None
+    _pump_waits = False
     _disconnected = False
     _is_complete = False
     _is_stopped = False
@@ -326,6 +328,13 @@ class Exchange(Call):
 
     # Watching for what the client sends.
 
+    def watch(self) -> None:
+        """See whether the client has left. Called again and again while the request runs."""
+        if self._pump_waits and has_left(self._receive):
+            self._on_disconnect()
+        else:
+            self.pump()
+
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to see the client leave."""
         if self._pump_task is None and not self._ended:
@@ -338,7 +347,9 @@ class Exchange(Call):
             if message["type"].endswith(".disconnect"):
                 break
             if self._expects_more:
+                self._pump_waits = self.is_http
                 await self.inbound.put(message, size_of(message))
+                self._pump_waits = False
         self._goodbye = message
         self.inbound.finish()
         self._on_disconnect()
@@ -347,7 +358,7 @@ class Exchange(Call):
         """Stop a request whose client is gone; what runs after the response runs on."""
         if self._ended or self._is_complete or self._disconnected:
             return
-        self._disconnected = True
+        self._disconnected = self.is_interrupted = True
         if self._outbound is not None:
             self._outbound.close()
         if self.is_http:

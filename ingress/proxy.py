@@ -182,7 +182,7 @@ class HTTPProxy:
         for exchange in mine:
             # In the queue or beyond: until then it reads its body itself.
             if exchange.queue is not None and exchange.started_at <= before:
-                exchange.pump()
+                exchange.watch()
         if mine:
             loop.call_later(SWEEP_S, self._sweep, loop)
         else:
