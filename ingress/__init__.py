@@ -12,6 +12,7 @@ from ingress.api import (
 )
 from ingress.asgi import ingress
 from ingress.batching import batch
+from ingress.call import cancellation
 from ingress.config import (
     AutoscalingConfig,
     BackpressureConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "RequestContext",
     "RequestRouterConfig",
     "batch",
+    "cancellation",
     "delete",
     "deployment",
     "exceptions",

@@ -4,13 +4,14 @@
                                      `cancel` may come at any point
 
 Whoever settles it first wins; the slot is another matter and follows the work, not the answer.
+`cancellation()` is how the work itself sees that its answer is not wanted any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextvars import Context, ContextVar
 from time import monotonic
 from typing import Any, Protocol
@@ -61,15 +62,19 @@ class Call:
     `waits_for` are the calls whose answers its user code waits for now, or it itself needs before
     it can begin; `is_awaited` becomes true when the user code of a call waits for it. `members` are
     the calls of a batch, which runs as a call of its own; `None` if this is no batch. `retries` is
-    how often it was sent on from a replica that went before it began.
+    how often it was sent on from a replica that went before it began. `is_interrupted` becomes true
+    when nobody wants the answer any more, or its replica stops.
     """
 
     __slots__ = (
         "_callbacks",
+        "_children",
         "_lock",
+        "_parent",
         "context",
         "error",
         "is_awaited",
+        "is_interrupted",
         "members",
         "metadata",
         "queue",
@@ -97,15 +102,18 @@ class Call:
         self.context = context
         self.queue: Queue | None = None
         self.runner: Runner | None = None
-        self.waits_for: frozenset[Call] = _NOBODY
+        self.waits_for: Set[Call] = _NOBODY
         self.is_awaited = False
         self.retries = 0
+        self.is_interrupted = False
         self.settled = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.started_at = monotonic()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Call], Any]] = []
+        self._parent: Call | None = None
+        self._children: set[Call] | None = None  # not settled yet
 
     def start(self, runner: Runner) -> None:
         """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
@@ -120,6 +128,9 @@ class Call:
             self.value, self.error = value, error
             self.settled = True
             callbacks, self._callbacks = self._callbacks, []
+        parent, self._parent = self._parent, None
+        if parent is not None and parent._children is not None:
+            parent._children.discard(self)
         for callback in callbacks:
             callback(self)
         return True
@@ -158,16 +169,46 @@ class Call:
         left_s = round(self.metadata.deadline - self.started_at, 6)
         return RequestTimeoutError(self.metadata.request_id, left_s)
 
+    def adopt(self, child: Call) -> None:
+        """Have a call that is made in this one, and has not been submitted yet, cancelled with it.
+
+        What is made once this one is settled is on its own: fire and forget, or what a `finally`
+        block does after a cancellation.
+        """
+        if self.settled:
+            return
+        if self._children is None:
+            with self._lock:  # its worker threads may be here at the same time
+                if self._children is None:
+                    self._children = set()
+        child._parent = self
+        self._children.add(child)
+
     def cancel(self, error: RequestCancelledError | None = None) -> bool:
-        """Settle as cancelled and stop the work where it is. Returns False if it was settled."""
+        """Settle as cancelled and stop the work where it is, with the calls made in it.
+
+        `error` is what its caller gets instead of a plain `RequestCancelledError`. Returns False if
+        it was settled.
+        """
         if not self.settle(error=error or RequestCancelledError(self.metadata.request_id)):
             return False
+        self.is_interrupted = True
         # Race with a slot that is being handed over: the replica looks at `settled` before it
         # starts, so a call that is neither withdrawn here nor cancelled there gives its slot back
         # unused.
         if (self.queue is None or not self.queue.withdraw(self)) and self.runner is not None:
             self.runner.cancel(self)
         return True
+
+    def interrupt(self) -> None:
+        """Tell the work that it is to stop, and cancel the calls made in it.
+
+        Called where the work runs, after its task was cancelled: a child that is settled before
+        would wake that task with an error of its own instead.
+        """
+        self.is_interrupted = True
+        for child in list(self._children or ()):
+            child.cancel()
 
     @property
     def app_name(self) -> str:
@@ -226,8 +267,10 @@ class Call:
         """Note that a call, by default the one this is in, goes on only after this one."""
         waiter = waiter or CURRENT_CALL.get(None)
         if waiter is not None:
-            with waiter._lock:
-                waiter.waits_for |= {self}
+            with waiter._lock:  # its user code may wait in several threads
+                if not isinstance(waiter.waits_for, set):
+                    waiter.waits_for = set()
+                waiter.waits_for.add(self)
             # Race with `Router.assign`, for a call that waits for its arguments: it looks at this
             # after it has queued the call, so one of the two sees both.
             self.is_awaited = True
@@ -238,7 +281,46 @@ class Call:
     def end_wait(self, waiter: Call | None) -> None:
         if waiter is not None:
             with waiter._lock:
-                waiter.waits_for -= {self}
+                assert isinstance(waiter.waits_for, set)
+                waiter.waits_for.discard(self)
+                other = next(iter(waiter.waits_for), None)
+            # This may have been the one that could still be answered.
+            if other is not None and other.queue is not None:
+                other.queue.check_cycle(other)
+
+
+class Cancellation:
+    """Whether the answer to a request is still wanted, for code that no one can cancel.
+
+    Thread-safe: hand it to whatever does the work.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Call | None) -> None:
+        self._call = call
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop: the client left, the caller cancelled, or the replica is stopping."""
+        return self._call is not None and self._call.is_interrupted
+
+    def check(self) -> None:
+        """Raise `RequestCancelledError` if `requested`, from the reason if there is another."""
+        if self._call is not None and self._call.is_interrupted:
+            raise RequestCancelledError(self._call.metadata.request_id) from self._call.error
+
+    def __repr__(self) -> str:
+        return f"Cancellation(requested={self.requested})"
+
+
+def cancellation() -> Cancellation:
+    """Return the cancellation of the request that the caller works for.
+
+    In `async def`, `def`, generators, `asyncio.to_thread` and the tasks the request has started;
+    outside of a request it is never requested.
+    """
+    return Cancellation(CURRENT_CALL.get(None))
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("ingress_call")

@@ -53,7 +53,7 @@ def _waits(call: Call) -> _Graph:
         each = todo.popleft()
         if each not in graph:
             holders = None if each.queue is None else each.queue.holders(each)
-            others = each.waits_for if holders is None else holders
+            others = frozenset(each.waits_for) if holders is None else holders
             graph[each] = holders is not None, others
             todo.extend(others)
     return graph
@@ -67,7 +67,10 @@ def _stuck(graph: _Graph) -> set[Call]:
         for call in stuck:
             is_queued, others = graph[call]
             blocking = others & stuck
-            if not blocking or (is_queued and blocking != others):
+            # One that runs may wait for whichever comes first; if it does want all, it looks again
+            # whenever one has come. One that waits for its arguments needs them all.
+            takes_any = is_queued or call.runner is not None
+            if not blocking or (takes_any and blocking != others):
                 free.add(call)
         if not free:
             return stuck

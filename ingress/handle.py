@@ -129,6 +129,8 @@ class DeploymentHandle:
 
         def submit() -> None:
             call.waits_for = frozenset()
+            if call.settled:  # cancelled while its arguments were on their way
+                return
             try:
                 resolved = [_resolved(arg) for arg in args]
                 named = {name: _resolved(arg) for name, arg in kwargs.items()}
@@ -142,6 +144,8 @@ class DeploymentHandle:
                 call.work = lambda user_code: _pump(user_code, method, resolved, named, channel)
             router.assign(call)
 
+        if parent is not None:
+            parent.adopt(call)
         if deadline is not None and not call.is_over():
             self._directory.expire(call, deadline)
         if call.settled:

@@ -189,6 +189,7 @@ class Replica:
         task = self._calls.get(call)
         if task is not None:
             task.cancel()
+        call.interrupt()
 
     def admit(self, call: Call) -> bool:
         """Whether a call that holds one of our slots is to run now, in the current task.
@@ -310,15 +311,20 @@ class Replica:
         for call, task in list(self._calls.items()):
             if task is not None:
                 call.settle(error=self.gone())
+                call.interrupt()
             elif self._calls.pop(call, _ABSENT) is None:
                 self._turn_away(call)  # the loop ended or hangs before the call's first step
         self.state = ReplicaState.STOPPED
 
     async def _wind_down(self) -> None:
-        tasks = [task for task in self._calls.values() if task is not None]
-        tasks += self.context._batches
-        for task in tasks:
+        running = [(call, task) for call, task in self._calls.items() if task is not None]
+        tasks = [task for _, task in running]
+        for call, task in running:
             task.cancel()
+            call.interrupt()
+        for task in self.context._batches:
+            task.cancel()
+            tasks.append(task)
         if tasks:
             await asyncio.wait(tasks)
         try:
@@ -341,6 +347,8 @@ class Replica:
         for call in args:
             if isinstance(call, Call) and callback == self._begin:
                 self._turn_away(call)
+            elif isinstance(call, Call):
+                call.interrupt()
 
     def gone(self) -> ReplicaUnavailableError:
         """Return what a call is told that we do not answer because we end."""

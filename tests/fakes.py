@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,6 +80,22 @@ class FakeReplica:
             self.running.remove(call)
         self.release(call)
         return call.settle(value)
+
+
+def together(*targets: Callable[[], object]) -> None:
+    """Run all `targets` at the same time, each in a thread; return when all have ended."""
+    gate = threading.Barrier(len(targets))
+
+    def run(target: Callable[[], object]) -> None:
+        gate.wait(30)
+        target()
+
+    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:

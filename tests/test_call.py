@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 
 import pytest
 
@@ -14,25 +13,9 @@ from ingress.call import CURRENT_CALL, Call
 from ingress.exceptions import RequestCancelledError
 from ingress.router import Router
 from ingress.types import DeploymentID
-from tests.fakes import FakeReplica, make_call
+from tests.fakes import FakeReplica, make_call, together
 
 PATIENCE_S = 10.0
-
-
-def together(*targets: Callable[[], object]) -> None:
-    """Run all `targets` at the same time, each in a thread; return when all have ended."""
-    gate = threading.Barrier(len(targets))
-
-    def run(target: Callable[[], object]) -> None:
-        gate.wait(PATIENCE_S)
-        target()
-
-    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 def test_the_first_answer_counts() -> None:

@@ -26,6 +26,7 @@ from ingress.loops import (
     run_on,
     start_on,
 )
+from tests.fakes import together
 
 WHO: ContextVar[int] = ContextVar("who", default=-1)
 PATIENCE_S = 10.0
@@ -58,22 +59,6 @@ def settled(home: EventLoopThread) -> None:
     done = threading.Event()
     home.mailbox.post(done.set)
     assert done.wait(PATIENCE_S)
-
-
-def together(*targets: Callable[[], object]) -> None:
-    """Run all `targets` at the same time, each in a thread; return when all have ended."""
-    gate = threading.Barrier(len(targets))
-
-    def run(target: Callable[[], object]) -> None:
-        gate.wait(PATIENCE_S)
-        target()
-
-    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 def test_posts_of_one_thread_arrive_in_order(home: EventLoopThread, switch_interval: None) -> None:

@@ -26,7 +26,7 @@ from ingress.exceptions import (
 )
 from ingress.router import Router
 from ingress.types import DeploymentID
-from tests.fakes import FakeReplica, bind, make_call
+from tests.fakes import FakeReplica, bind, make_call, together
 
 PATIENCE_S = 10.0
 
@@ -38,22 +38,6 @@ def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]
     for replica in replicas:
         router.add(replica.real)
     return router, replicas
-
-
-def together(*targets: Callable[[], object]) -> None:
-    """Run all `targets` at the same time, each in a thread; return when all have ended."""
-    gate = threading.Barrier(len(targets))
-
-    def run(target: Callable[[], object]) -> None:
-        gate.wait(PATIENCE_S)
-        target()
-
-    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 def test_nobody_overtakes_in_eighteen_thousand_submissions(switch_interval: None) -> None:
@@ -555,6 +539,43 @@ def test_as_long_as_one_holder_can_end_nobody_is_failed() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     replica.finish(one)
+
+
+def test_who_waits_for_whichever_is_first_is_not_stuck_while_one_can_come() -> None:
+    """As `asyncio.wait(..., return_when=FIRST_COMPLETED)` does; nobody can tell it from all."""
+    router, (replica,) = routed(1)
+    other, (other_replica,) = routed(1)
+    parent, stuck, first = make_call(), make_call(), make_call()
+    router.assign(parent)
+    router.assign(stuck)
+    other.assign(first)
+    threads = [blocked_by(parent, first), blocked_by(parent, stuck)]
+    assert not stuck.settled
+
+    other_replica.finish(first)  # it did want both: now nothing is left that could come
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert isinstance(stuck.error, RequestCycleError)
+    replica.finish(parent)
+
+
+def test_who_needs_all_of_its_arguments_is_stuck_if_one_is() -> None:
+    router, (replica,) = routed(1)
+    other, (other_replica,) = routed(1)
+    parent, stuck, fine, needs_both = (make_call() for _ in range(4))
+    router.assign(parent)
+    router.assign(stuck)
+    other.assign(fine)
+    needs_both.waits_for = frozenset([stuck, fine])
+    needs_both.queue = other
+    stuck.is_awaited = True
+    thread = blocked_by(parent, needs_both)
+
+    assert isinstance(stuck.error, RequestCycleError)
+    other_replica.finish(fine)
+    needs_both.cancel()
+    thread.join(PATIENCE_S)
+    replica.finish(parent)
 
 
 def test_a_child_somebody_begins_to_await_late_is_found() -> None:

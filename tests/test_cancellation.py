@@ -1,0 +1,584 @@
+"""`serve.cancellation()` and what a cancelled request takes with it: its own children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.call import CURRENT_CALL
+from ingress.exceptions import RequestCancelledError
+from ingress.handle import DeploymentHandle, DeploymentResponse
+from tests.fakes import bind, make_call
+from tests.servers import PATIENCE_S, set_flags, wait_until
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield
+    serve.shutdown()
+
+
+class Seen:
+    """What happened in user code."""
+
+    def __init__(self) -> None:
+        self.began = threading.Semaphore(0)
+        self.ended: list[str] = []
+        self.may_end = threading.Event()
+        self.responses: list[Any] = []
+
+    def wait_for_began(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert self.began.acquire(timeout=PATIENCE_S)
+
+    def has_ended(self, *expected: str) -> bool:
+        return sorted(self.ended) == sorted(expected)
+
+
+class Child:
+    """Begins, and goes on until it is cancelled or let go."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+
+    async def __call__(self, name: str = "child") -> str:
+        self.seen.began.release()
+        try:
+            while not self.seen.may_end.is_set():
+                await asyncio.sleep(0.002)
+        except asyncio.CancelledError:
+            self.seen.ended.append(f"{name} cancelled")
+            raise
+        self.seen.ended.append(f"{name} done")
+        return name
+
+    async def items(self, name: str) -> AsyncIterator[str]:
+        try:
+            while True:
+                yield await self(name)
+        finally:
+            self.seen.ended.append(f"{name} closed")
+
+    def blocking(self, name: str) -> str:
+        self.seen.began.release()
+        cancellation = serve.cancellation()
+        while not cancellation.requested and not self.seen.may_end.is_set():
+            time.sleep(0.001)
+        self.seen.ended.append(f"{name} {'told' if cancellation.requested else 'done'}")
+        cancellation.check()
+        return name
+
+
+# The token.
+
+
+def test_outside_of_a_request_it_is_never_requested() -> None:
+    cancellation = serve.cancellation()
+
+    assert not cancellation.requested
+    cancellation.check()
+    assert repr(cancellation) == "Cancellation(requested=False)"
+
+
+def test_check_raises_in_the_name_of_the_request() -> None:
+    call = make_call()
+    context = contextvars.copy_context()
+    context.run(CURRENT_CALL.set, call)
+    cancellation = context.run(serve.cancellation)
+    cancellation.check()
+    call.cancel(TimeoutError("too late"))
+
+    assert cancellation.requested
+    with pytest.raises(RequestCancelledError, match=call.metadata.request_id) as caught:
+        cancellation.check()
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    assert call.error is caught.value.__cause__
+
+
+def test_a_request_that_was_answered_is_not_cancelled() -> None:
+    call = make_call()
+    context = contextvars.copy_context()
+    context.run(CURRENT_CALL.set, call)
+    call.settle("answer")
+    call.cancel()
+
+    assert not context.run(serve.cancellation).requested
+
+
+class Worker:
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+        self.began = threading.Event()
+
+    def _work(self) -> None:
+        self.began.set()
+        cancellation = serve.cancellation()
+        deadline = time.monotonic() + PATIENCE_S
+        while not cancellation.requested and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.told.append(str(cancellation.requested))
+        cancellation.check()
+
+    def in_def(self) -> None:
+        self._work()
+
+    def in_generator(self) -> Iterator[int]:
+        yield 1
+        self._work()
+
+    async def in_to_thread(self) -> None:
+        await asyncio.to_thread(self._work)
+
+    async def in_executor(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._work)
+
+    async def in_async(self) -> None:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.told.append(str(serve.cancellation().requested))
+
+    async def has_begun(self) -> bool:
+        return await asyncio.to_thread(self.began.wait, PATIENCE_S)
+
+
+@pytest.mark.parametrize("how", ["cancel", "awaiter", "shutdown"])
+@pytest.mark.parametrize(
+    "method", ["in_def", "in_generator", "in_to_thread", "in_executor", "in_async"]
+)
+def test_it_is_requested_wherever_the_work_is_and_whoever_ended_it(
+    method: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    handle = serve.run(
+        bind(serve.deployment(graceful_shutdown_timeout_s=0.1)(Worker), told), route_prefix=None
+    )
+    is_stream = method == "in_generator"
+    response = handle.options(method_name=method, stream=is_stream).remote()
+
+    async def take() -> None:
+        if is_stream:
+            async for _ in response:
+                pass
+        else:
+            await response
+
+    async def cancel_awaiter() -> None:
+        task = asyncio.create_task(take())
+        assert await handle.has_begun.remote()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    if how == "awaiter":
+        asyncio.run(cancel_awaiter())
+    else:
+        assert handle.has_begun.remote().result(timeout_s=PATIENCE_S)
+        if how == "cancel":
+            response.cancel()
+        else:
+            serve.shutdown()
+    wait_until(lambda: told == ["True"])
+    assert "failed after it was cancelled" not in caplog.text
+
+
+# Children.
+
+
+class Parent:
+    """Calls its child in one of several ways, then waits to be cancelled, or not."""
+
+    def __init__(self, child: Any, seen: Seen) -> None:
+        self.child = child
+        self.seen = seen
+
+    async def awaits(self) -> Any:
+        return await self.child.remote()
+
+    async def gathers(self) -> Any:
+        return await asyncio.gather(self.child.remote("a"), self.child.remote("b"))
+
+    async def forgets(self) -> str:
+        self.seen.responses.append(self.child.remote())
+        return "forgotten"
+
+    async def fails(self) -> str:
+        self.seen.responses.append(self.child.remote())
+        raise ValueError
+
+    async def keeps(self) -> None:
+        self.seen.responses.append(self.child.remote())
+        await asyncio.Event().wait()
+
+    async def streams(self) -> list[Any]:
+        items = self.child.options(method_name="items", stream=True).remote("child")
+        return [item async for item in items]
+
+    async def in_a_task(self) -> None:
+        async def call() -> None:
+            try:
+                await self.child.remote()
+            except RequestCancelledError:
+                self.seen.ended.append("task told")
+
+        self.task = asyncio.create_task(call())
+        await asyncio.Event().wait()
+
+    async def in_to_thread(self) -> Any:
+        return await asyncio.to_thread(lambda: self.child.remote().result())
+
+    def in_def(self) -> Any:
+        try:
+            return self.child.remote().result()
+        except RequestCancelledError:
+            self.seen.ended.append("thread told")
+            raise
+
+    async def elsewhere(self) -> None:
+        def call() -> None:
+            self.seen.responses.append(self.child.remote())
+
+        thread = threading.Thread(target=call)  # begins with an empty context
+        thread.start()
+        thread.join()
+        contextvars.Context().run(call)
+        await asyncio.Event().wait()
+
+    async def cleans_up(self) -> None:
+        self.seen.began.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.seen.may_end.set()
+            self.seen.ended.append(f"cleaned up with {await self.child.remote()}")
+
+    async def deep(self, depth: int) -> Any:
+        if depth == 0:
+            return await self.child.remote()
+        me = serve.get_deployment_handle("Parent")
+        return await me.deep.remote(depth - 1)
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+@pytest.fixture
+def parent(seen: Seen) -> DeploymentHandle:
+    child = bind(serve.deployment(Child), seen)
+    return serve.run(bind(serve.deployment(Parent), child, seen), route_prefix=None)
+
+
+CHILDREN: dict[str, tuple[int, list[str]]] = {
+    "awaits": (1, ["child cancelled"]),
+    "gathers": (2, ["a cancelled", "b cancelled"]),
+    "keeps": (1, ["child cancelled"]),
+    "streams": (1, ["child cancelled", "child closed"]),
+    "in_a_task": (1, ["child cancelled", "task told"]),
+    "in_to_thread": (1, ["child cancelled"]),
+    "in_def": (1, ["child cancelled", "thread told"]),
+}
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_a_cancelled_request_cancels_the_calls_made_in_it(
+    parent: DeploymentHandle, seen: Seen, how: str
+) -> None:
+    count, ended = CHILDREN[how]
+    response = getattr(parent, how).remote()
+    seen.wait_for_began(count)
+    response.cancel()
+
+    wait_until(lambda: seen.has_ended(*ended))
+    wait_until(is_idle)
+
+
+def test_it_goes_down_a_chain_to_its_end(parent: DeploymentHandle, seen: Seen) -> None:
+    response = parent.deep.remote(5)
+    seen.wait_for_began()
+    response.cancel()
+
+    wait_until(lambda: seen.has_ended("child cancelled"))
+    wait_until(is_idle)
+
+
+def is_idle() -> bool:
+    deployments = serve.status().applications["default"].deployments.values()
+    return not any(
+        each.queued or any(replica.ongoing for replica in each.replicas) for each in deployments
+    )
+
+
+@pytest.mark.parametrize("how", ["forgets", "fails"])
+def test_a_request_that_ends_by_itself_leaves_its_children_running(
+    parent: DeploymentHandle, seen: Seen, how: str
+) -> None:
+    response = getattr(parent, how).remote()
+    seen.wait_for_began()
+    wait_until(lambda: response._call.settled)
+    response.cancel()
+    seen.may_end.set()
+
+    assert seen.responses[0].result(timeout_s=PATIENCE_S) == "child"
+    assert seen.ended == ["child done"]
+
+
+def test_calls_made_elsewhere_are_not_cancelled_with_it(
+    parent: DeploymentHandle, seen: Seen
+) -> None:
+    response = parent.elsewhere.remote()
+    seen.wait_for_began(2)
+    response.cancel()
+    wait_until(lambda: ongoing("Parent") == 0)
+    seen.may_end.set()
+
+    assert [each.result(timeout_s=PATIENCE_S) for each in seen.responses] == ["child"] * 2
+
+
+def ongoing(name: str) -> int:
+    deployment = serve.status().applications["default"].deployments[name]
+    return sum(replica.ongoing for replica in deployment.replicas)
+
+
+def test_one_request_does_not_cancel_the_children_of_another(
+    parent: DeploymentHandle, seen: Seen
+) -> None:
+    one, other = parent.awaits.remote(), parent.awaits.remote()
+    seen.wait_for_began(2)
+    one.cancel()
+    wait_until(lambda: seen.has_ended("child cancelled"))
+    seen.may_end.set()
+
+    assert other.result(timeout_s=PATIENCE_S) == "child"
+
+
+def test_a_finally_block_may_call_after_the_cancellation(
+    parent: DeploymentHandle, seen: Seen
+) -> None:
+    response = parent.cleans_up.remote()
+    seen.wait_for_began()
+    response.cancel()
+
+    wait_until(lambda: "cleaned up with child" in seen.ended)
+
+
+def test_a_stopped_replica_cancels_the_calls_made_in_it(seen: Seen) -> None:
+    child = bind(serve.deployment(Child), seen)
+    serve.run(child, name="child", route_prefix=None)
+
+    @serve.deployment(graceful_shutdown_timeout_s=0.1)
+    class Caller:
+        async def __call__(self) -> None:
+            seen.responses.append(serve.get_app_handle("child").remote())
+            await asyncio.Event().wait()
+
+    caller = serve.run(bind(Caller), name="caller", route_prefix=None)
+    caller.remote()
+    seen.wait_for_began()
+    serve.delete("caller")
+
+    with pytest.raises(RequestCancelledError):
+        seen.responses[0].result(timeout_s=PATIENCE_S)
+    wait_until(lambda: seen.has_ended("child cancelled"))
+
+
+def test_a_request_keeps_no_call_that_has_ended() -> None:
+    left: list[int] = []
+
+    @serve.deployment
+    class Echo:
+        async def __call__(self, value: int) -> int:
+            return value
+
+    @serve.deployment
+    class Many:
+        def __init__(self, echo: Any) -> None:
+            self.echo = echo
+
+        async def __call__(self, count: int) -> int:
+            total = 0
+            for number in range(count):
+                total += await self.echo.remote(number)
+            left.append(len(CURRENT_CALL.get()._children or ()))
+            return total
+
+    many = serve.run(bind(Many, bind(Echo)), route_prefix=None)
+
+    assert many.remote(1_000).result(timeout_s=PATIENCE_S) == sum(range(1_000))
+    assert left == [0]
+
+
+def test_a_call_that_could_not_be_made_is_no_child() -> None:
+    parent = make_call()
+
+    @serve.deployment
+    class Echo:
+        async def __call__(self, value: Any) -> None: ...
+
+        async def items(self) -> AsyncIterator[int]:
+            yield 1
+
+    handle = serve.run(bind(Echo), route_prefix=None)
+
+    def call() -> None:
+        CURRENT_CALL.set(parent)
+        items = handle.options(method_name="items", stream=True).remote()
+        assert list(items) == [1]
+        with pytest.raises(RuntimeError, match="cannot be passed"):
+            handle.remote(items)
+
+    contextvars.copy_context().run(call)
+    assert not parent._children
+
+
+def test_children_that_come_and_go_while_their_parent_is_cancelled(
+    switch_interval: None,
+) -> None:
+    for _ in range(50):
+        parent, children = make_call(), [make_call() for _ in range(20)]
+        barrier = threading.Barrier(3)
+
+        def adopt(parent: Any = parent, children: Any = children, barrier: Any = barrier) -> None:
+            barrier.wait()
+            for child in children:
+                parent.adopt(child)
+
+        def settle(children: Any = children, barrier: Any = barrier) -> None:
+            barrier.wait()
+            for child in children[::2]:
+                child.settle("answer")
+
+        threads = [threading.Thread(target=each) for each in (adopt, settle)]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        parent.cancel()
+        parent.interrupt()
+        for thread in threads:
+            thread.join()
+        parent.interrupt()
+
+        assert not {child for child in parent._children or () if not child.settled}
+
+
+# `DeploymentResponse.cancel()`, at each stage.
+
+
+def cancelled_as_it_should(response: DeploymentResponse) -> None:
+    response.cancel()
+    response.cancel()  # as often as one likes
+    assert response.cancelled()
+    with pytest.raises(RequestCancelledError, match=f"{response.request_id} was cancelled"):
+        response.result(timeout_s=PATIENCE_S)
+
+    async def wait() -> Any:
+        return await response
+
+    with pytest.raises(RequestCancelledError):
+        asyncio.run(wait())
+
+
+@pytest.fixture
+def one_slot(seen: Seen) -> DeploymentHandle:
+    child = serve.deployment(max_ongoing_requests=1)(Child)
+    return serve.run(bind(child, seen), route_prefix=None)
+
+
+def test_cancel_while_its_arguments_are_on_their_way(
+    one_slot: DeploymentHandle, seen: Seen
+) -> None:
+    argument = one_slot.remote("argument")
+    seen.wait_for_began()
+    waiting = one_slot.remote(argument)
+    cancelled_as_it_should(waiting)
+    seen.may_end.set()
+
+    assert argument.result(timeout_s=PATIENCE_S) == "argument", "its argument is not cancelled"
+    wait_until(is_idle)
+    assert seen.ended == ["argument done"]
+
+
+def test_cancel_while_it_is_queued(one_slot: DeploymentHandle, seen: Seen) -> None:
+    first = one_slot.remote("first")
+    seen.wait_for_began()
+    cancelled_as_it_should(one_slot.remote("queued"))
+    seen.may_end.set()
+
+    assert first.result(timeout_s=PATIENCE_S) == "first"
+    wait_until(is_idle)
+    assert seen.ended == ["first done"]
+
+
+def test_cancel_while_it_runs_async(one_slot: DeploymentHandle, seen: Seen) -> None:
+    response = one_slot.remote("running")
+    seen.wait_for_began()
+    cancelled_as_it_should(response)
+
+    wait_until(lambda: seen.has_ended("running cancelled"))
+    wait_until(is_idle)
+
+
+def test_cancel_while_it_runs_in_a_thread(one_slot: DeploymentHandle, seen: Seen) -> None:
+    response = one_slot.blocking.remote("running")
+    seen.wait_for_began()
+    cancelled_as_it_should(response)
+
+    wait_until(lambda: seen.has_ended("running told"))
+    wait_until(is_idle)
+
+
+def test_cancel_after_it_was_answered_is_nothing(one_slot: DeploymentHandle, seen: Seen) -> None:
+    seen.may_end.set()
+    response = one_slot.remote("done")
+    assert response.result(timeout_s=PATIENCE_S) == "done"
+    response.cancel()
+
+    assert not response.cancelled()
+    assert response.result(timeout_s=PATIENCE_S) == "done"
+
+
+@pytest.mark.parametrize("stage", ["assigned", "queued"])
+def test_cancel_before_the_first_line_means_no_line(stage: str, seen: Seen) -> None:
+    """The replica's loop is busy, so what has a slot has not begun."""
+    gate, entered = threading.Event(), threading.Event()
+
+    @serve.deployment(max_ongoing_requests=2 if stage == "assigned" else 1)
+    class Busy:
+        async def __call__(self) -> None:
+            seen.ended.append("began")
+
+        async def block(self) -> None:
+            entered.set()
+            assert gate.wait(PATIENCE_S)
+
+    handle = serve.run(bind(Busy), route_prefix=None)
+    busy = handle.block.remote()
+    assert entered.wait(PATIENCE_S)
+    response = handle.remote()
+    cancelled_as_it_should(response)
+    gate.set()
+    busy.result(timeout_s=PATIENCE_S)
+    wait_until(is_idle)
+
+    assert seen.ended == []
+
+
+def test_one_hundred_thousand_calls_leave_a_request_as_it_was() -> None:
+    """Of the bookkeeping alone: that a request could make so many is shown above."""
+    parent = make_call()
+    for _ in range(100_000):
+        child = make_call()
+        parent.adopt(child)
+        child.settle(None)
+
+    assert parent._children == set()
