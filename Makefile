@@ -4,7 +4,8 @@ BIN := .venv/bin
 FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench bench-handles test-fastapi test-fastapi-ends clean
+.PHONY: help run test test-reliability check bench bench-handles test-fastapi test-fastapi-ends \
+	clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test
 
@@ -25,6 +26,10 @@ check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+test-reliability: .venv/.test ## Each cell of the reliability matrices 100 times (half an hour)
+	@INGRESS_RELIABILITY_ROUNDS=34 $(BIN)/python -m pytest -s --timeout=900 \
+		tests/reliability tests/test_containment.py
 
 bench: .venv/.test ## Compare with plain FastAPI, side by side in one run (needs wrk)
 	@$(BIN)/python -m benchmarks

@@ -29,6 +29,13 @@ class BrokenRepr(Exception):
     __repr__ = __str__
 
 
+class Unpicklable(Exception):
+    """An error that cannot be copied into another process."""
+
+    def __init__(self) -> None:
+        super().__init__("unpicklable", threading.Lock())
+
+
 class Handled(Exception):
     """An error whose handler raises another."""
 
@@ -56,15 +63,18 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "MemoryError": MemoryError,
     "BaseExceptionGroup": lambda: BaseExceptionGroup("g", [SystemExit(1), ValueError()]),
     "BrokenRepr": BrokenRepr,
+    "Unpicklable": Unpicklable,
     "BackPressureError": lambda: BackPressureError(1, 1, "K"),
 }
 
 
 def boom(name: str) -> None:
+    secret = "a-local-secret", os.environ.get("A_SECRET")
     if name == "RecursionError":
         recurse()
     if name in ERRORS:
         raise ERRORS[name]()
+    del secret
 
 
 @serve.deployment

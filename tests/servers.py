@@ -31,11 +31,19 @@ UVICORN = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", "0"
 PATIENCE_S = 20.0
 """How long anything may take before it counts as hanging."""
 
+ROUNDS = int(os.environ.get("INGRESS_RELIABILITY_ROUNDS", "0"))
+"""How often `make test-reliability` repeats what the default run does once, with fewer flags."""
+
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
-def environment(folder: Path, *, sync: str = "0", separate: str = "1") -> dict[str, str]:
-    """The environment of a process: the flags, and the folder and ours to import from."""
+def environment(
+    folder: Path, *, sync: str = "0", separate: str = "1", router: str | None = None
+) -> dict[str, str]:
+    """The environment of a process: the flags, and the folder and ours to import from.
+
+    `separate` is for user code, and for the router too unless that is given.
+    """
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
@@ -43,7 +51,7 @@ def environment(folder: Path, *, sync: str = "0", separate: str = "1") -> dict[s
         "COLUMNS": "200",
         SYNC_IN_THREADPOOL: sync,
         USER_CODE_IN_SEPARATE_THREAD: separate,
-        ROUTER_IN_SEPARATE_LOOP: separate,
+        ROUTER_IN_SEPARATE_LOOP: router or separate,
     }
 
 

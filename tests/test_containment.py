@@ -1,12 +1,15 @@
 """Whatever user code raises, wherever it stands: its own request fails, and nothing else does.
 
 Each cell of the matrix is one request to a real server and one more after it, which must be served.
+By default the two SEPARATE flags are equal; `make test-reliability` goes through all eight.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import re
 import sys
 import threading
 import traceback
@@ -21,7 +24,16 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
 from tests.containment_app import ERRORS, boom
-from tests.servers import PATIENCE_S, ServerProcess, bind, environment, get, process
+from tests.servers import (
+    PATIENCE_S,
+    ROUNDS,
+    Answer,
+    ServerProcess,
+    bind,
+    environment,
+    get,
+    process,
+)
 
 MAPPED = {"HTTPException": 418, "BackPressureError": 503}
 ENDPOINTS = [
@@ -31,6 +43,23 @@ ENDPOINTS = [
     "yield_dependency",
     "exception_handler",
 ]
+FLAGS = [*itertools.product("01", repeat=3)]
+"""Sync methods in a threadpool, user code in a thread of its own, the router in a loop."""
+
+MATRIX = {
+    "async": "async/",
+    "def-pool": "sync/",  # with the first flag at 1
+    "def-on-loop": "sync/",  # with the first flag at 0
+    "async gen": "agen/",
+    "sync gen": "gen/",
+    "batch": "batch/",
+    "dependency": "plain/def_dependency",
+    "exception handler": "plain/exception_handler",
+    "background task": "plain/background_task",
+    "websocket": "plain/websocket",
+}
+"""Where user code stands, and the path that gets it there."""
+
 UNSENT = ["async/", "sync/", "batch/", "sync_batch/"]
 UNSENT += [*(f"{app}/{e}" for app in ("plain", "middleware") for e in ENDPOINTS)]
 STREAMS = [
@@ -48,16 +77,18 @@ AFTERWARDS = [
 
 @pytest.fixture(
     scope="module",
-    params=["00", "01", "10", "11"],
-    ids=lambda flags: f"sync{flags[0]}-separate{flags[1]}",
+    params=[flags for flags in FLAGS if ROUNDS or flags[1] == flags[2]],
+    ids=lambda flags: "sync{}-user{}-router{}".format(*flags),
 )
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    sync, separate = request.param
+    sync, separate, router = request.param
     folder = tmp_path_factory.mktemp("containment")
     command = [sys.executable, "-m", "tests.containment_app"]
-    with process(command, folder, environment(folder, sync=sync, separate=separate)) as running:
+    environ = environment(folder, sync=sync, separate=separate, router=router)
+    environ["A_SECRET"] = "an-environment-secret"
+    with process(command, folder, environ) as running:
         yield running
         assert running.process.poll() is None, running.output
 
@@ -70,9 +101,35 @@ def outcomes(server: ServerProcess, path: str, parameter: str = "e") -> dict[str
     for name in ERRORS:
         answer = get(port, f"/{path}{joint}{parameter}={name}")
         found[name] = (answer.status, "complete" if answer.is_complete else "cut")
+        tells_nothing(answer, name)
         following = get(port, f"/{path}{joint}{parameter}=nothing")
         assert (following.status, following.is_complete) == (200, True), name
     return found
+
+
+_INSIDE = re.compile(
+    rb"Traceback|\bFile \"|\.py\b|/(tmp|home|root|usr|opt|work)/|site-packages|0x[0-9a-f]{6,}"
+    rb"|a-local-secret|an-environment-secret|raise \w+\(|python|fastapi|starlette|\d+\.\d+\.\d+",
+    re.IGNORECASE,
+)
+"""Paths, source lines, representations of locals, the environment, and versions."""
+
+
+def tells_nothing(answer: Answer, name: str) -> None:
+    """Fail if an answer shows anything of the inside: body, headers, or the status line."""
+    _tells_nothing(answer.raw.partition(b" ")[2], name)  # all but HTTP/1.1
+
+
+def _tells_nothing(raw: bytes, name: str) -> None:
+    found = _INSIDE.search(raw)
+    assert found is None, (name, found, raw)
+
+
+def test_the_matrix_is_complete() -> None:
+    paths = {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
+    assert set(MATRIX.values()) <= paths
+    assert len(ERRORS) == 16
+    print(f"{len(MATRIX) * len(ERRORS)} cells: {len(MATRIX)} places x {len(ERRORS)} errors")
 
 
 @pytest.mark.parametrize("path", UNSENT)
@@ -121,8 +178,10 @@ def websocket(server: ServerProcess, path: str) -> int:
             assert client.recv(timeout=PATIENCE_S) == "hello"
             client.recv(timeout=PATIENCE_S)
     except InvalidStatus as refused:
+        _tells_nothing(bytes(refused.response.body or b""), path)
         return refused.response.status_code
     except ConnectionClosed as closed:
+        _tells_nothing(closed.rcvd.reason.encode() if closed.rcvd is not None else b"", path)
         return 1006 if closed.rcvd is None else closed.rcvd.code
     raise AssertionError("it was not closed")
 

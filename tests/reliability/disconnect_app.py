@@ -1,0 +1,341 @@
+"""Deployments that stay at every stage a request has, and a ledger of what happens to it there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from fastapi import Body, Depends, FastAPI, WebSocket, WebSocketDisconnect
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+import ingress as serve
+from tests.servers import PATIENCE_S
+
+
+class Ledger:
+    """What happened in the server to which request, and when. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._entries: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+        self._gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+    def note(self, key: str, what: str) -> None:
+        with self._condition:
+            self._entries[key].append((what, time.monotonic()))
+            self._condition.notify_all()
+
+    def wait(self, key: str, what: str) -> float:
+        """Wait until it has happened, and return when that was."""
+
+        def happened() -> float | None:
+            return next((when for each, when in self._entries[key] if each == what), None)
+
+        with self._condition:
+            assert self._condition.wait_for(happened, PATIENCE_S), (key, what, self._entries[key])
+            found = happened()
+        assert found is not None
+        return found
+
+    def of(self, key: str) -> list[str]:
+        with self._condition:
+            return [what for what, _ in self._entries[key]]
+
+    def gate(self, key: str) -> threading.Event:
+        """What user code waits for before it goes on."""
+        with self._condition:
+            return self._gates[key]
+
+    async def passed(self, key: str) -> None:
+        while not self.gate(key).is_set():
+            await asyncio.sleep(0.002)
+
+
+ledger = Ledger()
+
+
+# The stages, as user code. `key` is the request's.
+
+
+async def quick(key: str) -> str:
+    ledger.note(key, "began")
+    return "quick"
+
+
+async def hold(key: str) -> str:
+    ledger.note(key, "began")
+    await ledger.passed(key)
+    return "held"
+
+
+async def block(key: str) -> str:
+    ledger.note(key, "began")
+    assert ledger.gate(key).wait(PATIENCE_S)
+    return "blocked"
+
+
+async def running(key: str) -> str:
+    ledger.note(key, "began")
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        ledger.note(key, f"cancelled, requested={serve.cancellation().requested}")
+        raise
+    finally:
+        for _ in range(3):  # a second cancellation would end it here
+            await asyncio.sleep(0.001)
+        ledger.note(key, "finally")
+    return "never"
+
+
+async def swallowing(key: str) -> str:
+    ledger.note(key, "began")
+    turns = 0
+    while turns < 10 or not ledger.gate(key).is_set():
+        try:
+            await asyncio.sleep(0.005)
+            turns += "cancelled" in ledger.of(key)
+            if turns == 10:
+                ledger.note(key, "ten turns later")
+        except asyncio.CancelledError:
+            ledger.note(key, "cancelled")
+    ledger.note(key, "ended")
+    return "swallowed"
+
+
+def until_told(key: str) -> str:
+    ledger.note(key, "began")
+    cancellation, gate = serve.cancellation(), ledger.gate(key)
+    while not cancellation.requested and not gate.is_set():
+        time.sleep(0.001)
+    ledger.note(key, f"requested={cancellation.requested}")
+    assert gate.wait(PATIENCE_S)
+    ledger.note(key, "ended")
+    return "ran on"
+
+
+async def uploaded(key: str, request: Request) -> str:
+    try:
+        async for _ in request.stream():
+            ledger.note(key, "began")
+    except (ClientDisconnect, asyncio.CancelledError):
+        ledger.note(key, "gone")
+        raise
+    finally:
+        await asyncio.sleep(0.001)
+        ledger.note(key, "finally")
+    return "whole"
+
+
+async def items(key: str, chunk: bytes, pause_s: float) -> AsyncIterator[bytes]:
+    try:
+        while True:
+            ledger.note(key, "made")
+            yield chunk
+            if pause_s:
+                await asyncio.sleep(pause_s)
+    finally:
+        await asyncio.sleep(0.001)
+        ledger.note(key, "closed")
+
+
+def def_items(key: str, chunk: bytes, pause_s: float) -> Iterator[bytes]:
+    try:
+        while True:
+            ledger.note(key, "made")
+            yield chunk
+            time.sleep(pause_s)
+    finally:
+        ledger.note(key, "closed")
+
+
+TRICKLE = b"x" * 100, 0.002
+FLOOD = b"x" * 65536, 0.0
+
+
+async def after(key: str) -> None:
+    try:
+        await ledger.passed(key)
+        for _ in range(20):  # several sweeps long
+            await asyncio.sleep(0.005)
+        ledger.note(key, "ended")
+    except asyncio.CancelledError:
+        ledger.note(key, "cancelled")
+        raise
+
+
+def with_background(key: str) -> Response:
+    return Response("ok", background=BackgroundTask(after, key))
+
+
+@serve.deployment
+class Plain:
+    async def __call__(self, request: Request) -> Any:
+        key = request.query_params["key"]
+        match request.path_params.get("stage") or request.url.path.rpartition("/")[2]:
+            case "quick":
+                return await quick(key)
+            case "hold":
+                return await hold(key)
+            case "block":
+                return await block(key)
+            case "running" | "unread":
+                return await running(key)
+            case "swallowing":
+                return await swallowing(key)
+            case "upload":
+                return await uploaded(key, request)
+            case "items":
+                return items(key, *TRICKLE)
+            case "items-blocked":
+                return items(key, *FLOOD)
+            case "response-items":
+                return StreamingResponse(items(key, *TRICKLE))
+            case "response-def-items":
+                return StreamingResponse(def_items(key, *TRICKLE))
+            case "background":
+                return with_background(key)
+        raise AssertionError(request.url.path)
+
+
+@serve.deployment
+class PlainDef:
+    def __call__(self, request: Request) -> Any:
+        key = request.query_params["key"]
+        match request.url.path.rpartition("/")[2]:
+            case "def":
+                return until_told(key)
+            case "def-items":
+                return def_items(key, *TRICKLE)
+            case "def-items-blocked":
+                return def_items(key, *FLOOD)
+        return "quick"
+
+
+async def outer(key: str) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await asyncio.sleep(0.001)
+        ledger.note(key, "outer closed")
+
+
+def middle(key: str, _: Annotated[None, Depends(outer)]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        ledger.note(key, "middle closed")
+
+
+async def inner(key: str, _: Annotated[None, Depends(middle)]) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await asyncio.sleep(0.001)
+        ledger.note(key, "inner closed")
+
+
+def fastapi_class(*, has_middleware: bool) -> type:
+    app = FastAPI()
+    if has_middleware:
+
+        @app.middleware("http")
+        async def middleware(request: Request, call_next: Any) -> Any:
+            return await call_next(request)
+
+    @serve.ingress(app)
+    class Stages:
+        @app.get("/quick")
+        async def quick(self, key: str) -> str:
+            return await quick(key)
+
+        @app.get("/hold")
+        async def hold(self, key: str) -> str:
+            return await hold(key)
+
+        @app.get("/block")
+        async def block(self, key: str) -> str:
+            return await block(key)
+
+        @app.api_route("/running", methods=["GET"])
+        @app.api_route("/unread", methods=["POST"])
+        async def running(self, key: str) -> str:
+            return await running(key)
+
+        @app.get("/swallowing")
+        async def swallowing(self, key: str) -> str:
+            return await swallowing(key)
+
+        @app.get("/def")
+        def until_told(self, key: str) -> str:
+            return until_told(key)
+
+        @app.post("/upload")
+        async def upload(self, key: str, request: Request) -> str:
+            return await uploaded(key, request)
+
+        @app.post("/parameter")
+        async def parameter(self, key: str, value: Annotated[list[int], Body()]) -> str:
+            ledger.note(key, "began")
+            return "called"
+
+        @app.post("/def-parameter")
+        def def_parameter(self, key: str, value: Annotated[list[int], Body()]) -> str:
+            ledger.note(key, "began")
+            return "called"
+
+        @app.get("/items")
+        async def items(self, key: str) -> Response:
+            return StreamingResponse(items(key, *TRICKLE))
+
+        @app.get("/items-blocked")
+        async def items_blocked(self, key: str) -> Response:
+            return StreamingResponse(items(key, *FLOOD))
+
+        @app.get("/def-items")
+        async def def_items(self, key: str) -> Response:
+            return StreamingResponse(def_items(key, *TRICKLE))
+
+        @app.get("/def-items-blocked")
+        async def def_items_blocked(self, key: str) -> Response:
+            return StreamingResponse(def_items(key, *FLOOD))
+
+        @app.get("/background")
+        async def background(self, key: str) -> Response:
+            return with_background(key)
+
+        @app.get("/dependencies")
+        async def dependencies(self, key: str, _: Annotated[None, Depends(inner)]) -> str:
+            return await running(key)
+
+        @app.websocket("/idle")
+        async def idle(self, websocket: WebSocket, key: str) -> None:
+            await websocket.accept()
+            ledger.note(key, "began")
+            try:
+                await websocket.receive_text()
+            except WebSocketDisconnect as gone:
+                ledger.note(key, f"disconnect {gone.code}")
+            finally:
+                await asyncio.sleep(0.001)
+                ledger.note(key, "closed")
+
+        @app.websocket("/sending")
+        async def sending(self, websocket: WebSocket, key: str) -> None:
+            await websocket.accept()
+            ledger.note(key, "began")
+            try:
+                while True:
+                    await websocket.send_bytes(FLOOD[0])
+                    ledger.note(key, "made")
+            finally:
+                await asyncio.sleep(0.001)
+                ledger.note(key, "closed")
+
+    return Stages

@@ -1,0 +1,553 @@
+"""A client that leaves, at every stage of its request: what stops, when, and what does not.
+
+Each test is one cell: a stage, a kind of application, a way to leave, an HTTP parser, and the
+SEPARATE flags. In it several clients are at the same stage at once, and leave at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from uvicorn.config import HTTP_PROTOCOLS
+
+import ingress as serve
+from ingress.engines import current_engine
+from tests.reliability.disconnect_app import Plain, PlainDef, fastapi_class, ledger
+from tests.servers import ROUNDS, Answer, Connection, bind, get, set_flags, wait_until
+
+CLIENTS = 3  # in one cell at once
+PROMPT_S = 0.1
+SOON_S = 0.5
+NOISE_S = 0.2
+"""What a machine that others use may add to a figure: clients and server are one process here."""
+
+KINDS = ["plain", "fastapi", "middleware"]
+MEGABYTE = 2**20
+UPGRADE = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+
+
+# The server and the clients.
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """What a server leaves is looked at when it has ended."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(http, separate, "1") for http in ("httptools", "h11") for separate in "10"],
+    ids=lambda param: "{}-separate{}-sync{}".format(*param),
+)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    http, separate, sync = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        before = threads()
+        patch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS[http])
+        set_flags(patch, separate, sync)
+        serve.start({"port": 0})
+        try:
+            deploy("plain", Plain)
+            deploy("plain-def", PlainDef)
+            for kind in ("fastapi", "middleware"):
+                stages = fastapi_class(has_middleware=kind == "middleware")
+                deploy(kind, serve.deployment(stages))
+            (url,) = serve.status().proxies
+            yield Server(int(url.rpartition(":")[2]), is_separate=separate == "1")
+        finally:
+            serve.shutdown()
+        wait_until(lambda: threads() <= before)
+
+
+def threads() -> set[threading.Thread]:
+    """All but those that watch over how long a test takes."""
+    return {each for each in threading.enumerate() if not isinstance(each, threading.Timer)}
+
+
+def deploy(name: str, deployment: Any) -> None:
+    """Serve it twice: with plenty of slots, and as `{name}-1` with one."""
+    for suffix, slots in (("", 100), ("-1", 1)):
+        application = bind(deployment.options(max_ongoing_requests=slots))
+        serve.run(application, name=name + suffix, route_prefix=f"/{name}{suffix}")
+
+
+class Server:
+    def __init__(self, port: int, *, is_separate: bool) -> None:
+        self.port = port
+        self.is_separate = is_separate
+
+    def ongoing(self, name: str) -> int:
+        """How many requests hold a slot."""
+        (deployment,) = serve.status().applications[name].deployments.values()
+        return sum(replica.ongoing for replica in deployment.replicas)
+
+    def queued(self, name: str) -> int:
+        (deployment,) = serve.status().applications[name].deployments.values()
+        return deployment.queued
+
+    def in_flight(self) -> int:
+        """How many requests the proxy has not ended with; those of clients seen to be gone it has.
+
+        The one look inside: nothing of a cancellation before the first line shows outside.
+        """
+        return len(current_engine()._proxy._in_flight)
+
+
+class Client:
+    """One connection at one stage, and its key in the ledger."""
+
+    _count = 0
+
+    def __init__(self, server: Server, path: str, **request: Any) -> None:
+        Client._count += 1
+        self.key = str(Client._count)
+        self.server = server
+        buffer = request.pop("receive_buffer", None)
+        body = request.pop("body", None)
+        self.connection = Connection(server.port, receive_buffer=buffer)
+        self.connection.request(f"{path}?key={self.key}", **request)
+        if body is not None:
+            self.connection.send(body)
+
+    def leave(self, how: str) -> float:
+        """Close the connection, and return when that was."""
+        if how == "RST":
+            self.connection.reset()
+        else:
+            self.connection.socket.shutdown(socket.SHUT_WR)
+            self.connection.socket.close()
+        return time.monotonic()
+
+
+class Cell:
+    """The clients of one cell, in rounds."""
+
+    def __init__(self, server: Server, name: str, how: str) -> None:
+        self.server = server
+        self.name = name
+        self.how = how
+
+    def clients(self, stage: str, count: int = CLIENTS, /, **request: Any) -> list[Client]:
+        return [Client(self.server, f"/{self.name}/{stage}", **request) for _ in range(count)]
+
+    def began(self, clients: list[Client]) -> None:
+        for client in clients:
+            ledger.wait(client.key, "began")
+
+    def leave(self, clients: list[Client]) -> float:
+        return max([client.leave(self.how) for client in clients])
+
+    def happened(self, clients: list[Client], what: str, left: float, within_s: float) -> None:
+        """Fail unless it happened to all clients within a time after they left."""
+        for client in clients:
+            took_s = ledger.wait(client.key, what) - left
+            figures[what, within_s].append(took_s)
+            assert took_s <= within_s + NOISE_S, (what, ledger.of(client.key))
+
+    def is_over(self) -> None:
+        """Wait until every slot is free, and see that the next request gets one."""
+        wait_until(lambda: self.server.ongoing(self.name) == 0)
+        assert get(self.server.port, f"/{self.name}/quick?key=next").status == 200
+
+
+figures: defaultdict[tuple[str, float], list[float]] = defaultdict(list)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def print_figures() -> Iterator[None]:
+    yield
+    for (what, within_s), took_s in sorted(figures.items()):
+        took_ms = sorted(each * 1e3 for each in took_s)
+        print(
+            f"{what:28} <= {within_s * 1e3:.0f} ms: {len(took_ms):6} times, median "
+            f"{took_ms[len(took_ms) // 2]:.1f} ms, slowest {took_ms[-1]:.1f} ms"
+        )
+
+
+@pytest.fixture(params=["FIN", "RST"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+on_loop = pytest.mark.parametrize(
+    "server",
+    [(http, separate, "0") for http in ("httptools", "h11") for separate in "10"],
+    ids=lambda param: "{}-separate{}-sync{}".format(*param),
+    indirect=True,
+)
+fastapi_kinds = pytest.mark.parametrize("kind", KINDS[1:])
+
+
+def rounds(test: Callable[[], None]) -> None:
+    for _ in range(ROUNDS or 1):
+        test()
+
+
+@fastapi_kinds
+@pytest.mark.parametrize("stage", ["parameter", "def-parameter"])
+def test_an_endpoint_whose_body_never_came_whole_is_not_called(
+    server: Server, kind: str, how: str, stage: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        body: dict[str, Any] = {
+            "method": "POST",
+            "headers": "Content-Length: 10\r\n",
+            "body": b"[1,",
+        }
+        clients = cell.clients(stage, **body)
+        wait_until(lambda: server.ongoing(kind) == CLIENTS)
+        left = cell.leave(clients)
+        wait_until(lambda: server.ongoing(kind) == 0)
+        took_s = time.monotonic() - left
+        figures["slot freed", PROMPT_S].append(took_s)
+        assert took_s <= PROMPT_S + NOISE_S
+        cell.is_over()
+        assert [ledger.of(client.key) for client in clients] == [[]] * CLIENTS
+
+    rounds(round_)
+
+
+@kinds
+def test_who_reads_the_body_is_told_that_it_ended_early(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        body: dict[str, Any] = {
+            "method": "POST",
+            "headers": "Content-Length: 10\r\n",
+            "body": b"abc",
+        }
+        clients = cell.clients("upload", **body)
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "gone", left, PROMPT_S)
+        cell.happened(clients, "finally", left, PROMPT_S)
+        cell.is_over()
+        assert all(ledger.of(each.key) == ["began", "gone", "finally"] for each in clients)
+
+    rounds(round_)
+
+
+@kinds
+def test_the_end_behind_a_body_that_nobody_reads_is_seen(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        body: dict[str, Any] = {
+            "headers": f"Content-Length: {4 * MEGABYTE}\r\n",
+            "body": bytes(MEGABYTE // 2),
+        }
+        clients = cell.clients("unread", method="POST", **body)
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "cancelled, requested=True", left, PROMPT_S)
+        cell.happened(clients, "finally", left, PROMPT_S)
+        cell.is_over()
+
+    rounds(round_)
+
+
+@kinds
+def test_who_waits_in_the_queue_never_reaches_a_replica(
+    server: Server, kind: str, how: str
+) -> None:
+    name = f"{kind}-1"
+    cell = Cell(server, name, how)
+
+    def round_() -> None:
+        occupants = cell.clients("hold", 1)
+        cell.began(occupants)
+        clients = cell.clients("quick")
+        wait_until(lambda: server.queued(name) == CLIENTS)
+        left = cell.leave(clients)
+        wait_until(lambda: server.queued(name) == 0)
+        took_s = time.monotonic() - left
+        figures["left the queue", PROMPT_S].append(took_s)
+        assert took_s <= PROMPT_S + NOISE_S
+        finish(occupants, 200)
+        cell.is_over()
+        assert [ledger.of(client.key) for client in clients] == [[]] * CLIENTS
+
+    rounds(round_)
+
+
+def finish(clients: list[Client], status: int) -> None:
+    """Let the clients that stayed have their answers."""
+    for client in clients:
+        ledger.gate(client.key).set()
+        answer = client.connection.receive_until(b"\r\n\r\n")
+        assert Answer(answer).status == status
+        client.connection.socket.close()
+
+
+@fastapi_kinds
+def test_who_has_a_slot_and_has_not_started_never_does(server: Server, kind: str, how: str) -> None:
+    if not server.is_separate:
+        pytest.skip("there, what has a slot has started")
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        occupants = cell.clients("block", 1)
+        cell.began(occupants)
+        clients = cell.clients("quick")
+        wait_until(lambda: server.ongoing(kind) == 1 + CLIENTS)
+        cell.leave(clients)
+        wait_until(lambda: server.in_flight() == 1)
+        finish(occupants, 200)
+        cell.is_over()
+        assert [ledger.of(client.key) for client in clients] == [[]] * CLIENTS
+
+    rounds(round_)
+
+
+@kinds
+def test_running_async_code_is_cancelled_once_and_its_finally_runs(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("running")
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "cancelled, requested=True", left, PROMPT_S)
+        cell.happened(clients, "finally", left, PROMPT_S)
+        cell.is_over()
+        once = ["began", "cancelled, requested=True", "finally"]
+        assert [ledger.of(client.key) for client in clients] == [once] * CLIENTS
+
+    rounds(round_)
+
+
+@kinds
+def test_code_that_swallows_its_cancellation_gets_one_and_keeps_its_slot(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("swallowing")
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "cancelled", left, PROMPT_S)
+        for client in clients:
+            ledger.wait(client.key, "ten turns later")
+        assert server.ongoing(kind) == CLIENTS
+        for client in clients:
+            ledger.gate(client.key).set()
+        cell.is_over()
+        once = ["began", "cancelled", "ten turns later", "ended"]
+        assert [ledger.of(client.key) for client in clients] == [once] * CLIENTS
+
+    rounds(round_)
+
+
+@pytest.mark.parametrize("kind", ["plain-def", "fastapi", "middleware"])
+def test_def_in_a_thread_sees_it_and_keeps_its_slot_until_it_returns(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("def")
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "requested=True", left, PROMPT_S)
+        for number, client in enumerate(clients):
+            assert server.ongoing(kind) == CLIENTS - number
+            ledger.gate(client.key).set()
+            wait_until(lambda n=number: server.ongoing(kind) == CLIENTS - n - 1)  # type: ignore[misc]
+            assert ledger.of(client.key)[-1] == "ended"
+        cell.is_over()
+
+    rounds(round_)
+
+
+@on_loop
+def test_def_on_the_loop_runs_to_its_end_and_then_frees_its_slot(server: Server, how: str) -> None:
+    cell = Cell(server, "plain-def", how)
+
+    def round_() -> None:
+        for _ in range(CLIENTS):  # one after the other: each has the loop for itself
+            (client,) = clients = cell.clients("def", 1)
+            cell.began(clients)
+            left = cell.leave(clients)
+            if server.is_separate:  # else the server's own loop is the one that is blocked
+                cell.happened(clients, "requested=True", left, PROMPT_S)
+                assert server.ongoing(cell.name) == 1
+            ledger.gate(client.key).set()
+            cell.is_over()
+            assert ledger.of(client.key)[-1] == "ended"
+
+    rounds(round_)
+
+
+STREAMS = [
+    ("plain", "items"),
+    ("plain", "response-items"),
+    ("plain", "response-def-items"),
+    ("plain-def", "def-items"),
+    *((kind, stage) for kind in KINDS[1:] for stage in ("items", "def-items")),
+]
+BLOCKED = [
+    ("plain", "items-blocked"),
+    ("plain-def", "def-items-blocked"),
+    *((kind, stage) for kind in KINDS[1:] for stage in ("items-blocked", "def-items-blocked")),
+]
+
+
+@pytest.mark.parametrize(("kind", "stage"), STREAMS)
+def test_a_stream_is_closed_between_two_items(
+    server: Server, kind: str, stage: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients(stage)
+        for client in clients:
+            client.connection.receive_until(b"xxx")
+        left = cell.leave(clients)
+        cell.happened(clients, "closed", left, SOON_S)
+        cell.is_over()
+        assert all(ledger.of(client.key).count("closed") == 1 for client in clients)
+
+    rounds(round_)
+
+
+@on_loop
+def test_a_generator_on_the_loop_is_closed_between_two_items(server: Server, how: str) -> None:
+    cell = Cell(server, "plain-def", how)
+
+    def round_() -> None:
+        clients = cell.clients("def-items")
+        for client in clients:
+            client.connection.receive_until(b"xxx")
+        left = cell.leave(clients)
+        cell.happened(clients, "closed", left, SOON_S)
+        cell.is_over()
+
+    rounds(round_)
+
+
+def stalled(clients: list[Client]) -> None:
+    """Wait until nothing more is made, because nobody takes it."""
+    before: list[int] = []
+    while (made := [len(ledger.of(client.key)) for client in clients]) != before:
+        before = made
+        time.sleep(0.03)
+
+
+@pytest.mark.parametrize(("kind", "stage"), BLOCKED)
+def test_a_stream_that_waits_for_its_client_is_freed_and_closed(
+    server: Server, kind: str, stage: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients(stage, receive_buffer=4096)
+        for client in clients:
+            client.connection.receive_until(b"xxx")
+        stalled(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "closed", left, SOON_S)
+        cell.is_over()
+
+    rounds(round_)
+
+
+@fastapi_kinds
+def test_an_idle_websocket_is_told(server: Server, kind: str, how: str) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("idle", headers=UPGRADE)
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "closed", left, SOON_S)
+        cell.is_over()
+        for client in clients:
+            began, told, closed = ledger.of(client.key)
+            assert (began, closed) == ("began", "closed")
+            assert told in ("disconnect 1005", "disconnect 1006")
+
+    rounds(round_)
+
+
+@fastapi_kinds
+def test_a_websocket_that_waits_for_its_client_is_freed(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("sending", headers=UPGRADE, receive_buffer=4096)
+        for client in clients:
+            client.connection.receive_until(b"xxx")
+        stalled(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "closed", left, SOON_S)
+        cell.is_over()
+
+    rounds(round_)
+
+
+@kinds
+def test_a_background_task_after_the_whole_answer_runs_to_its_end(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("background")
+        for client in clients:
+            client.connection.receive_until(b"\r\n\r\nok")
+        cell.leave(clients)
+        for client in clients:
+            ledger.gate(client.key).set()
+        for client in clients:
+            ledger.wait(client.key, "ended")
+        cell.is_over()
+        assert [ledger.of(client.key) for client in clients] == [["ended"]] * CLIENTS
+
+    rounds(round_)
+
+
+@fastapi_kinds
+def test_yield_dependencies_are_torn_down_from_the_inside_out(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("dependencies")
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "outer closed", left, SOON_S)
+        cell.is_over()
+        for client in clients:
+            assert ledger.of(client.key) == [
+                "began",
+                "cancelled, requested=True",
+                "finally",
+                "inner closed",
+                "middle closed",
+                "outer closed",
+            ]
+
+    rounds(round_)
