@@ -17,6 +17,7 @@ from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 from starlette.requests import ClientDisconnect
+from starlette.websockets import WebSocketDisconnect
 
 from ingress import execution
 from ingress.asgi import BoundApp
@@ -32,6 +33,7 @@ from ingress.exceptions import (
 from ingress.execution import ExecutionPlan, Role
 from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
 from ingress.models import Models
+from ingress.scopes import cancel_once
 from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
 from ingress.types import ReplicaID
 from ingress.user_code import UserCode
@@ -50,6 +52,8 @@ class ReplicaState(Enum):
     STOPPED = "STOPPED"
 
 
+# What user code lets out when it notices, before or instead of its cancellation.
+_TOLD = (RequestCancelledError, StreamClosedError, ClientDisconnect, WebSocketDisconnect)
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.
@@ -188,7 +192,7 @@ class Replica:
     def _cancel(self, call: Call) -> None:
         task = self._calls.get(call)
         if task is not None:
-            task.cancel()
+            cancel_once(task)
         call.interrupt()
 
     def admit(self, call: Call) -> bool:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyio._backends._asyncio import CancelScope, _task_states
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.exceptions import StreamClosedError, UserCodeExit
 from ingress.execution import may_leave
+from ingress.scopes import OnceScope
 
 ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""
@@ -85,38 +85,20 @@ def _note(scope: Scope, error: Exception) -> None:
         answer.failure = error
 
 
-class _Once(CancelScope):
-    """A scope that passes its parent's cancellation on to its task once.
+class GuardInTask(Guard):
+    """A guard below a `BaseHTTPMiddleware`, which runs it in a task of an AnyIO group.
 
-    A cancelled AnyIO scope cancels what is in it at every turn of the loop: a `finally` block that
-    awaits would be cancelled again, and code that swallows a cancellation would get thousands.
-    Overrides the one method of AnyIO's that delivers; without it, AnyIO's way is what remains.
+    A `finally` block that awaits would be cancelled there again and again, and code that swallows a
+    cancellation would get thousands.
     """
 
-    __slots__ = ()
-
-    def _deliver_cancellation(self, origin: CancelScope) -> bool:
-        assert self._host_task is not None
-        inner: CancelScope | None = _task_states[self._host_task].cancel_scope
-        while inner is not None and inner is not self:
-            if inner.shield:
-                return False  # AnyIO asks again when that scope ends
-            inner = inner._parent_scope
-        # First: AnyIO's own functions wait, in a cancelled scope, for it to cancel them.
-        self._shield = True
-        # Not with AnyIO's message: a scope inside would take this for a cancellation of its own.
-        self._host_task.cancel()
-        return False
-
-
-class GuardInTask(Guard):
-    """A guard below a `BaseHTTPMiddleware`, which runs it in a task of an AnyIO group."""
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _Once() as once:
+        with OnceScope() as once:
 
             async def send_if_wanted(message: Message) -> None:
-                if once.shield:  # the middleware takes nothing any more: it would wait for ever
+                if (
+                    once.is_cancelled
+                ):  # the middleware takes nothing any more: it would wait for ever
                     raise StreamClosedError("the request was cancelled")
                 await send(message)
 

@@ -241,6 +241,14 @@ async def inner(key: str, _: Annotated[None, Depends(middle)]) -> AsyncIterator[
         ledger.note(key, "inner closed")
 
 
+def in_dependency(key: str) -> Iterator[None]:
+    try:
+        until_told(key)
+        yield
+    finally:
+        ledger.note(key, "closed")
+
+
 def fastapi_class(*, has_middleware: bool) -> type:
     app = FastAPI()
     if has_middleware:
@@ -275,6 +283,11 @@ def fastapi_class(*, has_middleware: bool) -> type:
         @app.get("/def")
         def until_told(self, key: str) -> str:
             return until_told(key)
+
+        @app.get("/def-dependency")
+        async def in_dependency(self, key: str, _: Annotated[None, Depends(in_dependency)]) -> str:
+            await asyncio.sleep(PATIENCE_S)
+            return "never"
 
         @app.post("/upload")
         async def upload(self, key: str, request: Request) -> str:

@@ -379,6 +379,29 @@ def test_def_in_a_thread_sees_it_and_keeps_its_slot_until_it_returns(
     rounds(round_)
 
 
+@fastapi_kinds
+def test_a_dependency_in_a_thread_keeps_the_slot_until_it_returns_and_is_torn_down(
+    server: Server, kind: str, how: str
+) -> None:
+    cell = Cell(server, kind, how)
+
+    def round_() -> None:
+        clients = cell.clients("def-dependency")
+        cell.began(clients)
+        left = cell.leave(clients)
+        cell.happened(clients, "requested=True", left, PROMPT_S)
+        if server.is_separate:  # else it is the server's own task that stays with the thread
+            wait_until(lambda: server.in_flight() == 0)
+        assert server.ongoing(kind) == CLIENTS
+        for client in clients:
+            ledger.gate(client.key).set()
+        cell.is_over()
+        whole = ["began", "requested=True", "ended", "closed"]
+        assert [ledger.of(client.key) for client in clients] == [whole] * CLIENTS
+
+    rounds(round_)
+
+
 @on_loop
 def test_def_on_the_loop_runs_to_its_end_and_then_frees_its_slot(server: Server, how: str) -> None:
     cell = Cell(server, "plain-def", how)
@@ -478,6 +501,8 @@ def test_an_idle_websocket_is_told(server: Server, kind: str, how: str) -> None:
     def round_() -> None:
         clients = cell.clients("idle", headers=UPGRADE)
         cell.began(clients)
+        for client in clients:
+            client.connection.receive_until(b"101 Switching Protocols")
         left = cell.leave(clients)
         cell.happened(clients, "closed", left, SOON_S)
         cell.is_over()
