@@ -63,6 +63,7 @@ class Exchange(Call):
     _pump_waits = False
     _disconnected = False
     _is_complete = False
+    _is_closed = False
     _is_stopped = False
     _is_cut = False
     _task: asyncio.Task[Any] | None = None
@@ -141,8 +142,6 @@ class Exchange(Call):
         except BaseException as error:
             # The server refused a message. It is not the work that failed, so that must be ended.
             self._disconnected = isinstance(error, OSError)
-            if self._outbound is not None:
-                self._outbound.close()
             self.cancel()
             if not self._disconnected:
                 raise
@@ -282,7 +281,7 @@ class Exchange(Call):
 
     def open(self, outbound: Channel) -> None:
         self._outbound = outbound
-        if self._disconnected or self._has_left:
+        if self._is_closed:
             outbound.close()
         # A stream's client may leave at any time: read on from the server to notice.
         self.pump()
@@ -359,12 +358,23 @@ class Exchange(Call):
         if self._ended or self._is_complete or self._disconnected:
             return
         self._disconnected = self.is_interrupted = True
-        if self._outbound is not None:
-            self._outbound.close()
         if self.is_http:
             self.cancel()
         else:
+            self._close()
             self.loop.call_later(HEARING_S, self._cancel_unless_heard)
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        # Not before: user code whose `send` failed cleans up, and its cancellation must not come
+        # in the middle of that.
+        self._post(self._close)
+
+    def _close(self) -> None:
+        """Have what user code sends from now on fail."""
+        self._is_closed = True
+        if self._outbound is not None:
+            self._outbound.close()
 
     def _cancel_unless_heard(self) -> None:
         """Cancel the handler of a WebSocket that goes on as if its client were there.

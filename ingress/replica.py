@@ -53,11 +53,10 @@ class ReplicaState(Enum):
 
 
 # What user code lets out when it notices, before or instead of its cancellation.
-_TOLD = (RequestCancelledError, StreamClosedError, ClientDisconnect, WebSocketDisconnect)
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.
-_TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError)
+_TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDisconnect)
 
 
 class Replica:
