@@ -32,7 +32,7 @@ class BrokenRepr(Exception):
 class Unpicklable(Exception):
     """An error that cannot be copied into another process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         super().__init__("unpicklable", threading.Lock())
 
 
