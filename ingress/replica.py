@@ -52,7 +52,6 @@ class ReplicaState(Enum):
     STOPPED = "STOPPED"
 
 
-# What user code lets out when it notices, before or instead of its cancellation.
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.

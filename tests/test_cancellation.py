@@ -13,7 +13,7 @@ import pytest
 
 import ingress as serve
 from ingress.call import CURRENT_CALL
-from ingress.exceptions import RequestCancelledError
+from ingress.exceptions import RequestCancelledError, RequestTimeoutError
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from tests.fakes import bind, make_call
 from tests.servers import PATIENCE_S, set_flags, wait_until
@@ -94,12 +94,12 @@ def test_check_raises_in_the_name_of_the_request() -> None:
     context.run(CURRENT_CALL.set, call)
     cancellation = context.run(serve.cancellation)
     cancellation.check()
-    call.cancel(TimeoutError("too late"))
+    call.cancel(RequestTimeoutError(call.metadata.request_id, 1.0))
 
     assert cancellation.requested
     with pytest.raises(RequestCancelledError, match=call.metadata.request_id) as caught:
         cancellation.check()
-    assert isinstance(caught.value.__cause__, TimeoutError)
+    assert isinstance(caught.value.__cause__, RequestTimeoutError)
     assert call.error is caught.value.__cause__
 
 
