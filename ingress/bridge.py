@@ -1,20 +1,21 @@
-"""What user code on a loop of its own calls as `receive` and `send`.
+"""What user code calls as `receive` and `send`.
 
     the user loop                              the server's loop
     send()     one complete response           -> Exchange.complete, start and body together
                a stream, item by item          -> a Channel, which Exchange.open gets
-    receive()  body, messages, disconnect      <- the channel that Exchange.pump fills
+    receive()  body, messages, disconnect      <- the channel that the Listener fills
 
-On the server's own loop there is nothing to cross, and `Exchange` has its own two functions.
+`Bridge` is for user code on a loop of its own. On the server's there is nothing to cross: `Direct`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from starlette.types import Message
 
-from ingress.channel import Channel
+from ingress.channel import YIELD_EVERY, Channel
 from ingress.exceptions import StreamClosedError
 from ingress.loops import Mailbox
 from ingress.messages import channel_for, size_of
@@ -31,6 +32,9 @@ class Client(Protocol):
     is_heard: bool
     has_answer: bool
 
+    @property
+    def is_gone(self) -> bool: ...
+
     def complete(self, start: Message, body: Message) -> None: ...
 
     def open(self, outbound: Channel) -> None: ...
@@ -38,6 +42,8 @@ class Client(Protocol):
     def pump(self) -> None: ...
 
     async def take(self) -> Message: ...
+
+    async def pass_on(self, message: Message) -> None: ...
 
 
 class Bridge:
@@ -100,3 +106,35 @@ class Bridge:
         except StreamClosedError:
             self._client.is_heard = True
             raise
+
+
+class Direct:
+    """Owned by the loop that both sides live on."""
+
+    __slots__ = ("_chunks", "_client", "_first")
+
+    def __init__(self, client: Client, first: Message | None) -> None:
+        self._client = client
+        self._first = first
+        self._chunks = 0
+
+    async def receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        self._client.pump()
+        return await self._client.take()
+
+    async def send(self, message: Message) -> None:
+        if self._client.is_gone:
+            self._client.is_heard = True
+            raise StreamClosedError("the client of this request is gone")
+        if message.get("more_body"):
+            self._client.pump()
+            self._chunks += 1
+            if self._chunks % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        await self._client.pass_on(message)
+
+    def finish(self) -> None:
+        """Nothing is on its way."""

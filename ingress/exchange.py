@@ -1,13 +1,13 @@
-"""One HTTP request or WebSocket between the server's loop and the replica's.
+"""One request between the server's loop and the replica's.
 
     the server's loop                                the user loop
     respond()  <-- complete response: one post ----- Bridge.send()     start and body together
                <-- Channel ------------------------- Bridge.send()     a stream, item by item
-    _pump()    --- Channel ------------------------> Bridge.receive()  body, messages, disconnect
+    Listener   --- Channel ------------------------> Bridge.receive()  body, messages, disconnect
 
 If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
-`send` and `receive` go straight to the server. With a deadline the call has a task of its own even
-then: the server's must be free to answer on time, while a thread runs on.
+`Direct` stands where `Bridge` does. With a deadline the call has a task of its own even then: the
+server's must be free to answer on time, while a thread runs on.
 """
 
 from __future__ import annotations
@@ -17,28 +17,19 @@ from contextvars import copy_context
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
-from starlette.websockets import WebSocketDisconnect
 
 from ingress.asgi import route_template
-from ingress.bridge import Bridge
+from ingress.bridge import Bridge, Direct
 from ingress.call import Call, Runner
-from ingress.channel import YIELD_EVERY, Channel, EndOfStream
-from ingress.exceptions import (
-    DeploymentUnavailableError,
-    RequestCancelledError,
-    StreamClosedError,
-)
+from ingress.channel import Channel, EndOfStream
+from ingress.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ingress.listener import Listener
 from ingress.loops import mailbox_of, running_loop
-from ingress.messages import INTERNAL_ERROR, NORMAL, channel_for, joined, size_of
-from ingress.peer import has_left
+from ingress.messages import joined, with_request_id
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
 
-# How long the handler of a WebSocket whose client is gone may take, to notice and to clean up.
-HEARING_S = 0.25
-CLEANUP_S = 5.0
-_TOLD = (WebSocketDisconnect, StreamClosedError, RequestCancelledError)
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
@@ -56,24 +47,19 @@ class Exchange(Call):
     _assigned_here = False
     _ended = False
     _response: tuple[Message, Message] | None = None
-    _inbound: Channel | None = None
+    _listener: Listener | None = None
     _outbound: Channel | None = None
     _is_forwarding = False
-    _pump_task: asyncio.Task[None] | None = None
-    _pump_waits = False
     _disconnected = False
     _is_complete = False
     _is_closed = False
     _is_stopped = False
     _is_cut = False
     _task: asyncio.Task[Any] | None = None
-    _is_accepted = False
     is_heard = False
     _told: int | None = None
-    _goodbye: Message | None = None
     _has_left = False
     _template = ""
-    _chunks = 0
 
     def __init__(
         self,
@@ -97,13 +83,18 @@ class Exchange(Call):
         self._expects_more = has_body or not self.is_http
 
     @property
-    def inbound(self) -> Channel:
-        """What the client sends, for user code. Made at first use, which may be on either loop."""
-        if self._inbound is None:
+    def listener(self) -> Listener:
+        """Made at first use, which may be on either loop: most requests never need it."""
+        if self._listener is None:
             with self._lock:
-                if self._inbound is None:
-                    self._inbound = channel_for(is_http=self.is_http)
-        return self._inbound
+                if self._listener is None:
+                    self._listener = Listener(
+                        self._receive,
+                        is_http=self.is_http,
+                        passes_on=self._expects_more,
+                        on_gone=self._on_disconnect,
+                    )
+        return self._listener
 
     @property
     def is_stream(self) -> bool:
@@ -112,9 +103,8 @@ class Exchange(Call):
 
     @property
     def deadline(self) -> float | None:
-        """What its children have to keep to; not those of a WebSocket, nor of a background task."""
-        has_none = self.has_answer or self._is_complete or not self.is_http
-        return None if has_none else self.metadata.deadline
+        """What its children have to keep to; not those of a background task."""
+        return None if self.has_answer or self._is_complete else self.metadata.deadline
 
     async def respond(self) -> None:
         """Have the request served and send the answer. Raises what the call failed with."""
@@ -149,17 +139,16 @@ class Exchange(Call):
             self._has_left = True
             if self._assigned_here and self.runner is not None:
                 self.runner.release(self)  # it was given a slot, and cancelled before it resumed
-            if self._pump_task is not None:
-                self._pump_task.cancel()
-        failure = self.error
-        if self.is_http:
-            if self._disconnected:
-                return
-        else:
-            if isinstance(failure, _TOLD) and (self._disconnected or self._told is not None):
-                failure = None  # what it made of being told, or that it did not listen
-            if self._is_accepted and not self._is_complete and not self._disconnected:
-                await self._close_websocket(failure)
+            if self._listener is not None:
+                self._listener.stop()
+        await self._conclude()
+
+    async def _conclude(self) -> None:
+        """Raise what the client has yet to be told, now that there is nothing more to send."""
+        if not self._disconnected:
+            self._raise(self.error)
+
+    def _raise(self, failure: BaseException | None) -> None:
         if self._is_stopped and not self._is_cut and isinstance(failure, RequestCancelledError):
             if self._is_complete:
                 return  # it was a background task
@@ -176,14 +165,6 @@ class Exchange(Call):
         """Return the next attempt, after a pause, or `None` if this failure is final."""
         return None
 
-    async def _close_websocket(self, error: BaseException | None) -> None:
-        """Close what user code left open."""
-        code = self._told or (NORMAL if error is None else INTERNAL_ERROR)
-        try:
-            await self._send({"type": "websocket.close", "code": code})
-        except OSError:
-            pass  # the client was quicker
-
     async def _answer(self) -> None:
         """Send what comes from the replica until the call has ended."""
         while True:
@@ -192,7 +173,8 @@ class Exchange(Call):
                 await self._serve_here()
             elif self._response is not None:
                 (start, body), self._response = self._response, None
-                await self._send(self._begun(start))
+                self.started = True
+                await self._send(with_request_id(start, self.metadata.request_id))
                 self._is_complete = True
                 await self._send(body)
             elif self._outbound is not None and not self._is_forwarding:
@@ -238,10 +220,8 @@ class Exchange(Call):
         self._post(self._expire)
 
     def _expire(self) -> None:
-        # A response that is complete was in time. A WebSocket that was accepted has no deadline,
-        # as in Ray.
-        if self._is_complete or self._has_left or (self.started and not self.is_http):
-            return
+        if self._is_complete or self._has_left:
+            return  # a response that is complete was in time
         assert self._task is not None
         self._is_cut = True
         # It may wait for the body, for the client to take a chunk, or for the call's end.
@@ -287,17 +267,6 @@ class Exchange(Call):
         self.pump()
         self._wake()
 
-    def _begun(self, message: Message) -> Message:
-        """Return the start of a response, with the request's id among its headers."""
-        self.started = True
-        headers = list(message.get("headers", ()))
-        for name, _ in headers:
-            if name == b"x-request-id":
-                break
-        else:
-            headers.append((b"x-request-id", self.metadata.request_id.encode()))
-        return {**message, "headers": headers}
-
     async def _forward(self, outbound: Channel) -> None:
         """Send a stream, message by message, at the client's pace."""
         while True:
@@ -305,64 +274,54 @@ class Exchange(Call):
                 messages = await outbound.get_many()
             except EndOfStream:
                 return
-            try:
-                for message in joined(messages):
-                    await self._pass_on(message)
-            except OSError:
-                if self.is_http:
-                    raise
-                self._on_disconnect()  # its handler hears of it when it sends or receives
+            await self._deliver(messages)
 
-    async def _pass_on(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await self._send(self._begun(message))
-            return
+    async def _deliver(self, messages: list[Message]) -> None:
+        for message in joined(messages):
+            await self.pass_on(message)
+
+    async def pass_on(self, message: Message) -> None:
+        """Send one message of a response to the client."""
         self.started = True
-        if message["type"] == "websocket.accept":
-            self._is_accepted = True
-        self._is_complete = (
-            not message.get("more_body") if self.is_http else message["type"] == "websocket.close"
-        )
+        if message["type"] == "http.response.start":
+            await self._send(with_request_id(message, self.metadata.request_id))
+            return
+        self._is_complete = not message.get("more_body")
         await self._send(message)
 
-    # Watching for what the client sends.
+    # The client: what it sends, and whether it is there.
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody takes what user code sends."""
+        return self._disconnected or self._has_left
 
     def watch(self) -> None:
         """See whether the client has left. Called again and again while the request runs."""
-        if self._pump_waits and has_left(self._receive):
-            self._on_disconnect()
-        else:
-            self.pump()
+        if not self._ended:
+            self.listener.watch()
 
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to see the client leave."""
-        if self._pump_task is None and not self._ended:
-            self._pump_task = self.loop.create_task(self._pump())
+        if not self._ended:
+            self.listener.start()
 
-    async def _pump(self) -> None:
-        """Pass on what the server receives, as fast as user code takes it."""
-        while True:
-            message = await self._receive()
-            if message["type"].endswith(".disconnect"):
-                break
-            if self._expects_more:
-                self._pump_waits = self.is_http
-                await self.inbound.put(message, size_of(message))
-                self._pump_waits = False
-        self._goodbye = message
-        self.inbound.finish()
-        self._on_disconnect()
+    async def take(self) -> Message:
+        """Return the next message for user code; at the end that the client is gone, for ever."""
+        message = await self.listener.take()
+        if message["type"].endswith(".disconnect"):
+            self.is_heard = True
+        return message
 
     def _on_disconnect(self) -> None:
         """Stop a request whose client is gone; what runs after the response runs on."""
         if self._ended or self._is_complete or self._disconnected:
             return
         self._disconnected = self.is_interrupted = True
-        if self.is_http:
-            self.cancel()
-        else:
-            self._close()
-            self.loop.call_later(HEARING_S, self._cancel_unless_heard)
+        self._stop_work()
+
+    def _stop_work(self) -> None:
+        self.cancel()
 
     def interrupt(self) -> None:
         super().interrupt()
@@ -376,37 +335,10 @@ class Exchange(Call):
         if self._outbound is not None:
             self._outbound.close()
 
-    def _cancel_unless_heard(self) -> None:
-        """Cancel the handler of a WebSocket that goes on as if its client were there.
-
-        Race with one that hears of it on its own loop just now: it is cancelled while it cleans up,
-        as the handler of a request always is.
-        """
-        if not self._ended:
-            if self.is_heard:
-                self.loop.call_later(CLEANUP_S, self.cancel)
-            else:
-                self.cancel()
-
     def _tell(self, code: int) -> None:
         if self._told is None and not self._ended:
             self._told = code
-            self.pump()
-            assert self._pump_task is not None
-            self._pump_task.cancel()
-            self.inbound.finish()
-
-    async def take(self) -> Message:
-        """Return the next message for user code; at the end that the client is gone, for ever."""
-        try:
-            return await self.inbound.get()  # type: ignore[no-any-return]
-        except EndOfStream:
-            self.is_heard = True
-            if self.is_http:
-                return {"type": "http.disconnect"}
-            if self._goodbye is not None:
-                return self._goodbye
-            return {"type": "websocket.disconnect", "code": self._told, "reason": ""}
+            self.listener.end(code)
 
     # Serving on this very loop.
 
@@ -429,38 +361,18 @@ class Exchange(Call):
         else:
             self.settle()
 
-    async def _send_here(self, message: Message) -> None:
-        if self._disconnected or self._has_left:
-            self.is_heard = True
-            raise StreamClosedError("the client of this request is gone")
-        if message.get("more_body"):
-            self.pump()
-            self._chunks += 1
-            if self._chunks % YIELD_EVERY == 0:
-                await asyncio.sleep(0)
-        await self._pass_on(message)
-
-    async def _receive_here(self) -> Message:
-        if self._first is not None:
-            message, self._first = self._first, None
-            return message
-        self.pump()
-        return await self.take()
-
     # The user's side.
 
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
-        bridge = None
+        if running_loop() is self.loop:
+            side: Bridge | Direct = Direct(self, self._first)
+        else:
+            side = Bridge(self, mailbox_of(self.loop), self._first)
         try:
-            if running_loop() is self.loop:
-                await user_code.http(self.scope, self._receive_here, self._send_here)
-                return
-            bridge = Bridge(self, mailbox_of(self.loop), self._first)
-            await user_code.http(self.scope, bridge.receive, bridge.send)
+            await user_code.http(self.scope, side.receive, side.send)
         finally:
             # Let go of: whatever copies the context of the request holds its call, as the server's
             # keep-alive timer does, and must not hold all that frameworks keep in a scope.
             self.scope = {}
-            if bridge is not None:
-                bridge.finish()
+            side.finish()

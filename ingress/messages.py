@@ -1,4 +1,4 @@
-"""ASGI messages on their way between two loops: how much they weigh, and what ends a WebSocket."""
+"""ASGI messages on their way: how much they weigh, what they carry, and what ends a WebSocket."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def joined(messages: list[Message]) -> list[Message]:
             found = [{"type": "http.response.body", "body": body, "more_body": True}]
         result += found
     return result
+
+
+def with_request_id(start: Message, request_id: str) -> Message:
+    """Return the start of a response with the request's id among its headers, if it has none."""
+    headers = list(start.get("headers", ()))
+    for name, _ in headers:
+        if name == b"x-request-id":
+            break
+    else:
+        headers.append((b"x-request-id", request_id.encode()))
+    return {**start, "headers": headers}
 
 
 def _is_chunk(message: Message) -> bool:

@@ -25,11 +25,12 @@ from ingress.asgi import ASGI
 from ingress.attempts import Attempt, RequestLimits, client_deadline
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
-from ingress.messages import GOING_AWAY, NORMAL, SERVICE_RESTART
+from ingress.messages import GOING_AWAY, NORMAL, SERVICE_RESTART, with_request_id
 from ingress.responses import error_response
 from ingress.retries import RetryBudget
 from ingress.router import Router
 from ingress.types import RequestMetadata, new_request_id
+from ingress.websocket import WebSocketExchange
 
 HEALTHZ = "/-/healthz"
 ROUTES = "/-/routes"
@@ -144,7 +145,8 @@ class HTTPProxy:
                 last_deadline=client_deadline(inner, now),
             )
         else:
-            following = Exchange(metadata, route.router, inner, receive, send, has_body=has_body)
+            kind = Exchange if scope["type"] == "http" else WebSocketExchange
+            following = kind(metadata, route.router, inner, receive, send, has_body=has_body)
         if timeout_s is not None:
             following.started_at = now
         while following is not None:
@@ -276,8 +278,7 @@ def _request_id(scope: Scope) -> str:
 def _with_request_id(send: Send, request_id: str) -> Send:
     async def send_with_request_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message["headers"], (b"x-request-id", request_id.encode())]
-            message = {**message, "headers": headers}
+            message = with_request_id(message, request_id)
         await send(message)
 
     return send_with_request_id

@@ -1,13 +1,4 @@
-"""Applications in this process.
-
-    ingress-control   the controller, health checks, and what has no loop of its own
-    ingress-router    calls that wait for something else than a slot (flag)
-    ingress-http      uvicorn, if `serve.run` serves HTTP
-    ingress-user      the serving loop where no server lends one (user code without own threads)
-
-The threads start with the first application and end with the last, so nothing is left behind, and
-an engine that starts again reads the environment again.
-"""
+"""Applications in this process: started, found, replaced and stopped."""
 
 from __future__ import annotations
 
@@ -21,54 +12,19 @@ from ingress.build import BuiltApplication, build
 from ingress.call import Call
 from ingress.config import HTTPOptions
 from ingress.controller import Controller, RunningApplication
-from ingress.deadlines import Deadlines, deadlines_of
 from ingress.declaration import Application
+from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle, DeploymentResponse
-from ingress.loops import EventLoopThread, run_blocking
+from ingress.loops import run_blocking
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.router import Router
 from ingress.schema import ServeStatus
 from ingress.server import HTTPServer
 from ingress.settings import Settings
-from ingress.threads import LoopExecutor, lend_executor
+from ingress.threads import lend_executor
 from ingress.types import DeploymentID
 from ingress.user_code import public_methods
-
-CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
-JOIN_S = 1.0
-
-
-class EngineThreads:
-    """The engine's own loops, from the first application to the last."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.control = EventLoopThread("ingress-control")
-        self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
-        self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
-        self.router = (
-            # What still comes when it has stopped is for routers to refuse, not to be lost.
-            EventLoopThread("ingress-router", lambda callback, args: callback(*args))
-            if settings.run_router_in_separate_loop
-            else None
-        )
-        # Of calls by handle. HTTP requests have theirs on the loop that answers them.
-        self.deadlines: Deadlines = deadlines_of((self.router or self.control).loop)
-        self._user: EventLoopThread | None = None
-
-    def user_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the serving loop for where no server lends one."""
-        if self._user is None:
-            self._user = EventLoopThread("ingress-user")
-        return self._user.loop
-
-    def stop(self) -> None:
-        self._executor.shutdown()
-        self._executor.join(JOIN_S)
-        for home in (self._user, self.router, self.control):
-            if home is not None:
-                home.stop(JOIN_S)
 
 
 class LocalEngine:

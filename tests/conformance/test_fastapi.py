@@ -192,7 +192,7 @@ def application(places: SimpleQueue[str]) -> serve.Application:
         ("/async-yield-dependency", LOOP),
         ("/exception-handler", THREAD),
         ("/async-exception-handler", LOOP),
-        ("/stream", THREAD),
+        ("/stream", WORKER),
         ("/async-stream", LOOP),
     ],
 )

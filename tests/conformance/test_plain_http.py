@@ -13,11 +13,11 @@ from starlette.responses import StreamingResponse
 
 import ingress as serve
 from ingress.settings import Settings
-from tests.conformance.observe import ANYIO_WORKER, here, served
+from tests.conformance.observe import here, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 
-LOOP, FLAG, THREAD = "the loop", "where the flag says", "a thread of Starlette's"
+LOOP, FLAG, WORKER = "the loop", "where the flag says", "a worker thread"
 
 
 class AsyncDef:
@@ -173,7 +173,7 @@ def generator_function(request: Request) -> Iterator[str]:
         (ReturnsAsyncGenerator, [LOOP] * 3),
         (AsyncDefReturnsGenerator, [LOOP] * 3),
         (AsyncDefReturnsAsyncGenerator, [LOOP] * 3),
-        (StreamingResponseOfIterator, [THREAD] * 3),
+        (StreamingResponseOfIterator, [WORKER] * 3),
         (StreamingResponseOfAsyncIterator, [LOOP] * 3),
         (async_function, [LOOP]),
         (def_function, [FLAG]),
@@ -187,6 +187,6 @@ def test_a_request_runs_where_the_table_says(
         response = it.get()
 
         flag = it.worker if flags.run_sync_in_threadpool else it.loop
-        where = {LOOP: it.loop, FLAG: flag, THREAD: ANYIO_WORKER}
+        where = {LOOP: it.loop, FLAG: flag, WORKER: it.worker}
         assert response.text.splitlines() == [where[place] for place in places]
         assert response.status_code == 200

@@ -1,0 +1,54 @@
+"""The threads of the engine in this process.
+
+    ingress-control   the controller, health checks, and what has no loop of its own
+    ingress-router    calls that wait for something else than a slot (flag)
+    ingress-http      uvicorn, if `serve.run` serves HTTP
+    ingress-user      the serving loop where no server lends one (user code without own threads)
+
+The threads start with the first application and end with the last, so nothing is left behind, and
+an engine that starts again reads the environment again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ingress.deadlines import Deadlines, deadlines_of
+from ingress.loops import EventLoopThread
+from ingress.settings import Settings
+from ingress.threads import LoopExecutor
+
+CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
+JOIN_S = 1.0
+
+
+class EngineThreads:
+    """The engine's own loops, from the first application to the last."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.control = EventLoopThread("ingress-control")
+        self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
+        self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
+        self.router = (
+            # What still comes when it has stopped is for routers to refuse, not to be lost.
+            EventLoopThread("ingress-router", lambda callback, args: callback(*args))
+            if settings.run_router_in_separate_loop
+            else None
+        )
+        # Of calls by handle. HTTP requests have theirs on the loop that answers them.
+        self.deadlines: Deadlines = deadlines_of((self.router or self.control).loop)
+        self._user: EventLoopThread | None = None
+
+    def user_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the serving loop for where no server lends one."""
+        if self._user is None:
+            self._user = EventLoopThread("ingress-user")
+        return self._user.loop
+
+    def stop(self) -> None:
+        self._executor.shutdown()
+        self._executor.join(JOIN_S)
+        for home in (self._user, self.router, self.control):
+            if home is not None:
+                home.stop(JOIN_S)
