@@ -68,6 +68,6 @@ def _context_of(call: Call | None) -> RequestContext:
         tag,
         known.method_name,
         known.multiplexed_model_id,
-        getattr(known, "deadline", None),
+        call.deadline,
         known.is_http_request,
     )

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -405,3 +406,30 @@ def test_eight_replicas_never_mix_up_their_requests(flags: Settings, switch_inte
             assert (first.request_id, first.replica) == (response.request_id, tag)
     finally:
         serve.shutdown()
+
+
+def test_the_deadline_is_the_clients_and_the_same_for_who_is_called() -> None:
+    later: list[float | None] = []
+
+    @serve.deployment
+    class Front:
+        def __init__(self, child: DeploymentHandle) -> None:
+            self.child = child
+
+        async def __call__(self, request: Request) -> JSONResponse:
+            own = serve.get_request_context().deadline
+            childs = (await self.child.remote())["deadline"]
+            background = BackgroundTasks()
+            background.add_task(self.after)
+            return JSONResponse([own, childs], background=background)
+
+        async def after(self) -> None:
+            later.append(serve.get_request_context().deadline)
+
+    with TestClient(bind(Front, bind(Child))) as client:
+        assert client.get("/").json() == [None, None]
+        before = time.monotonic()
+        own, childs = client.get("/", headers={"x-request-timeout-seconds": "60"}).json()
+        assert before + 60 <= own <= time.monotonic() + 60
+        assert childs == own
+    assert later == [None, None]  # a background task runs after the answer
