@@ -74,6 +74,8 @@ class ThreadPool(Protocol):
 
     def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]: ...
 
+    def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]: ...
+
 
 @dataclass(slots=True)
 class ExecutionPlan:

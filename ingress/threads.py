@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from contextvars import Context, copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -165,13 +166,21 @@ class WorkerPool:
 
         It runs ahead of its consumer by what a `Channel` holds, then its thread waits.
         """
+        batches = self.batches(items)
+        del items  # the thread's own from here on: what has no `close` ends there, too
+        async with aclosing(batches):
+            async for batch in batches:
+                for item in batch:
+                    yield item
+
+    async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
+        """Yield, as `stream`, all items that wait at a time."""
         channel = Channel()
         self.threads.submit(partial(copy_context().run, _pump, items, channel))
-        del items  # the thread's own from here on: what has no `close` ends there, too
+        del items
         try:
             while True:
-                for item in await channel.get_many():
-                    yield item
+                yield await channel.get_many()
         except EndOfStream:
             return
         finally:

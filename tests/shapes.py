@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum, IntEnum
@@ -52,6 +52,9 @@ from pydantic import AfterValidator, BaseModel, Field, Json, field_validator
 from starlette.requests import HTTPConnection
 
 from ingress.asgi import ingress
+
+if hasattr(fastapi.routing, "EventSourceResponse"):
+    from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 events: list[Any] = []
 
@@ -162,6 +165,37 @@ RETURNS: dict[str, Callable[[], Any]] = {
     "stream": lambda: StreamingResponse(iter_bytes()),
     "big": lambda: [list(range(2000)), {"k" * 100: "v" * 2000}],
 }
+
+
+ITEMS: list[Any] = [
+    *(
+        None,
+        True,
+        7,
+        1.5,
+        "text \u20ac",
+        "two\nlines\r\nand\u2028more",
+        {},
+        {"a": [1, {"b": None}]},
+    ),
+    *(float("nan"), [float("inf"), {"a": float("-inf")}], {1: "a", None: "b"}, (1, (2,)), {1}),
+    *(Color.RED, Point(1), Item(name="n", Note="x"), datetime(2020, 1, 2), b"bytes"),
+    {"_sa_state": 1, "a": {"_sa": 2}},
+]
+"""What a stream may yield that has no type."""
+
+EVENTS: list[dict[str, Any]] = [
+    {},
+    {"data": "text"},
+    {"data": {"a": float("nan")}, "event": "e", "id": "1", "retry": 0, "comment": "c"},
+    {"data": Item(name="n", Note="x"), "id": ""},
+    {"data": [Point(1), Color.RED]},
+    {"raw_data": "one\ntwo\r\nthree\rfour\u2028five\n\n", "event": ""},
+    {"raw_data": ""},
+    {"comment": "two\nlines"},
+    {"data": 0},
+    {"data": False, "retry": 5000},
+]
 
 
 def nested(depth: int) -> Any:
@@ -638,9 +672,113 @@ class Shapes:
 
     if hasattr(fastapi.routing, "EventSourceResponse"):  # FastAPI below 0.134 streams no items
 
-        @shape(fit=False)
-        async def items_stream(self) -> AsyncIterator[int]:
-            yield 1
+        @shape()
+        async def lines(self, n: int = 2) -> AsyncIterator[int]:
+            for number in range(min(n, 50)):
+                yield number
+
+        @shape()
+        def lines_def(self, n: int = 2) -> Iterator[int]:
+            yield from range(min(n, 50))
+
+        @shape(
+            method="POST",
+            body={"name": "n"},
+            status_code=201,
+            response_model_exclude_unset=True,
+            dependencies=[Depends(auth)],
+        )
+        async def lines_of_models(
+            self,
+            item: Item,
+            response: Response,
+            tasks: BackgroundTasks,
+            one: Annotated[None, Depends(writes)],
+        ) -> AsyncIterator[Item]:
+            response.headers["x-never"] = "too late"
+            yield item
+            yield Item(name="second", price=2)
+
+        @shape(
+            method="POST",
+            body={"name": "n"},
+            status_code=201,
+            response_model_by_alias=False,
+            response_model_exclude={"tags"},
+        )
+        def lines_of_models_def(
+            self, item: Item, one: Annotated[None, Depends(writes)], request: Request
+        ) -> Iterator[Item]:
+            yield item
+            yield {"name": request.url.path, "price": "3", "other": 1}  # type: ignore[misc]
+
+        @shape(response_model=None)
+        async def lines_of_anything(self) -> AsyncIterator[Any]:
+            for item in ITEMS:
+                yield item
+
+        @shape(response_model=None)
+        def lines_of_anything_def(self) -> Iterator[Any]:
+            yield from ITEMS
+
+        @shape(response_class=EventSourceResponse)
+        async def events(self, n: int = 2) -> AsyncIterator[int]:
+            for number in range(min(n, 50)):
+                yield number
+
+        @shape(response_class=EventSourceResponse)
+        def events_def(self, n: int = 2) -> Iterator[int]:
+            yield from range(min(n, 50))
+
+        @shape(
+            method="POST",
+            body={"name": "n"},
+            response_class=EventSourceResponse,
+            status_code=202,
+            response_model_exclude_none=True,
+        )
+        async def events_of_models(
+            self, item: Item, one: Annotated[None, Depends(writes)], request: Request
+        ) -> AsyncIterator[Item]:
+            yield item
+            yield ServerSentEvent(data=item, event=request.url.path)  # type: ignore[misc]
+
+        @shape(
+            method="POST",
+            body={"name": "n"},
+            response_class=EventSourceResponse,
+            response_model_include={"name", "note"},
+            dependencies=[Depends(writes)],
+        )
+        def events_of_models_def(self, item: Item, q: str = "") -> Iterator[Item]:
+            yield item
+            yield {"name": q, "Note": "n"}  # type: ignore[misc]
+
+        @shape(response_class=EventSourceResponse)
+        async def events_of_anything(self):  # type: ignore[no-untyped-def]
+            for item in ITEMS:
+                yield item
+            for event in EVENTS:
+                yield ServerSentEvent(**event)
+
+        @shape(response_class=EventSourceResponse)
+        def events_of_anything_def(self):  # type: ignore[no-untyped-def]
+            yield from ITEMS
+            yield from [ServerSentEvent(**event) for event in EVENTS]
+
+        @shape(response_class=EventSourceResponse)
+        def no_events(self) -> Iterator[ServerSentEvent]:
+            yield from ()
+
+        @shape(response_class=EventSourceResponse, fit=False)
+        def events_of_a_dependency(
+            self, one: Annotated[str, Depends(yields)]
+        ) -> Iterator[ServerSentEvent]:
+            yield ServerSentEvent(data=one)
+
+        @shape(response_class=StreamingResponse, fit=False)
+        def chunks(self) -> Iterator[str]:
+            yield "chunk"
 
     # On a router that is included; below.
 

@@ -6,7 +6,7 @@ that never changes, so it is found out once, when the app is bound:
 
     body     as JSON, if the endpoint or a dependency has one     nothing of the user's runs yet
     steps    read what a call takes, call it: dependencies, innermost first, then the endpoint
-    render   to JSON, or by the route's response class
+    render   to JSON, by the route's response class, or as a stream of items
 
 Everything out of the ordinary is FastAPI's: a route that is unfit keeps its `app`, and a body that
 is not simply JSON is given to it whole, since nothing has happened yet. What validates a value,
@@ -16,24 +16,21 @@ words a refusal and renders a model are FastAPI's own fields and functions, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import FunctionType
 from typing import Any
 
 import fastapi.routing
 from fastapi import params
-from fastapi.datastructures import DefaultPlaceholder
-from fastapi.encoders import jsonable_encoder
-from fastapi.exceptions import ResponseValidationError
-from fastapi.routing import APIRoute, serialize_response
-from fastapi.utils import is_body_allowed_for_status_code
+from fastapi.routing import APIRoute
 from starlette._exception_handler import wrap_app_handling_exceptions
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.asgi.steps import JSON_SCALARS, Shared, Steps, Unfit, require
+from ingress.asgi.rendering import encoder, makes_events, renderer
+from ingress.asgi.steps import Shared, Steps, Unfit, require
+from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
 from ingress.asgi.telemetry import TELEMETRY
 
 NEWEST_KNOWN = (0, 165)
@@ -61,11 +58,16 @@ def _compiled(route: Any) -> ASGIApp:
     _check(route)
     full: ASGIApp = route.app
     overridden: Any = route.dependency_overrides_provider or _NeverOverridden
-    steps = Steps(route.dependant, embeds_body=route._embed_body_fields)
+    streams = is_stream(route)
+    steps = Steps(
+        route.dependant,
+        embeds_body=route._embed_body_fields,
+        endpoint=values_for_stream if streams else None,
+    )
     bare = steps.bare
     reads_body = route.body_field is not None
-    render = _renderer(route, steps)
-    encode = None if steps.takes_shared else _encoder(route, steps)
+    render = stream_renderer(route, steps) if streams else renderer(route, steps)
+    encode = None if steps.takes_shared or streams else encoder(route, steps)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if (
@@ -123,11 +125,12 @@ def _check(route: Any) -> None:
     require(tuple(map(int, fastapi.__version__.split(".")[:2])) <= NEWEST_KNOWN)
     # Not a class of the user's, which may have put something before its app, or in its place.
     require(type(original).__init__ is APIRoute.__init__)
-    require(type(original).get_route_handler is APIRoute.get_route_handler)
+    cls = getattr(original, "__ingress_base__", type(original))
+    require(cls.get_route_handler is APIRoute.get_route_handler)
     # Nor what a tracer has put in the place of what FastAPI would call.
     require(all(map(_is_fastapi_s, _REPLACED)))
     require(getattr(route, "max_body_size", None) is None)
-    require(not getattr(route, "is_json_stream", False))
+    require(not makes_events(route) or (is_stream(route) and _is_fastapi_s("format_sse_event")))
     require(route.body_field is None or type(route.body_field.field_info) is params.Body)
 
 
@@ -213,108 +216,10 @@ def _again(receive: Receive, first: Message | Exception) -> Receive:
     return receive_again
 
 
-# Rendering.
-
-
-def _encoder(route: Any, steps: Steps) -> Callable[[Scope, Any], bytes] | None:
-    """Return what makes the JSON of a 200 of a result, `None` if there is more to it."""
-    field, response_class, options = route.response_field, route.response_class, _options(route)
-
-    def by_field(scope: Scope, result: Any) -> bytes:
-        value, errors = field.validate(result, {}, loc=("response",))
-        if errors:
-            context = steps.endpoint_context(scope)
-            raise ResponseValidationError(errors=errors, body=result, endpoint_ctx=context)
-        encoded: bytes = field.serialize_json(value, **options)
-        return encoded
-
-    def by_encoder(scope: Scope, result: Any) -> bytes:
-        return _encode(result if _is_json(result) else jsonable_encoder(result)).encode()
-
-    if route.status_code not in (None, 200):
-        return None
-    if field is not None:
-        return by_field if isinstance(response_class, DefaultPlaceholder) else None
-    return by_encoder if _response_class(route) is JSONResponse else None
-
-
-def _renderer(route: Any, steps: Steps) -> Any:
-    """Return what makes a response of the endpoint's result, as FastAPI does."""
-    field, status_code, options = route.response_field, route.status_code, _options(route)
-    response_class = _response_class(route)
-    dump_json = field is not None and isinstance(route.response_class, DefaultPlaceholder)
-
-    async def render(scope: Scope, result: Any, shared: Shared | None) -> Response:
-        background: Any = shared and shared.background
-        if isinstance(result, Response):
-            if result.background is None:
-                result.background = background
-            return result
-        written = shared and shared.response
-        given: dict[str, Any] = {"background": background}
-        status = written and written.status_code
-        if (status := status or status_code or status) is not None:
-            given["status_code"] = status
-        content = await serialize_response(
-            field=field,
-            response_content=result,
-            endpoint_ctx=steps.endpoint_context(scope),
-            dump_json=dump_json,
-            **options,
-        )
-        response: Response
-        if dump_json:
-            response = Response(content=content, media_type="application/json", **given)
-        else:
-            response = response_class(content, **given)
-        if not is_body_allowed_for_status_code(response.status_code):
-            response.body = b""
-        response.headers.raw.extend(written.headers.raw if written else [])
-        return response
-
-    return render
-
-
-def _response_class(route: Any) -> Any:
-    response_class = route.response_class
-    if isinstance(response_class, DefaultPlaceholder):
-        response_class = response_class.value
-    events = getattr(fastapi.routing, "EventSourceResponse", None)
-    is_class = isinstance(response_class, type)
-    require(events is None or not is_class or not issubclass(response_class, events))
-    return response_class
-
-
-def _options(route: Any) -> dict[str, Any]:
-    return {name: getattr(route, f"response_model_{name}") for name in _MODEL_OPTIONS}
-
-
-def _is_json(value: Any, depth: int = 0) -> bool:
-    """Whether `jsonable_encoder` would return an equal value."""
-    kind = type(value)
-    if kind in JSON_SCALARS:
-        return True
-    if depth > 16:  # where it gives up is the encoder's to say
-        return False
-    if kind is dict:
-        return all(
-            type(key) is str and not key.startswith("_sa") and _is_json(each, depth + 1)
-            for key, each in value.items()
-        )
-    return kind is list and all(_is_json(each, depth + 1) for each in value)
-
-
-# As `JSONResponse`, which makes a new encoder for each response.
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
 class _NeverOverridden:
     dependency_overrides: Any = None
 
 
-_MODEL_OPTIONS = (
-    "include", "exclude", "by_alias", "exclude_unset", "exclude_defaults", "exclude_none",
-)  # fmt: skip
 _REPLACED = (
     "APIRoute.get_route_handler", "get_request_handler", "request_response", "solve_dependencies",
     "run_endpoint_function", "serialize_response", "jsonable_encoder",

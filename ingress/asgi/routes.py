@@ -314,6 +314,8 @@ def _closing(base: Any) -> Any:
     """
 
     class StreamingRoute(base):  # type: ignore[misc]
+        __ingress_base__ = base
+
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handler = super().get_route_handler()
             func = self.endpoint.__ingress_func__

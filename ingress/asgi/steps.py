@@ -108,21 +108,24 @@ class Step:
 
 
 class Steps:
-    """The steps of a route, its endpoint last. Thread-safe: nothing changes once it is made."""
+    """The steps of a route, its endpoint last. Thread-safe: nothing changes once it is made.
 
-    def __init__(self, dependant: Dependant, *, embeds_body: bool) -> None:
+    `endpoint` is what is called in place of the route's own.
+    """
+
+    def __init__(self, dependant: Dependant, *, embeds_body: bool, endpoint: Any = None) -> None:
         self._dependant = dependant
         self._embeds_body = embeds_body
         self._steps: list[Step] = []
-        self._add(dependant)
+        self._add(dependant, endpoint or dependant.call)
         self._forget_unique_keys()
         self._dependencies = list(dependant.dependencies)
-        endpoint = self._steps[-1]
+        last = self._steps[-1]
         takes = {what for step in self._steps for _, what in step.shared}
         self.takes_request = _take_request in takes
         self.takes_shared = bool(takes)
-        takes_nothing = not (endpoint.sources or endpoint.body_fields or takes)
-        self.bare = endpoint.func if len(self._steps) == 1 and takes_nothing else None
+        takes_nothing = not (last.sources or last.body_fields or takes)
+        self.bare = last.func if len(self._steps) == 1 and takes_nothing else None
         """The endpoint, if nothing but it is called, without any parameter."""
 
     def are_current(self) -> bool:
@@ -191,13 +194,12 @@ class Steps:
         values.update(found)
         errors += problems
 
-    def _add(self, dependant: Dependant) -> int:
+    def _add(self, dependant: Dependant, func: Any) -> int:
         """Add a dependant's steps in the order in which FastAPI solves it; return its index."""
-        func: Any = dependant.call
         require(kind_for_fastapi(func) is Kind.COROUTINE)
         require(getattr(dependant, "concurrency", None) is None)
         require(not dependant.security_scopes_param_name and not dependant.websocket_param_name)
-        children = [self._add(each) for each in dependant.dependencies]
+        children = [self._add(each, each.call) for each in dependant.dependencies]
         fields: list[Any] = dependant.body_params
         is_single = len(fields) == 1 and not self._embeds_body and not fields[0].field_info.embed
         step = Step(

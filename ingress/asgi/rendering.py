@@ -1,0 +1,136 @@
+"""From what an endpoint returned to its response, as FastAPI renders it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import fastapi.routing
+from fastapi.datastructures import DefaultPlaceholder
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import ResponseValidationError
+from fastapi.routing import serialize_response
+from fastapi.utils import is_body_allowed_for_status_code
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from ingress.asgi.steps import JSON_SCALARS, Shared, Steps
+
+Encoder = Callable[[Scope, Any], bytes]
+
+
+def encoder(route: Any, steps: Steps) -> Encoder | None:
+    """Return what makes the JSON of a 200 of a result, `None` if there is more to it."""
+
+    def by_encoder(scope: Scope, result: Any) -> bytes:
+        return encode(result if is_json(result) else jsonable_encoder(result)).encode()
+
+    if route.status_code not in (None, 200):
+        return None
+    if (field := route.response_field) is not None:
+        is_default = isinstance(route.response_class, DefaultPlaceholder)
+        return field_encoder(field, route, steps) if is_default else None
+    return by_encoder if response_class_of(route) is JSONResponse else None
+
+
+def field_encoder(field: Any, route: Any, steps: Steps) -> Encoder:
+    """Return what makes the JSON of a value that the field has validated."""
+    validate, serialize, options = field.validate, field.serialize_json, _options(route)
+
+    def by_field(scope: Scope, result: Any) -> bytes:
+        value, errors = validate(result, {}, loc=("response",))
+        if errors:
+            context = steps.endpoint_context(scope)
+            raise ResponseValidationError(errors=errors, body=result, endpoint_ctx=context)
+        encoded: bytes = serialize(value, **options)
+        return encoded
+
+    return by_field
+
+
+def renderer(route: Any, steps: Steps) -> Any:
+    """Return what makes a response of the endpoint's result, as FastAPI does."""
+    field, status_code, options = route.response_field, route.status_code, _options(route)
+    response_class = response_class_of(route)
+    dump_json = field is not None and isinstance(route.response_class, DefaultPlaceholder)
+
+    async def render(scope: Scope, result: Any, shared: Shared | None) -> Response:
+        if isinstance(result, Response):
+            if result.background is None and shared is not None:
+                result.background = shared.background
+            return result
+        given = response_arguments(shared, status_code)
+        content = await serialize_response(
+            field=field,
+            response_content=result,
+            endpoint_ctx=steps.endpoint_context(scope),
+            dump_json=dump_json,
+            **options,
+        )
+        response: Response
+        if dump_json:
+            response = Response(content=content, media_type="application/json", **given)
+        else:
+            response = response_class(content, **given)
+        if not is_body_allowed_for_status_code(response.status_code):
+            response.body = b""
+        add_written_headers(response, shared)
+        return response
+
+    return render
+
+
+def response_arguments(shared: Shared | None, status_code: int | None) -> dict[str, Any]:
+    """Return what FastAPI hands to a response class besides the content."""
+    given: dict[str, Any] = {"background": shared and shared.background}
+    status = shared and shared.response and shared.response.status_code
+    if (status := status or status_code or status) is not None:
+        given["status_code"] = status
+    return given
+
+
+def add_written_headers(response: Response, shared: Shared | None) -> None:
+    """Add what user code wrote into the response it was given."""
+    if shared is not None and shared.response is not None:
+        response.headers.raw.extend(shared.response.headers.raw)
+
+
+def is_json(value: Any, depth: int = 0) -> bool:
+    """Whether `jsonable_encoder` would return an equal value."""
+    kind = type(value)
+    if kind in JSON_SCALARS:
+        return True
+    if depth > 16:  # where it gives up is the encoder's to say
+        return False
+    if kind is dict:
+        return all(
+            type(key) is str and not key.startswith("_sa") and is_json(each, depth + 1)
+            for key, each in value.items()
+        )
+    return kind is list and all(is_json(each, depth + 1) for each in value)
+
+
+# As `JSONResponse`, which makes a new encoder for each response.
+encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def response_class_of(route: Any) -> Any:
+    given = route.response_class
+    return given.value if isinstance(given, DefaultPlaceholder) else given
+
+
+def makes_events(route: Any) -> bool:
+    """Whether FastAPI makes server-sent events of what the endpoint returns, generator or not."""
+    events = getattr(fastapi.routing, "EventSourceResponse", None)
+    given = response_class_of(route)
+    return events is not None and isinstance(given, type) and issubclass(given, events)
+
+
+def _options(route: Any) -> dict[str, Any]:
+    return {name: getattr(route, f"response_model_{name}") for name in _MODEL_OPTIONS}
+
+
+_MODEL_OPTIONS = (
+    "include", "exclude", "by_alias", "exclude_unset", "exclude_defaults", "exclude_none",
+)  # fmt: skip
