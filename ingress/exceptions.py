@@ -25,6 +25,13 @@ Serve's where Ray Serve has one.
 from __future__ import annotations
 
 
+def is_only(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
+    """Whether it is an error of these kinds, or a group of nothing else, as task groups raise."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kinds)[1] is None
+    return isinstance(error, kinds)
+
+
 class RayServeException(Exception):
     """The root of every error of the framework."""
 

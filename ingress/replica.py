@@ -29,6 +29,7 @@ from ingress.exceptions import (
     RequestCancelledError,
     StreamClosedError,
     UserCodeExit,
+    is_only,
 )
 from ingress.execution import ExecutionPlan, Role
 from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
@@ -231,7 +232,7 @@ class Replica:
             ending = self.state in _ENDING
             call.settle(error=self.gone() if ending else UserCodeExit(error, str(self.replica_id)))
         except Exception as error:
-            if not call.settle(error=error) and not isinstance(error, _TOLD):
+            if not call.settle(error=error) and not is_only(error, _TOLD):
                 logger.warning(
                     "%s: request %s failed after it was cancelled",
                     self.replica_id,

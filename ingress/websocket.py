@@ -15,7 +15,7 @@ from __future__ import annotations
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
-from ingress.exceptions import RequestCancelledError, StreamClosedError
+from ingress.exceptions import RequestCancelledError, StreamClosedError, is_only
 from ingress.exchange import Exchange
 from ingress.messages import INTERNAL_ERROR, NORMAL
 
@@ -41,7 +41,8 @@ class WebSocketExchange(Exchange):
 
     async def _conclude(self) -> None:
         failure = self.error
-        if isinstance(failure, _TOLD) and (self._disconnected or self._told is not None):
+        is_over = self._disconnected or self._told is not None
+        if failure is not None and is_over and is_only(failure, _TOLD):
             failure = None  # what it made of being told, or that it did not listen
         if self._is_accepted and not self._is_complete and not self._disconnected:
             code = self._told or (NORMAL if failure is None else INTERNAL_ERROR)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import anyio
 import pytest
 
 import ingress as serve
@@ -233,6 +234,15 @@ class Parent:
         self.task = asyncio.create_task(call())
         await asyncio.Event().wait()
 
+    async def in_a_group(self) -> None:
+        async with anyio.create_task_group() as group:
+            for name in ("a", "b"):
+                group.start_soon(self._take, name)
+
+    async def _take(self, name: str) -> None:
+        async for _ in self.child.options(stream=True).items.remote(name):
+            pass
+
     async def in_to_thread(self) -> Any:
         return await asyncio.to_thread(lambda: self.child.remote().result())
 
@@ -301,6 +311,19 @@ def test_a_cancelled_request_cancels_the_calls_made_in_it(
 
     wait_until(lambda: seen.has_ended(*ended))
     wait_until(is_idle)
+
+
+def test_a_task_group_that_ends_with_its_cancelled_calls_is_not_worth_a_record(
+    parent: DeploymentHandle, seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = parent.in_a_group.remote()
+    seen.wait_for_began(2)
+    response.cancel()
+    with pytest.raises(RequestCancelledError):
+        response.result(timeout_s=PATIENCE_S)
+    serve.shutdown()
+    assert sorted(seen.ended) == ["a cancelled", "a closed", "b cancelled", "b closed"]
+    assert "failed after it was cancelled" not in caplog.text
 
 
 def test_it_goes_down_a_chain_to_its_end(parent: DeploymentHandle, seen: Seen) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from starlette.responses import PlainTextResponse
@@ -123,6 +124,16 @@ class Handlers:
             self.seen.append(gone.code)
             raise
 
+    async def listens_in_a_group(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(websocket.receive_text)
+                await asyncio.sleep(PATIENCE_S)
+        except BaseException as error:
+            self.seen.append(type(error))
+            raise
+
     async def hears(self, websocket: WebSocket) -> None:
         await websocket.accept()
         try:
@@ -230,6 +241,20 @@ def test_a_handler_that_sends_hears_that_its_client_has_left(
     assert handlers.seen == [1006]
     wait_until(lambda: ongoing() == 0)
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+def test_a_task_group_that_ends_with_its_client_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handlers = Handlers()
+    port = served(application(handlers))
+    with open_socket(port, "/listens_in_a_group"):
+        wait_until(lambda: ongoing() == 1)
+
+    assert handlers.done.wait(PATIENCE_S)
+    assert handlers.seen == [ExceptionGroup]
+    wait_until(lambda: ongoing() == 0)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("path", ["/waits", "/swallows"])
