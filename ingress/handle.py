@@ -22,6 +22,7 @@ from ingress.call import CURRENT_CALL, Call
 from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import RequestCancelledError, StreamClosedError
 from ingress.loops import running_loop
+from ingress.options import is_number
 from ingress.router import Router
 from ingress.types import DeploymentID, RequestMetadata, new_request_id
 from ingress.user_code import UserCode
@@ -91,8 +92,11 @@ class DeploymentHandle:
             "stream": stream,
             "multiplexed_model_id": multiplexed_model_id,
         }
-        if not isinstance(multiplexed_model_id, str | None):
-            raise TypeError(f"multiplexed_model_id must be a string, got {multiplexed_model_id!r}")
+        for name in ("method_name", "multiplexed_model_id"):
+            if not isinstance(given[name], str | None):
+                raise TypeError(f"{name} must be a string, got {given[name]!r}")
+        if not isinstance(stream, bool | None):
+            raise TypeError(f"stream must be True or False, got {stream!r}")
         changed = {name: value for name, value in given.items() if value is not None}
         return DeploymentHandle(self._id, self._directory, replace(self._options, **changed))
 
@@ -116,6 +120,8 @@ class DeploymentHandle:
             deadline=deadline,
         )
         call = Call(metadata, None, copy_context())
+        if parent is not None and deadline is not None:
+            call.started_at = parent.started_at  # its timeout is the request's, in the same words
         # Looked up now, so that a handle outlives a redeployment of what it calls.
         router = call.queue = self._directory.router(self._id)
         given = (*args, *kwargs.values())
@@ -218,6 +224,11 @@ class DeploymentResponse(_Response):
         Raises what user code raised, `TimeoutError` after `timeout_s` (the request goes on), and
         `RuntimeError` inside a running event loop, which it would block.
         """
+        if not (timeout_s is None or is_number(timeout_s)):
+            raise TypeError(
+                f"timeout_s must be a number of seconds, got {timeout_s!r}; leave it out to wait "
+                "as long as it takes"
+            )
         _refuse_in_loop("await response")
         if not self._call.wait_blocking(timeout_s):
             raise TimeoutError(f"Timed out waiting for the result after {timeout_s} s.")

@@ -438,6 +438,30 @@ def test_options_make_another_handle_and_leave_this_one_alone(child: DeploymentH
         child.options(unknown=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stream": "yes"}, "stream must be True or False, got 'yes'"),
+        ({"method_name": 5}, "method_name must be a string, got 5"),
+        ({"multiplexed_model_id": 5}, "multiplexed_model_id must be a string, got 5"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_option_of_another_type_is_refused_by_name(
+    child: DeploymentHandle, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=text):
+        child.options(**options)
+
+
+@pytest.mark.parametrize("timeout_s", ["1", True, float("inf"), float("nan")])
+def test_a_timeout_that_is_no_time_is_refused_by_name(
+    child: DeploymentHandle, timeout_s: Any
+) -> None:
+    with pytest.raises(TypeError, match="timeout_s must be a number of seconds, got"):
+        child.remote().result(timeout_s=timeout_s)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_of_a_handle_is_the_handle(
     child: DeploymentHandle, copied: Callable[[Any], Any]
