@@ -299,7 +299,11 @@ class BatchQueue:
 
 
 def _size_of(size_fn: Callable[[list[Any]], int], values: list[Any]) -> float:
-    return float(size_fn(values))
+    size = size_fn(values)
+    try:
+        return float(size)
+    except (TypeError, ValueError):
+        raise TypeError(f"batch_size_fn must return a number, got {size!r}") from None
 
 
 def _as_list(result: Any, count: int, name: str) -> list[Any]:

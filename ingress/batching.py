@@ -82,6 +82,8 @@ def batch(
         raise TypeError(
             f"max_concurrent_batches must be an integer >= 1, got {max_concurrent_batches!r}"
         )
+    if not isinstance(per_item_errors, bool):
+        raise TypeError(f"per_item_errors must be True or False, got {per_item_errors!r}")
     if batch_size_fn is not None and not callable(batch_size_fn):
         raise TypeError(f"batch_size_fn must be a callable or None, got {batch_size_fn!r}")
     if batch_size_fn is not None and execution.kind(batch_size_fn) is not Kind.FUNCTION:
@@ -127,6 +129,11 @@ class Batcher:
         parameters = list(inspect.signature(handler.func).parameters.values())
         self._has_receiver = bool(parameters) and parameters[0].name in RECEIVERS
         parameters = parameters[self._has_receiver :]
+        if not parameters:
+            raise TypeError(
+                f"@serve.batch hands a function lists, and '{handler.name}' takes none; give it a "
+                "parameter for the values that are collected"
+            )
         self._signature = inspect.Signature(parameters)
         # The number of arguments of a call that is as simple as nearly all; -1 if none can be.
         is_simple = all(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)
@@ -227,7 +234,10 @@ class Batcher:
             args = tuple(rest)
         names = _NO_NAMES
         if kwargs or len(args) != self._arity:
-            bound = self._signature.bind(*args, **kwargs)
+            try:
+                bound = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._handler.name}(): {error}") from None
             # Without the defaults: a list of them would be none of what the handler expects.
             args, kwargs = bound.args, bound.kwargs
             names = frozenset(kwargs)

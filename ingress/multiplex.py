@@ -43,7 +43,8 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
     def decorate(func: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         if not callable(func):
             raise TypeError(
-                f"The `multiplexed` decorator must be used with a function or method, got {func!r}."
+                f"The `multiplexed` decorator must be used with a function or method, got {func!r}; "
+                "the limit goes by name: @serve.multiplexed(max_num_models_per_replica=3)."
             )
         if kind(func) is not Kind.COROUTINE:
             raise TypeError(
@@ -52,7 +53,7 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
             )
         signature = inspect.signature(func)
         count = len(signature.parameters)
-        if count not in (1, 2):
+        if count not in (1, 2) or (count == 1 and "self" in signature.parameters):
             raise TypeError(_one_id(func, str(signature)))
 
         @wraps(func)

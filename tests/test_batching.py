@@ -101,6 +101,7 @@ async def turns() -> None:
         ({"max_concurrent_batches": 0}, TypeError, "max_concurrent_batches must be an integer"),
         ({"max_concurrent_batches": 1.5}, TypeError, "max_concurrent_batches must be an integer"),
         ({"batch_size_fn": 3}, TypeError, "batch_size_fn must be a callable or None, got 3"),
+        ({"per_item_errors": "no"}, TypeError, "per_item_errors must be True or False, got 'no'"),
     ],
 )
 def test_a_wrong_option_is_refused_at_decoration(
@@ -126,6 +127,24 @@ def test_what_is_no_function_is_refused_at_decoration(what: Any) -> None:
         serve.batch()(what)
 
 
+def test_a_function_without_a_parameter_to_collect_is_refused_at_decoration() -> None:
+    with pytest.raises(TypeError, match=r"K\.nothing' takes none; give it a parameter"):
+
+        class K:
+            @serve.batch
+            async def nothing(self) -> list[Any]:
+                return []
+
+
+@on_the_loop
+async def test_a_call_with_wrong_arguments_says_of_what() -> None:
+    f = batched(Recorder())
+    for args in ((), (1, 2)):
+        with pytest.raises(TypeError, match=r"\(\): (missing|too many)"):
+            await f(*args)
+    assert queues(f) == 0
+
+
 @pytest.mark.parametrize("make", [FastAPI, APIRouter])
 def test_a_batch_over_a_route_is_refused_when_the_class_is_decorated(
     make: type[FastAPI] | type[APIRouter],
@@ -139,6 +158,22 @@ def test_a_batch_over_a_route_is_refused_when_the_class_is_decorated(
             return xs
 
     with pytest.raises(TypeError, match=r"K\.route.*decorate an inner method and await it from"):
+        serve.ingress(app)(K)
+
+
+@pytest.mark.parametrize("make", [FastAPI, APIRouter])
+def test_a_route_over_a_batch_is_refused_when_the_class_is_decorated(
+    make: type[FastAPI] | type[APIRouter],
+) -> None:
+    app = make()
+
+    class K:
+        @app.get("/")
+        @serve.batch
+        async def route(self, xs: list[int]) -> list[int]:
+            return xs
+
+    with pytest.raises(TypeError, match=r"K\.route is a route and a @serve.batch.*inner method"):
         serve.ingress(app)(K)
 
 
@@ -847,8 +882,8 @@ async def test_an_item_whose_size_cannot_be_told_fails_alone(name: str) -> None:
 @on_the_loop
 async def test_a_size_that_is_no_number_fails_the_item() -> None:
     f = batched(Recorder(), batch_size_fn=lambda xs: None)
-    [error] = await all_of(f(1), errors=True)
-    assert isinstance(error, TypeError)
+    with pytest.raises(TypeError, match="batch_size_fn must return a number, got None"):
+        await patiently(f(1))
     assert queues(f) == 0
 
 

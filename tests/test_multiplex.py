@@ -286,6 +286,10 @@ async def three(self: Any, model_id: str, more: str) -> str:
     return model_id
 
 
+async def no_id(self: Any) -> str:
+    return "the same for all"
+
+
 @pytest.mark.parametrize(
     ("decorate", "error", "text"),
     [
@@ -293,6 +297,8 @@ async def three(self: Any, model_id: str, more: str) -> str:
         (lambda: serve.multiplexed(generator), TypeError, "to decorate async functions"),
         (lambda: serve.multiplexed()(3), TypeError, "must be used with a function or method"),  # type: ignore[type-var]
         (lambda: serve.multiplexed(three), TypeError, "must take exactly one argument"),
+        (lambda: serve.multiplexed(no_id), TypeError, r"exactly one argument.*no_id: \(self"),
+        (lambda: serve.multiplexed(3), TypeError, "the limit goes by name"),  # type: ignore[call-overload]
         (
             lambda: serve.multiplexed(max_num_models_per_replica=0)(good),
             ValueError,
@@ -314,7 +320,18 @@ async def three(self: Any, model_id: str, more: str) -> str:
             "max_num_models_per_replica must be an integer",
         ),
     ],
-    ids=["def", "generator", "no function", "three", "0", "-2", "float", "bool"],
+    ids=[
+        "def",
+        "generator",
+        "no function",
+        "three",
+        "no id",
+        "bare limit",
+        "0",
+        "-2",
+        "float",
+        "bool",
+    ],
 )
 def test_a_mistake_is_refused_where_it_is_made(
     decorate: Any, error: type[Exception], text: str

@@ -274,6 +274,12 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
                 f"@serve.batch stands over the route {route.endpoint.__qualname__}, and FastAPI "
                 "would call past it: decorate an inner method and await it from the route."
             )
+        elif hasattr(route.endpoint, "__ingress_batcher__"):
+            raise TypeError(
+                f"{route.endpoint.__qualname__} is a route and a @serve.batch: FastAPI would take "
+                "its lists for those of one request. Decorate an inner method and await it from "
+                "the route."
+            )
         elif methods.owns(route.endpoint):
             name = route.endpoint.__qualname__
             if mounted_at:
