@@ -33,6 +33,11 @@ def start(http_options: HTTPOptions | dict[str, Any] | None = None) -> None:
     """
     if isinstance(http_options, dict):
         http_options = HTTPOptions(**http_options)
+    elif not isinstance(http_options, HTTPOptions | None):
+        raise TypeError(
+            f"http_options must be an HTTPOptions or a dict of its options, got {http_options!r}; "
+            "use serve.start(serve.HTTPOptions(port=8000))"
+        )
     current_engine().start(http_options)
 
 

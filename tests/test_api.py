@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 import ingress as serve
 from ingress.exceptions import RayServeException
@@ -129,6 +131,32 @@ def test_a_server_that_cannot_start_leaves_nothing(options: dict[str, Any]) -> N
         serve.start({"port": 0, **options})
     assert threading.active_count() == before
     assert serve.status().proxies == {}
+
+
+@pytest.mark.parametrize("options", [5, "127.0.0.1"])
+def test_http_options_of_another_type_are_refused_by_name(options: Any) -> None:
+    with pytest.raises(TypeError, match=r"http_options must be .*got .*serve\.HTTPOptions"):
+        serve.start(options)
+    assert serve.status().proxies == {}
+
+
+def test_options_for_a_server_that_listens_take_effect_or_are_said_not_to(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @serve.deployment
+    async def slow(request: Request) -> None:
+        await asyncio.Future()
+
+    port = served(slow.bind())
+
+    serve.start({"port": 0, "request_timeout_s": 0.1})
+    assert httpx.get(f"http://127.0.0.1:{port}/").status_code == 408
+    assert not caplog.messages
+
+    serve.start({"port": 9999, "request_timeout_s": 0.1})
+    [message] = caplog.messages
+    assert "port=9999 has no effect" in message
+    assert f"listens at http://127.0.0.1:{port} already" in message
 
 
 def test_start_stays_until_shutdown_whatever_is_deleted() -> None:

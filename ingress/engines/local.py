@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,11 @@ from ingress.settings import Settings
 from ingress.threads import lend_executor
 from ingress.types import DeploymentID
 from ingress.user_code import public_methods
+
+logger = logging.getLogger("ingress")
+
+# What a server that listens can still be told.
+_LIVE_OPTIONS = frozenset({"request_timeout_s", "retry_started_methods"})
 
 
 class LocalEngine:
@@ -149,6 +155,8 @@ class LocalEngine:
             previous = self._http_options
             if http_options is not None:
                 self._http_options = http_options
+                if self._server is not None:
+                    self._update_http(self._server, previous)
             if self._is_started:
                 return
             threads = self.acquire()
@@ -255,6 +263,23 @@ class LocalEngine:
         )
         self._server = server
         run_blocking(threads.control.loop, server.start())
+
+    def _update_http(self, server: HTTPServer, previous: HTTPOptions) -> None:
+        """Have a server that listens act on new options, and say what it cannot act on."""
+        self._proxy.limits = self.request_limits()
+        given = self._http_options
+        ignored = [
+            f"{name}={getattr(given, name)!r}"
+            for name in sorted(given.model_fields_set - _LIVE_OPTIONS)
+            if getattr(given, name) != getattr(previous, name)
+        ]
+        if ignored:
+            logger.warning(
+                "serve.start: %s has no effect, because the server listens at %s already; call "
+                "serve.shutdown() first",
+                ", ".join(ignored),
+                server.url,
+            )
 
     def _stop_http_if_unused(self) -> None:
         server, threads = self._server, self._threads
