@@ -66,6 +66,7 @@ class Attempt(Exchange):
         self._budget = budget
         self._last_deadline = last_deadline
         self._number = number
+        self._began_at = 0.0  # when the request did, of all attempts but the first
         self._body: Message | None = None  # once user code has taken it
 
     async def _work(self, user_code: Any) -> None:
@@ -124,7 +125,9 @@ class Attempt(Exchange):
             number=self._number + 1,
             last_deadline=self._last_deadline,
         )
-        attempt.started_at = now
+        attempt._began_at = self._began_at or self.started_at
+        # What a 408 says of the time is said of the limit that was passed.
+        attempt.started_at = attempt._began_at if deadline == self._last_deadline else now
         attempt._first = self._body or self._first
         attempt.runner = self.runner  # the router prefers another
         return attempt

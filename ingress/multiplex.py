@@ -43,8 +43,8 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
     def decorate(func: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         if not callable(func):
             raise TypeError(
-                f"The `multiplexed` decorator must be used with a function or method, got {func!r}; "
-                "the limit goes by name: @serve.multiplexed(max_num_models_per_replica=3)."
+                "The `multiplexed` decorator must be used with a function or method, got "
+                f"{func!r}; give the limit by name: max_num_models_per_replica=3."
             )
         if kind(func) is not Kind.COROUTINE:
             raise TypeError(

@@ -298,7 +298,7 @@ async def no_id(self: Any) -> str:
         (lambda: serve.multiplexed()(3), TypeError, "must be used with a function or method"),  # type: ignore[type-var]
         (lambda: serve.multiplexed(three), TypeError, "must take exactly one argument"),
         (lambda: serve.multiplexed(no_id), TypeError, r"exactly one argument.*no_id: \(self"),
-        (lambda: serve.multiplexed(3), TypeError, "the limit goes by name"),  # type: ignore[call-overload]
+        (lambda: serve.multiplexed(3), TypeError, "give the limit by name"),  # type: ignore[call-overload]
         (
             lambda: serve.multiplexed(max_num_models_per_replica=0)(good),
             ValueError,

@@ -825,6 +825,20 @@ def test_errors_of_user_code_are_never_tried_again(error: Any, separate: str) ->
     assert ledger.runs == {"GET": 1}
 
 
+def test_a_request_that_ends_in_a_later_attempt_says_how_long_it_had_in_all(
+    separate: str,
+) -> None:
+    @serve.deployment(num_replicas=2)
+    async def slow(request: Request) -> None:
+        await asyncio.Future()
+
+    port = served(slow.bind(), request_timeout_s=0.4, **LISTED)
+    answer = send(port, "GET", "/", "x-request-timeout-seconds: 0.7\r\n")
+
+    assert answer.status == 408
+    assert answer.body.endswith(b"timed out after 0.7s.")
+
+
 def test_a_storm_of_timeouts_is_retried_within_the_budget(separate: str) -> None:
     ledger = Ledger()
 
