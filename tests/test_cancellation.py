@@ -17,7 +17,7 @@ from ingress.call import CURRENT_CALL
 from ingress.exceptions import RequestCancelledError, RequestTimeoutError
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from tests.fakes import bind, make_call
-from tests.servers import PATIENCE_S, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, served, set_flags, wait_until
 
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
@@ -311,6 +311,21 @@ def test_a_cancelled_request_cancels_the_calls_made_in_it(
 
     wait_until(lambda: seen.has_ended(*ended))
     wait_until(is_idle)
+
+
+def test_a_client_that_leaves_cancels_its_request_without_a_word_whatever_it_asked_for(
+    seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = served(bind(serve.deployment(Child), seen))
+    with Connection(port) as client:
+        client.request("/", headers="x-request-disconnect-disabled: ?1\r\n")
+        seen.wait_for_began()
+
+    wait_until(lambda: bool(seen.ended))
+    [ended] = seen.ended
+    assert ended.endswith("cancelled")
+    serve.shutdown()
+    assert not caplog.records
 
 
 def test_a_task_group_that_ends_with_its_cancelled_calls_is_not_worth_a_record(

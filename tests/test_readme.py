@@ -55,8 +55,8 @@ def test_every_block_has_a_test() -> None:
     named = [text for text in PYTHON if re.match(r"# \w+\.py\n", text)]
 
     assert [language for language, _ in BLOCKS if language not in ("python", "console")] == ["text"]
-    assert len(named) == 2
-    assert len(PYTHON) == 3
+    assert len(named) == 3
+    assert len(PYTHON) == 4
     assert len(CONSOLE) == 4
 
 
@@ -82,6 +82,22 @@ def test_deployments_call_each_other(readme_module: object) -> None:
 
     with TestClient(module.shout) as client:
         assert client.get("/shout", params={"text": "hey"}).json() == "HEY!!!"
+
+
+def test_a_request_streams_batches_and_is_timed(readme_module: object) -> None:
+    module = readme_module("chat")  # type: ignore[operator]
+
+    with TestClient(module.chat) as client:
+        assert client.get("/answer/loud", params={"prompt": "hey"}).json() == "HEY"
+        assert client.get("/answer/quiet", params={"prompt": "Hey"}).json() == "hey"
+        assert client.get("/stream", params={"prompt": "a b"}).text == "a\nb\n"
+        with client.websocket_connect("/socket") as socket:
+            socket.send_text("a b")
+            assert [socket.receive_text() for _ in range(2)] == ["a\n", "b\n"]
+        answer = client.get("/slow", params={"seconds": 0}, headers={"x-request-id": "mine"})
+        assert answer.json() == "mine"
+        timeout = {"x-request-timeout-seconds": "0.1"}
+        assert client.get("/slow", params={"seconds": 60}, headers=timeout).status_code == 408
 
 
 def test_the_handle_block_runs_as_it_stands(tmp_path: Path) -> None:
