@@ -29,7 +29,7 @@ from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ingress.call import CURRENT_CALL
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import RequestCancelledError, StreamClosedError
+from ingress.exceptions import RequestCancelledError, StreamClosedError, is_only
 from ingress.loops import Home, Mailbox
 
 logger = logging.getLogger("ingress")
@@ -151,7 +151,7 @@ class WorkerPool:
         except asyncio.CancelledError:
             _Visitors(work.scope, self._loop).cancel()
             await work.really_done()
-            if work.error is not None and not isinstance(work.error, RequestCancelledError):
+            if work.error is not None and not is_only(work.error, (RequestCancelledError,)):
                 _log_late(work.error)
             raise
         if work.error is not None:
@@ -309,7 +309,8 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
             items.close()
     except BaseException as raised:
         error = error or raised
-    if not channel.finish(error) and error is not None:
+    is_news = error is not None and not is_only(error, (RequestCancelledError,))
+    if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)
 
 

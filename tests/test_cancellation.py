@@ -11,6 +11,8 @@ from typing import Any
 
 import anyio
 import pytest
+from fastapi import FastAPI
+from starlette.responses import StreamingResponse
 
 import ingress as serve
 from ingress.call import CURRENT_CALL
@@ -246,6 +248,19 @@ class Parent:
     async def in_to_thread(self) -> Any:
         return await asyncio.to_thread(lambda: self.child.remote().result())
 
+    def in_generator(self) -> Iterator[Any]:
+        yield from self.child.options(stream=True).items.remote("child")
+
+    def in_checking_generator(self) -> Iterator[int]:
+        self.seen.began.release()
+        try:
+            while True:
+                serve.cancellation().check()
+                time.sleep(0.001)
+                yield 1
+        finally:
+            self.seen.ended.append("closed")
+
     def in_def(self) -> Any:
         try:
             return self.child.remote().result()
@@ -324,6 +339,33 @@ def test_a_client_that_leaves_cancels_its_request_without_a_word_whatever_it_ask
     wait_until(lambda: bool(seen.ended))
     [ended] = seen.ended
     assert ended.endswith("cancelled")
+    serve.shutdown()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("method", "ended"),
+    [
+        ("in_generator", ["child cancelled", "child closed"]),
+        ("in_checking_generator", ["closed"]),
+    ],
+)
+def test_a_generator_in_a_thread_that_ends_with_its_client_is_not_worth_a_record(
+    seen: Seen, caplog: pytest.LogCaptureFixture, method: str, ended: list[str]
+) -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Streams(Parent):
+        @app.get("/")
+        def stream(self) -> StreamingResponse:
+            return StreamingResponse(str(item) for item in getattr(self, method)())
+
+    with Connection(served(bind(Streams, bind(serve.deployment(Child), seen), seen))) as client:
+        client.request("/")
+        seen.wait_for_began()
+    wait_until(lambda: seen.has_ended(*ended))
     serve.shutdown()
     assert not caplog.records
 
