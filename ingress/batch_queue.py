@@ -23,9 +23,15 @@ from ingress import execution
 from ingress.batch_item import Item, fail
 from ingress.call import CURRENT_CALL, Call
 from ingress.context import REPLICA, ReplicaContext
-from ingress.exceptions import RayServeException, UserCodeExit
+from ingress.exceptions import (
+    RayServeException,
+    RequestCancelledError,
+    StreamClosedError,
+    UserCodeExit,
+)
 from ingress.execution import Kind, Role
-from ingress.loops import BorrowedLoop
+from ingress.logs import logger
+from ingress.loops import BorrowedLoop, mailbox_of
 from ingress.threads import WorkerPool
 from ingress.types import DeploymentID, RequestMetadata
 
@@ -33,6 +39,7 @@ TOO_LARGE = (
     "Size of item is greater than max_batch_size. Please increase the max_batch_size or check the "
     "implementation of the batch_size_fn."
 )
+_TOLD = (RequestCancelledError, StreamClosedError)  # what we told the handler ourselves
 _NOWHERE = DeploymentID("", "")
 NO_INSTANCE = object()
 """The instance of a function that is not a method."""
@@ -87,7 +94,7 @@ class BatchQueue:
         self._forming: list[Item] = []
         self._forming_limits = limits()
         self._timer: asyncio.TimerHandle | None = None
-        self._runs: dict[asyncio.Task[None], list[Item]] = {}
+        self._runs: dict[asyncio.Task[None], tuple[Call, list[Item]]] = {}
         # Nobody's: the variables of the request that comes first are no business of the others.
         self._context = Context()
         self._own_pool: WorkerPool | None = None
@@ -107,8 +114,8 @@ class BatchQueue:
     def leave(self, item: Item) -> None:
         """Forget a caller that is gone.
 
-        It takes no place in a batch that has not begun; one that has goes on for the others, and a
-        generator that nobody listens to any more is closed.
+        It takes no place in a batch that has not begun; one that has goes on for the others. Once
+        all have left it is told so, and goes on even then, as a `def` does; a generator is closed.
         """
         was_over, item.is_over = item.is_over, True
         if item in self._forming:
@@ -117,10 +124,13 @@ class BatchQueue:
                 self._stop_timer()
         elif item in self._waiting:
             self._waiting.remove(item)
-        elif not was_over and item.channel is not None:
-            for task, items in self._runs.items():
+        elif not was_over:
+            for task, (batch, items) in self._runs.items():
                 if item in items and all(each.is_over for each in items):
-                    task.cancel()
+                    if item.channel is not None:
+                        task.cancel()
+                    batch.interrupt()
+                    break
         self._advance()
 
     # Forming.
@@ -207,6 +217,7 @@ class BatchQueue:
         if not items:
             return
         replica = self._replica
+        calls = [item.call for item in items]
         # None of theirs: what a batch calls does not end with one of them, nor is it the only one
         # that a record is about, so the request id is blank.
         metadata = RequestMetadata(
@@ -214,16 +225,16 @@ class BatchQueue:
             deployment=_NOWHERE if replica is None else replica.replica_id.deployment_id,
             method_name=self._handler.name,
             multiplexed_model_id=items[0].model_id,
+            deadline=_latest_deadline(calls),
         )
         context = self._context.copy()
-        members = tuple(item.call for item in items if item.call is not None)
-        batch = Call(metadata, None, context, members)
+        batch = Call(metadata, None, context, tuple(call for call in calls if call is not None))
         context.run(CURRENT_CALL.set, batch)
         # No request's task: it goes on when the caller that completed it is cancelled.
         task = self.loop.create_task(self._run(items, batch), context=context)
-        self._runs[task] = items
+        self._runs[task] = batch, items
         if replica is not None:
-            replica._batches.add(task)
+            replica._batches[task] = batch
         task.add_done_callback(self._ended, context=self._context)
 
     async def _run(self, items: list[Item], batch: Call) -> None:
@@ -241,8 +252,11 @@ class BatchQueue:
                 result = await self._plan.run(*args, **kwargs)
                 for item, value in zip(items, self._split(result, len(items)), strict=True):
                     error = self._error_in(value)
+                    if error is not None:
+                        self._log_late([item], error)
                     item.settle(value if error is None else None, error)
         except Exception as error:
+            self._log_late(items, error)
             fail(items, error)
         except asyncio.CancelledError as error:  # the replica stops, or user code asked for it
             fail(items, UserCodeExit(error, self._handler.name))
@@ -287,15 +301,39 @@ class BatchQueue:
             return value
         return UserCodeExit(value, self._handler.name)
 
+    def _log_late(self, items: list[Item], error: BaseException) -> None:
+        """Log an error if all whose it is have left: nobody else will hear of it."""
+        if all(item.has_left for item in items) and not isinstance(error, _TOLD):
+            ids = [item.call.metadata.request_id for item in items if item.call is not None]
+            logger.warning(
+                "%s failed after the requests of its batch had left: %s",
+                self._handler.name,
+                ", ".join(ids),
+                exc_info=error,
+            )
+
     def _ended(self, task: asyncio.Task[None]) -> None:
-        items = self._runs.pop(task)
+        batch, items = self._runs.pop(task)
+        batch.settle()
         if self._replica is not None:
-            self._replica._batches.discard(task)
+            self._replica._batches.pop(task, None)
+            models = self._replica._models
+            if models is not None and models.loop is self.loop:
+                models.end(batch)
+            elif models is not None:
+                mailbox_of(models.loop).post(models.end, batch)
         # Cancelled before its first step it has not run one line; nobody waits for ever.
         if any(not item.is_over for item in items):
             cancelled = asyncio.CancelledError("before it began")
             fail(items, UserCodeExit(cancelled, self._handler.name))
         self._advance()
+
+
+def _latest_deadline(calls: list[Call | None]) -> float | None:
+    """Return when the last of these calls has to be answered, `None` if one has no deadline."""
+    deadlines = [None if call is None else call.deadline for call in calls]
+    known = [each for each in deadlines if each is not None]
+    return max(known) if len(known) == len(deadlines) else None
 
 
 def _size_of(size_fn: Callable[[list[Any]], int], values: list[Any]) -> float:

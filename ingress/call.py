@@ -48,6 +48,8 @@ class Runner(Protocol):
 
     async def serve(self, call: Call) -> Any: ...
 
+    def fail(self, call: Call, error: Exception) -> None: ...
+
     def submit(self, call: Call) -> None: ...
 
     def cancel(self, call: Call) -> None: ...
@@ -332,6 +334,17 @@ def current_calls() -> tuple[Call, ...]:
     if call is None:
         return ()
     return (call,) if call.members is None else call.members
+
+
+def current_users() -> tuple[Call, ...]:
+    """Return the calls that need what the running code asks for: those, and their batch.
+
+    That one may outlive them all.
+    """
+    call = CURRENT_CALL.get(None)
+    if call is None:
+        return ()
+    return (call,) if call.members is None else (*call.members, call)
 
 
 _NO_CONTEXT = Context()

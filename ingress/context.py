@@ -35,7 +35,7 @@ class ReplicaContext:
     _plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop | None = None
     _pool: ThreadPool | None = None
-    _batches: set[asyncio.Task[None]] = field(default_factory=set)
+    _batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
     _batch_limits: dict[Any, Any] = field(default_factory=dict)
     _models: Any = None
 

@@ -357,7 +357,7 @@ class Exchange(Call):
             if task.uncancel():
                 raise  # not only the replica
         except Exception as error:
-            self.settle(error=error)
+            self.runner.fail(self, error)
         else:
             self.settle()
 

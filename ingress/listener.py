@@ -60,7 +60,7 @@ class Listener:
             if message["type"].endswith(".disconnect"):
                 break
             if self._passes_on:
-                self._is_blocked = self._is_http
+                self._is_blocked = True
                 await self._inbound.put(message, size_of(message))
                 self._is_blocked = False
         self._goodbye = message

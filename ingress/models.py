@@ -18,7 +18,7 @@ from contextvars import Context, copy_context
 from itertools import islice
 from typing import Any
 
-from ingress.call import CURRENT_CALL, Call, current_calls
+from ingress.call import CURRENT_CALL, Call, current_users
 from ingress.context import REPLICA, ReplicaContext
 from ingress.cycles import check_cycle
 from ingress.exceptions import ReplicaUnavailableError
@@ -73,7 +73,8 @@ class Models:
         """Keep a model for as long as these calls run."""
         for call in calls:
             # Else nobody will say when it ends, because it has ended.
-            if call in self._running or (isinstance(call, _Model) and not call.settled):
+            is_own = isinstance(call, _Model) or call.members is not None
+            if call in self._running or (is_own and not call.settled):
                 model.users.add(call)
                 self.in_use.setdefault(call, set()).add(model)
 
@@ -85,8 +86,7 @@ class Models:
 
     def publish(self) -> None:
         """Let the router see what is here now."""
-        caches = self._caches.values()
-        self.ids = frozenset(model_id for cache in caches for model_id in cache.staying())
+        self.ids = frozenset(each for cache in self._caches.values() for each in cache.staying())
 
     def start(
         self, work: Coroutine[Any, Any, None], context: Context | None = None
@@ -117,8 +117,8 @@ class Models:
 class _Model(Call):
     """One model of a cache, from the first request for it until it is gone; `value` is the model.
 
-    `waiting` has the calls of each request that waits for it: one, those of a batch, or none.
-    `users` are the calls that got it and still run.
+    `waiting` has the calls of each request that waits for it: one, those of a batch and itself,
+    or none. `users` are the calls that got it and still run.
     """
 
     has_room = False
@@ -183,7 +183,7 @@ class _Cache:
 
     async def get(self, model_id: str) -> Any:
         """Return the model; use it for the calls that ask, wait for it, or load it."""
-        calls = current_calls()
+        calls = current_users()
         while True:
             model = self._models.get(model_id) or self._begin(model_id)
             if model.is_leaving:

@@ -232,15 +232,19 @@ class Replica:
             ending = self.state in _ENDING
             call.settle(error=self.gone() if ending else UserCodeExit(error, str(self.replica_id)))
         except Exception as error:
-            if not call.settle(error=error) and not is_only(error, _TOLD):
-                logger.warning(
-                    "%s: request %s failed after it was cancelled",
-                    self.replica_id,
-                    call.metadata.request_id,
-                    exc_info=error,
-                )
+            self.fail(call, error)
         else:
             call.settle(value)
+
+    def fail(self, call: Call, error: Exception) -> None:
+        """Settle a call with what its work raised, or log that if it has its answer."""
+        if not call.settle(error=error) and not is_only(error, _TOLD):
+            logger.warning(
+                "%s: request %s failed after it was cancelled",
+                self.replica_id,
+                call.metadata.request_id,
+                exc_info=error,
+            )
 
     async def serve(self, call: Call) -> Any:
         """Run a call that was admitted in the current task, then give its slot back."""
@@ -325,9 +329,11 @@ class Replica:
         for call, task in running:
             task.cancel()
             call.interrupt()
-        for task in self.context._batches:
-            task.cancel()
-            tasks.append(task)
+        for task, batch in list(self.context._batches.items()):
+            if task.get_loop() is self.loop:  # one on a loop of the user's ends with that
+                task.cancel()
+                tasks.append(task)
+            batch.interrupt()
         if tasks:
             await asyncio.wait(tasks)
         try:

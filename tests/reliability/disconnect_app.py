@@ -120,6 +120,35 @@ def until_told(key: str) -> str:
     return "ran on"
 
 
+BATCH = 3
+
+
+def note_batch(keys: list[str], what: str) -> bool:
+    """Note what happened to a batch. Returns whether it may end."""
+    for key in keys:
+        if what not in ledger.of(key):
+            ledger.note(key, what)
+    return any(ledger.gate(key).is_set() for key in keys)
+
+
+@serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=PATIENCE_S)
+async def batched(keys: list[str]) -> list[str]:
+    cancellation = serve.cancellation()
+    while not note_batch(keys, f"batch of {len(keys)}, requested={cancellation.requested}"):
+        await asyncio.sleep(0.002)
+    note_batch(keys, "ended")
+    return keys
+
+
+@serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=PATIENCE_S)
+def def_batched(keys: list[str]) -> list[str]:
+    cancellation = serve.cancellation()
+    while not note_batch(keys, f"batch of {len(keys)}, requested={cancellation.requested}"):
+        time.sleep(0.002)
+    note_batch(keys, "ended")
+    return keys
+
+
 async def uploaded(key: str, request: Request) -> str:
     try:
         async for _ in request.stream():
@@ -189,6 +218,9 @@ class Plain:
                 return await running(key)
             case "swallowing":
                 return await swallowing(key)
+            case "batched" | "def-batched" as stage:
+                ledger.note(key, "began")
+                return await (batched if stage == "batched" else def_batched)(key)
             case "upload":
                 return await uploaded(key, request)
             case "items":
@@ -280,6 +312,16 @@ def fastapi_class(*, has_middleware: bool) -> type:
         async def swallowing(self, key: str) -> str:
             return await swallowing(key)
 
+        @app.get("/batched")
+        async def batched(self, key: str) -> Any:
+            ledger.note(key, "began")
+            return await batched(key)
+
+        @app.get("/def-batched")
+        async def def_batched(self, key: str) -> Any:
+            ledger.note(key, "began")
+            return await def_batched(key)
+
         @app.get("/def")
         def until_told(self, key: str) -> str:
             return until_told(key)
@@ -337,6 +379,15 @@ def fastapi_class(*, has_middleware: bool) -> type:
                 ledger.note(key, f"disconnect {gone.code}")
             finally:
                 await asyncio.sleep(0.001)
+                ledger.note(key, "closed")
+
+        @app.websocket("/deaf")
+        async def deaf(self, websocket: WebSocket, key: str) -> None:
+            await websocket.accept()
+            ledger.note(key, "began")
+            try:
+                await asyncio.Event().wait()
+            finally:
                 ledger.note(key, "closed")
 
         @app.websocket("/sending")

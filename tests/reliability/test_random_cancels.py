@@ -114,8 +114,7 @@ def make_root(*, has_middleware: bool) -> type:
                     yield item
 
         def def_items(self) -> Iterator[str]:
-            # Over HTTP it is Starlette that iterates it, and the collector that closes it.
-            with Slot("def items"):
+            with Slot("root"):
                 for _ in range(3):
                     yield "x"
                     time.sleep(LONGEST_S / 3)
@@ -236,7 +235,6 @@ def test_a_thousand_random_cancels_leave_nothing(
         assert now["root"] == now["leaf"] == 0, "what runs and holds no slot"
         assert most["root"] <= SLOTS
         assert most["leaf"] <= SLOTS // 2
-        wait_until(lambda: gc.collect() >= 0 and now["def items"] == 0)
         wait_until(lambda: pending() <= before)
         wait_until(lambda: not workers())
         assert not caplog.records, "a client that leaves is no news"

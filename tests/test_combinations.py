@@ -1,0 +1,378 @@
+"""Where two of a request's capabilities meet: batches, models, streams, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+import ingress as serve
+from ingress.engines import current_engine
+from ingress.exceptions import RequestCancelledError, RequestTimeoutError
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+
+LONG_S = 30.0
+TIMEOUT_S = 0.2
+
+
+@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param)
+    yield request.param
+    serve.shutdown()
+
+
+def asking(timeout_s: float | None) -> str:
+    return "" if timeout_s is None else f"x-request-timeout-seconds: {timeout_s}\r\n"
+
+
+def replica(name: str = "default") -> Any:
+    """The one replica of the one deployment of an application; status tells no more of it."""
+    (deployment,) = current_engine().applications[name].deployments.values()
+    (found,) = deployment.replicas
+    return found
+
+
+# Batches, deadlines and cancellation
+
+
+@pytest.mark.parametrize("other_s", [TIMEOUT_S, LONG_S, None], ids=["both", "later", "none"])
+def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
+    separate: str, other_s: float | None
+) -> None:
+    deadlines: list[float | None] = []
+    outcomes: list[BaseException | str] = []
+    asked, let_go = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Child:
+        async def __call__(self) -> str:
+            deadlines.append(serve.get_request_context().deadline)
+            asked.set()
+            while not let_go.is_set():
+                await asyncio.sleep(0.002)
+            return "child"
+
+    @serve.deployment
+    class Parent:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def __call__(self, requests: list[Request]) -> list[Any]:
+            try:
+                outcomes.append(await self.child.remote())
+            except BaseException as error:
+                outcomes.append(error)
+                raise
+            return ["done"] * len(requests)
+
+    port = served(bind(Parent, bind(Child)))
+    began = time.monotonic()
+    with Connection(port) as first, Connection(port) as second:
+        first.request("/", headers=asking(TIMEOUT_S) + "Connection: close\r\n")
+        second.request("/", headers=asking(other_s) + "Connection: close\r\n")
+        assert first.answer().status == 408
+        if other_s == TIMEOUT_S:
+            assert second.answer().status == 408
+        else:
+            assert asked.wait(PATIENCE_S)
+            let_go.set()
+            assert second.answer().status == 200
+    wait_until(lambda: outcomes)
+    (deadline,) = deadlines
+    if other_s is None:
+        assert (deadline, outcomes) == (None, ["child"])
+    else:
+        assert deadline is not None
+        assert other_s <= deadline - began < other_s + PATIENCE_S
+        if other_s == TIMEOUT_S:
+            assert isinstance(outcomes[0], RequestCancelledError)
+        else:
+            assert outcomes == ["child"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out", "stopped"])
+@pytest.mark.parametrize("written", ["def", "async def"])
+def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
+    separate: str, how: str, written: str
+) -> None:
+    told: list[str] = []
+    began, child_ended = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Child:
+        async def __call__(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                child_ended.set()
+
+    class Both:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def in_loop(self, xs: list[int]) -> list[int]:
+            cancellation = serve.cancellation()
+            self.child.remote()
+            began.set()
+            try:
+                while not cancellation.requested:
+                    await asyncio.sleep(0.002)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0)
+                told.append(f"cancelled, {cancellation.requested}")
+                raise
+            told.append("True")
+            return xs
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        def in_thread(self, xs: list[int]) -> list[int]:
+            cancellation = serve.cancellation()
+            self.child.remote()
+            began.set()
+            while not cancellation.requested:
+                time.sleep(0.002)
+            told.append("True")
+            return xs
+
+        async def __call__(self, request: Request) -> Any:
+            return await (self.in_thread if written == "def" else self.in_loop)(1)
+
+    child = bind(Child.options(graceful_shutdown_timeout_s=0.1))
+    both = serve.deployment(Both).options(graceful_shutdown_timeout_s=0.1)
+    port = served(bind(both, child))
+    timeout_s = TIMEOUT_S if how == "timed out" else None
+    with Connection(port) as first, Connection(port) as second:
+        for each in (first, second):
+            each.request("/", headers=asking(timeout_s) + "Connection: close\r\n")
+        assert began.wait(PATIENCE_S)
+        if how == "cancelled":
+            first.reset()
+            assert not serve.cancellation().requested
+            second.reset()
+        elif how == "timed out":
+            assert first.answer().status == second.answer().status == 408
+        else:
+            serve.delete("default")
+            assert first.answer().status == second.answer().status == 503
+        wait_until(lambda: told)
+        assert child_ended.wait(PATIENCE_S)
+    # A stop ends the requests first: the batch may see that before it is cancelled itself.
+    assert told in (["True"], ["cancelled, True"])
+
+
+def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> None:
+    began, told = threading.Event(), threading.Event()
+    cancellations: list[serve.Cancellation] = []
+
+    @serve.deployment
+    class Batched:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def __call__(self, xs: list[int]) -> list[int]:
+            cancellations.append(serve.cancellation())
+            began.set()
+            while not told.is_set():
+                await asyncio.sleep(0.002)
+            return xs
+
+    handle = serve.run(bind(Batched), route_prefix=None)
+    first, second = handle.remote(1), handle.remote(2)
+    assert began.wait(PATIENCE_S)
+    first.cancel()
+    wait_until(lambda: replica().ongoing == 1)
+    assert not cancellations[0].requested
+    told.set()
+    assert second.result(timeout_s=PATIENCE_S) == 2
+    assert not cancellations[0].requested
+
+
+@pytest.mark.parametrize("written", ["def", "async def", "a generator"])
+def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
+    separate: str, written: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = threading.Event()
+
+    class Failing:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def in_loop(self, xs: list[int]) -> list[int]:
+            began.set()
+            while not serve.cancellation().requested:
+                await asyncio.sleep(0.002)
+            raise ValueError("too late")
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        def in_thread(self, xs: list[int]) -> list[int]:
+            began.set()
+            while not serve.cancellation().requested:
+                time.sleep(0.002)
+            raise ValueError("too late")
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def items(self, xs: list[int]) -> AsyncIterator[list[int]]:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+                yield xs
+            finally:
+                raise ValueError("too late")
+
+        async def call(self, x: int) -> Any:
+            if written == "a generator":
+                return [item async for item in self.items(x)]
+            return await (self.in_thread if written == "def" else self.in_loop)(x)
+
+    handle = serve.run(bind(serve.deployment(Failing)), route_prefix=None)
+    responses = [handle.call.remote(x) for x in range(2)]
+    assert began.wait(PATIENCE_S)
+    for response in responses:
+        response.cancel()
+    wait_until(lambda: caplog.records)
+    serve.shutdown()
+    (record,) = caplog.records
+    assert "failed after the requests of its batch had left" in record.message
+    assert all(response.request_id in record.message for response in responses)
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "too late"
+
+
+def test_an_error_of_one_item_whose_request_has_left_is_logged(
+    separate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, let_go = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Failing:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S, per_item_errors=True)
+        async def __call__(self, xs: list[int]) -> list[Any]:
+            began.set()
+            while not let_go.is_set():
+                await asyncio.sleep(0.002)
+            return [ValueError(x) for x in xs]
+
+    handle = serve.run(bind(Failing), route_prefix=None)
+    left, stayed = handle.remote(1), handle.remote(2)
+    assert began.wait(PATIENCE_S)
+    left.cancel()
+    wait_until(lambda: replica().ongoing == 1)
+    let_go.set()
+    with pytest.raises(ValueError, match="2"):
+        stayed.result(timeout_s=PATIENCE_S)
+    (record,) = caplog.records
+    assert left.request_id in record.message
+    assert stayed.request_id not in record.message
+
+
+# Batches and models
+
+
+def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) -> None:
+    unloaded: list[str] = []
+    began, let_go, seen = threading.Event(), threading.Event(), threading.Event()
+    at_the_end: list[list[str]] = []
+
+    class Model:
+        def __init__(self, model_id: str) -> None:
+            self.model_id = model_id
+
+        def __del__(self) -> None:
+            unloaded.append(self.model_id)
+
+    @serve.deployment
+    class Models:
+        @serve.multiplexed(max_num_models_per_replica=1)
+        async def load(self, model_id: str) -> Model:
+            return Model(model_id)
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def batched(self, xs: list[int]) -> list[int]:
+            await self.load("a")
+            began.set()
+            while not let_go.is_set():
+                await asyncio.sleep(0.002)
+            at_the_end.append(list(unloaded))
+            seen.set()
+            return xs
+
+        async def other(self) -> str:
+            return str((await self.load("b")).model_id)
+
+    handle = serve.run(bind(Models), route_prefix=None)
+    responses = [handle.batched.remote(x) for x in range(2)]
+    assert began.wait(PATIENCE_S)
+    for response in responses:
+        response.cancel()
+    wait_until(lambda: replica().ongoing == 0)
+    other = handle.other.remote()
+    with pytest.raises(TimeoutError):
+        other.result(timeout_s=0.1)
+    let_go.set()
+    assert other.result(timeout_s=PATIENCE_S) == "b"
+    assert at_the_end == [[]]
+    assert unloaded == ["a"]
+    wait_until(lambda: not replica()._models.in_use)
+
+
+# What is raised when nobody listens
+
+
+@pytest.mark.parametrize("written", ["async def", "def"])
+@pytest.mark.parametrize("sync", ["0", "1"], ids=["loop", "pool"])
+@pytest.mark.parametrize("how", ["returned", "response"])
+def test_what_a_generator_raises_after_its_client_left_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    separate: str,
+    written: str,
+    sync: str,
+    how: str,
+) -> None:
+    set_flags(monkeypatch, separate, sync)
+
+    async def items() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"item"
+                await asyncio.sleep(0.002)
+        finally:
+            raise ValueError("too late")
+
+    def def_items() -> Iterator[bytes]:
+        try:
+            while True:
+                yield b"item"
+                time.sleep(0.002)
+        finally:
+            raise ValueError("too late")
+
+    def of(kind: str) -> Any:
+        made: Any = def_items() if kind == "def" else items()
+        return StreamingResponse(made) if how == "response" else made
+
+    @serve.deployment
+    async def in_loop(request: Request) -> Any:
+        return of(written)
+
+    @serve.deployment
+    def in_thread(request: Request) -> Any:
+        return of(written)
+
+    target = in_thread if written == "def" and how == "returned" else in_loop
+    with caplog.at_level(logging.WARNING, "ingress"), Connection(served(bind(target))) as client:
+        client.request("/")
+        client.receive_until(b"item")
+        client.reset()
+        wait_until(lambda: any(each.exc_info for each in caplog.records))
+        wait_until(lambda: replica().ongoing == 0)
+        serve.shutdown()
+    late = [each for each in caplog.records if each.exc_info]
+    assert len(late) == 1
+    assert "too late" in str(late[0].exc_info and late[0].exc_info[1])
