@@ -74,10 +74,8 @@ class Bridge:
             self._client.has_answer = not message.get("more_body")
         elif message["type"] == "http.response.start":
             self._start = message
-            for name, _ in message.get("headers", ()):
-                if name == b"content-length":
-                    return  # the body is on its way; they travel together
-            await self._stream()  # else this may be all for a while, and the client wants it now
+            if not _has_length(message):
+                await self._stream()  # it may be all for a while, and the client wants it now
         elif message["type"] == "http.response.body" and not message.get("more_body"):
             if self._start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
@@ -111,12 +109,13 @@ class Bridge:
 class Direct:
     """Owned by the loop that both sides live on."""
 
-    __slots__ = ("_chunks", "_client", "_first")
+    __slots__ = ("_chunks", "_client", "_first", "_start")
 
     def __init__(self, client: Client, first: Message | None) -> None:
         self._client = client
         self._first = first
         self._chunks = 0
+        self._start: Message | None = None
 
     async def receive(self) -> Message:
         if self._first is not None:
@@ -134,7 +133,18 @@ class Direct:
             self._chunks += 1
             if self._chunks % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
+        if message["type"] == "http.response.start" and _has_length(message):
+            self._start = message  # what fails before the body can still be answered as such
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._client.pass_on(start)
         await self._client.pass_on(message)
 
     def finish(self) -> None:
         """Nothing is on its way."""
+
+
+def _has_length(start: Message) -> bool:
+    """Whether the body of a response is on its way, so that both can travel together."""
+    return any(name == b"content-length" for name, _ in start.get("headers", ()))

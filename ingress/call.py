@@ -157,12 +157,27 @@ class Call:
 
     def expire(self) -> None:
         """Cancel it because its deadline has come. Thread-safe."""
+        self._expire_parents()
         self.cancel(self._timeout())
+
+    def _expire_parents(self) -> None:
+        """Expire those it was made for whose time is up with its own.
+
+        Race with their own timers, which may be on other loops: theirs has to come first, or they
+        would be told that a call of theirs failed, and make something of that, a 500 perhaps.
+        """
+        parent = self._parent
+        if parent is not None and self.metadata.deadline is not None:
+            for each in (parent,) if parent.members is None else parent.members:
+                deadline = each.deadline
+                if not each.settled and deadline is not None and deadline <= self.metadata.deadline:
+                    each.expire()
 
     def is_over(self) -> bool:
         """Whether it must not begin: it has an answer, or its deadline has passed, which is one."""
         deadline = self.metadata.deadline
         if deadline is not None and not self.settled and monotonic() >= deadline:
+            self._expire_parents()
             self.cancel(self._timeout())
         return self.settled
 

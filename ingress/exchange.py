@@ -220,8 +220,8 @@ class Exchange(Call):
         self._post(self._expire)
 
     def _expire(self) -> None:
-        if self._is_complete or self._has_left:
-            return  # a response that is complete was in time
+        if self._is_complete or self._has_left or self._is_cut:
+            return  # a response that is complete was in time; once is enough
         assert self._task is not None
         self._is_cut = True
         # It may wait for the body, for the client to take a chunk, or for the call's end.

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
@@ -269,6 +270,71 @@ def test_an_error_of_one_item_whose_request_has_left_is_logged(
     (record,) = caplog.records
     assert left.request_id in record.message
     assert stayed.request_id not in record.message
+
+
+# Children and deadlines
+
+
+@pytest.mark.parametrize("by", ["itself", "a batch"])
+def test_a_request_is_told_that_its_time_is_up_before_it_hears_of_its_children(
+    separate: str, by: str
+) -> None:
+    """Their timers are on other loops, and one is always first."""
+    app = FastAPI()
+    asked: list[Any] = []
+
+    @serve.deployment
+    class Child:
+        async def __call__(self) -> None:
+            await asyncio.Event().wait()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Parent:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        @serve.batch
+        async def batched(self, xs: list[int]) -> Any:
+            return await self.ask()
+
+        async def ask(self) -> Any:
+            response = self.child.remote()
+            asked.append(response)
+            return await response
+
+        @app.get("/")
+        async def route(self) -> Any:
+            return await (self.ask() if by == "itself" else self.batched(1))
+
+    with Connection(served(bind(Parent, bind(Child)))) as client:
+        client.request("/", headers=asking(LONG_S) + "Connection: close\r\n")
+        wait_until(lambda: asked)
+        asked[0]._call.expire()
+        assert client.answer().status == 408
+
+
+def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408(separate: str) -> None:
+    app = FastAPI()
+    began = threading.Event()
+
+    async def slow_body(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"4")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        began.set()
+        await asyncio.sleep(LONG_S)
+
+    app.mount("/slow", slow_body)
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Slow:
+        pass
+
+    with Connection(served(bind(Slow))) as client:
+        client.request("/slow/", headers=asking(TIMEOUT_S) + "Connection: close\r\n")
+        assert began.wait(PATIENCE_S)
+        assert client.answer().status == 408
 
 
 # Batches and models
