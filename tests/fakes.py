@@ -54,6 +54,9 @@ class FakeReplica:
     def admit(self, call: Call) -> bool:
         raise AssertionError("a fake replica runs nothing")
 
+    def fail(self, call: Call, error: Exception) -> None:
+        call.settle(error=error)
+
     def submit(self, call: Call) -> None:
         if call.settled:
             self.skipped.append(call)

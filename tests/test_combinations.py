@@ -108,7 +108,6 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
     told: list[str] = []
     began, child_ended = threading.Event(), threading.Event()
 
-    @serve.deployment
     class Child:
         async def __call__(self) -> None:
             try:
@@ -148,7 +147,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
         async def __call__(self, request: Request) -> Any:
             return await (self.in_thread if written == "def" else self.in_loop)(1)
 
-    child = bind(Child.options(graceful_shutdown_timeout_s=0.1))
+    child = bind(serve.deployment(Child).options(graceful_shutdown_timeout_s=0.1))
     both = serve.deployment(Both).options(graceful_shutdown_timeout_s=0.1)
     port = served(bind(both, child))
     timeout_s = TIMEOUT_S if how == "timed out" else None
@@ -173,7 +172,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
 
 def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> None:
     began, told = threading.Event(), threading.Event()
-    cancellations: list[serve.Cancellation] = []
+    cancellations: list[Any] = []
 
     @serve.deployment
     class Batched:

@@ -268,7 +268,7 @@ def flagged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("flagged", "has_attempts"),
-    itertools.product("10", [False, True]) if ROUNDS else [("1", False), ("0", True)],
+    list(itertools.product("10", [False, True])) if ROUNDS else [("1", False), ("0", True)],
     ids=lambda param: {"0": "separate0", "1": "separate1", False: "once", True: "attempts"}[param],
     indirect=["flagged"],
 )
