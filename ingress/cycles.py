@@ -68,8 +68,9 @@ def _stuck(graph: _Graph) -> set[Call]:
             is_queued, others = graph[call]
             blocking = others & stuck
             # One that runs may wait for whichever comes first; if it does want all, it looks again
-            # whenever one has come. One that waits for its arguments needs them all.
-            takes_any = is_queued or call.runner is not None
+            # whenever one has come; so may a batch and a load, which no replica runs as a call. One
+            # that waits for its arguments needs them all: nothing else does before it began.
+            takes_any = is_queued or isinstance(call.waits_for, set)
             if not blocking or (takes_any and blocking != others):
                 free.add(call)
         if not free:

@@ -238,7 +238,10 @@ class Replica:
 
     def fail(self, call: Call, error: Exception) -> None:
         """Settle a call with what its work raised, or log that if it has its answer."""
-        if not call.settle(error=error) and not is_only(error, _TOLD):
+        # A middleware of AnyIO's may take the count of its cancellations from a task, so that its
+        # `CancelledError` looks like one of user code's own.
+        is_told = is_only(error, _TOLD) or isinstance(error.__cause__, asyncio.CancelledError)
+        if not call.settle(error=error) and not is_told:
             logger.warning(
                 "%s: request %s failed after it was cancelled",
                 self.replica_id,

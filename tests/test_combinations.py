@@ -16,8 +16,8 @@ from starlette.responses import StreamingResponse
 
 import ingress as serve
 from ingress.engines import current_engine
-from ingress.exceptions import RequestCancelledError, RequestTimeoutError
-from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+from ingress.exceptions import RequestCancelledError
+from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, wait_until
 
 LONG_S = 30.0
 TIMEOUT_S = 0.2
@@ -269,6 +269,40 @@ def test_an_error_of_one_item_whose_request_has_left_is_logged(
     (record,) = caplog.records
     assert left.request_id in record.message
     assert stayed.request_id not in record.message
+
+
+def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> None:
+    let_go = threading.Event()
+
+    @serve.deployment
+    class Leaf:
+        async def __call__(self) -> str:
+            while not let_go.is_set():
+                await asyncio.sleep(0.002)
+            return "leaf"
+
+    @serve.deployment(max_ongoing_requests=2)
+    class K:
+        def __init__(self, leaf: Any) -> None:
+            self.leaf = leaf
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+        async def outer(self, xs: list[int]) -> list[Any]:
+            never = serve.get_app_handle("default").inner.remote()  # its own callers have the slots
+            asked = [asyncio.ensure_future(each._wait()) for each in (self.leaf.remote(), never)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            never.cancel()  # if it is not known by now that it can never start
+            await asyncio.gather(*asked, return_exceptions=True)
+            return [asked[0].result()] * len(xs)
+
+        async def inner(self) -> None:
+            raise AssertionError("there was no slot for it")
+
+    handle = serve.run(bind(K, bind(Leaf)), route_prefix=None)
+    responses = [handle.outer.remote(x) for x in range(2)]
+    wait_until(lambda: serve.status().applications["default"].deployments["K"].queued == 1)
+    let_go.set()
+    assert [each.result(timeout_s=PATIENCE_S) for each in responses] == ["leaf"] * 2
 
 
 # Children and deadlines
