@@ -170,6 +170,35 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
     assert told in (["True"], ["cancelled, True"])
 
 
+def test_a_batch_on_a_loop_of_the_users_is_told_of_a_stop_and_not_touched(
+    monkeypatch: pytest.MonkeyPatch, separate: str
+) -> None:
+    set_flags(monkeypatch, separate, sync="1")
+    began = threading.Event()
+    told: list[bool] = []
+
+    class Foreign:
+        @serve.batch
+        async def batched(self, xs: list[int]) -> list[int]:
+            began.set()
+            cancellation = serve.cancellation()
+            while not cancellation.requested:
+                await asyncio.sleep(0.002)
+            told.append(True)
+            return xs
+
+        def __call__(self) -> Any:
+            return asyncio.run(self.batched(1))
+
+    foreign: Any = serve.deployment(graceful_shutdown_timeout_s=0.5)(Foreign)
+    response = serve.run(bind(foreign), route_prefix=None).remote()
+    assert began.wait(PATIENCE_S)
+    serve.delete("default")
+    assert told == [True]
+    with pytest.raises(serve.exceptions.ReplicaUnavailableError):
+        response.result(timeout_s=PATIENCE_S)
+
+
 def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> None:
     began, told = threading.Event(), threading.Event()
     cancellations: list[Any] = []
