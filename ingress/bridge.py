@@ -147,4 +147,4 @@ class Direct:
 
 def _has_length(start: Message) -> bool:
     """Whether the body of a response is on its way, so that both can travel together."""
-    return any(name == b"content-length" for name, _ in start.get("headers", ()))
+    return b"content-length" in [name for name, _ in start.get("headers", ())]
