@@ -27,7 +27,7 @@ from ingress.channel import MAX_BYTES
 from ingress.loops import EventLoopThread, run_blocking
 from ingress.settings import Settings
 from tests.conformance.observe import Gate, here
-from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
 sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")
 
@@ -415,12 +415,12 @@ def test_an_async_generator_that_never_awaits_keeps_nobody_waiting_and_ends_with
         reader.start()
         assert reading.wait(PATIENCE_S)
         for _ in range(5):
-            assert httpx.get(f"http://127.0.0.1:{port}/ok").json() == "ok"
+            assert get(port, "/ok").body == b'"ok"'
         connection.socket.shutdown(socket.SHUT_RDWR)
         reader.join(PATIENCE_S)
 
     assert closed.wait(PATIENCE_S), "the generator is still open"
-    assert httpx.get(f"http://127.0.0.1:{port}/ok").json() == "ok"
+    assert get(port, "/ok").body == b'"ok"'
     wait_until(lambda: ongoing() == 0)
 
 
