@@ -18,8 +18,8 @@ class Item:
     """One caller's part of a batch.
 
     `group`, its model id and the shape of its arguments, is what it shares with those it may run
-    with. `ready` is done when it has its answer, or
-    its stream begins; `is_over` says that it was answered, or that its caller has left.
+    with. `ready` is done when it has its answer, or its stream begins; `is_over` says that it was
+    answered, or that its caller has left.
     """
 
     args: tuple[Any, ...]

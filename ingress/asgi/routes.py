@@ -187,7 +187,7 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
             # The type of the items is found again, but only when there is no response model.
             options["response_model"] = Default(None)
     cls: Any = type(route)
-    if inspect.isgeneratorfunction(endpoint) or inspect.isasyncgenfunction(endpoint):
+    if kind(endpoint) in GENERATORS:
         cls = _closing(cls)
     clone = cls(route.path, endpoint, **options)
     for name in ("methods", "operation_id", "generate_unique_id_function"):
