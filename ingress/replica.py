@@ -238,8 +238,8 @@ class Replica:
 
     def fail(self, call: Call, error: Exception) -> None:
         """Settle a call with what its work raised, or log that if it has its answer."""
-        # Behind a `BaseHTTPMiddleware` a `CancelledError` now and then arrives with `cancelling()`
-        # at 0, so the guard takes it for user code's own. Seen in the mixed soak; why is not known.
+        # A `CancelledError` is what we caused even where the guard took it for user code's own:
+        # AnyIO's groups may take our cancellation off their task's count, see `OnceScope.__exit__`.
         is_told = is_only(error, _TOLD) or isinstance(error.__cause__, asyncio.CancelledError)
         if not call.settle(error=error) and not is_told:
             logger.warning(

@@ -16,7 +16,7 @@ from anyio._backends._asyncio import CancelScope, _task_states
 class OnceScope(CancelScope):
     """A scope that passes its parent's cancellation on to its task once.
 
-    Overrides the one method of AnyIO's that delivers; without it, AnyIO's way is what remains.
+    Overrides where AnyIO delivers and counts; without it, AnyIO's way is what remains.
     """
 
     __slots__ = ()
@@ -24,6 +24,13 @@ class OnceScope(CancelScope):
     @property
     def is_cancelled(self) -> bool:
         return self.shield  # nothing else shields it
+
+    def __exit__(self, *failure: Any) -> bool:
+        # Race with the parent task's own cancellation: what a scope inside could not take back of
+        # our task's cancellations AnyIO hands on outwards, and the parent would take it from its
+        # own task's, and with it the sign that somebody asked for that one. Ours ends here anyway.
+        self._pending_uncancellations = 0
+        return super().__exit__(*failure)
 
     def _deliver_cancellation(self, origin: CancelScope) -> bool:
         task = self._host_task
