@@ -45,6 +45,8 @@ class Client(Protocol):
 
     async def pass_on(self, message: Message) -> None: ...
 
+    async def answer(self, start: Message, body: Message) -> None: ...
+
 
 class Bridge:
     """Owned by the user loop."""
@@ -135,11 +137,11 @@ class Direct:
                 await asyncio.sleep(0)
         if message["type"] == "http.response.start" and _has_length(message):
             self._start = message  # what fails before the body can still be answered as such
-            return
-        if self._start is not None:
+        elif self._start is None:
+            await self._client.pass_on(message)
+        else:
             start, self._start = self._start, None
-            await self._client.pass_on(start)
-        await self._client.pass_on(message)
+            await self._client.answer(start, message)
 
     def finish(self) -> None:
         """Nothing is on its way."""

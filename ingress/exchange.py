@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import copy_context
+from threading import get_ident
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -24,7 +25,7 @@ from ingress.call import Call, Runner
 from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ingress.listener import Listener
-from ingress.loops import mailbox_of, running_loop
+from ingress.loops import mailbox_of
 from ingress.messages import joined, with_request_id
 from ingress.router import Router
 from ingress.types import RequestMetadata
@@ -79,6 +80,7 @@ class Exchange(Call):
         self._send = send
         self._has_body = has_body
         self.loop = asyncio.get_running_loop()
+        self._thread = get_ident()  # its; to ask for the running loop again is a system call
         self._first: Message | None = _NO_BODY if self.is_http else None
         self._expects_more = has_body or not self.is_http
 
@@ -173,10 +175,7 @@ class Exchange(Call):
                 await self._serve_here()
             elif self._response is not None:
                 (start, body), self._response = self._response, None
-                self.started = True
-                await self._send(with_request_id(start, self.metadata.request_id))
-                self._is_complete = True
-                await self._send(body)
+                await self.answer(start, body)
             elif self._outbound is not None and not self._is_forwarding:
                 self._is_forwarding = True
                 await self._forward(self._outbound)
@@ -229,7 +228,7 @@ class Exchange(Call):
         super().expire()
 
     def _post(self, callback: Any, *args: Any) -> None:
-        if running_loop() is self.loop:
+        if get_ident() == self._thread:
             callback(*args)
         else:
             mailbox_of(self.loop).post(callback, *args)
@@ -288,6 +287,13 @@ class Exchange(Call):
             return
         self._is_complete = not message.get("more_body")
         await self._send(message)
+
+    async def answer(self, start: Message, body: Message) -> None:
+        """Send the start of a response and its body, or the first part of that."""
+        self.started = True
+        await self._send(with_request_id(start, self.metadata.request_id))
+        self._is_complete = not body.get("more_body")
+        await self._send(body)
 
     # The client: what it sends, and whether it is there.
 
@@ -365,7 +371,7 @@ class Exchange(Call):
 
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
-        if running_loop() is self.loop:
+        if get_ident() == self._thread:
             side: Bridge | Direct = Direct(self, self._first)
         else:
             side = Bridge(self, mailbox_of(self.loop), self._first)

@@ -27,26 +27,35 @@ from fastapi.encoders import jsonable_encoder
 from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ingress.exceptions import RayServeException
 from ingress.execution import ThreadPool
 
-TEXT = "text/plain; charset=utf-8"
+_TEXT = b"text/plain; charset=utf-8"
 
 
-def to_response(value: Any, pool: ThreadPool) -> Response:
-    """Return the response for a complete value. Raises `TypeError` if it cannot be JSON."""
+async def send_value(
+    value: Any, pool: ThreadPool, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send the response for a complete value. Raises `TypeError` if it cannot be JSON."""
     if isinstance(value, Response):
         take_over_stream(value, pool)
-        return value
-    if value is None:
-        return _bare(b"", b"text/plain")
-    if isinstance(value, bytes):
-        return _bare(value, b"text/plain")
+        await value(scope, receive, send)
+        return
+    content_type = b"text/plain"
     if isinstance(value, str):
-        return _bare(value.encode(), TEXT.encode())
-    return _bare(_to_json(value).encode(), b"application/json")
+        body, content_type = value.encode(), _TEXT
+    elif value is None:
+        body = b""
+    elif isinstance(value, bytes):
+        body = value
+    else:
+        body, content_type = _to_json(value).encode(), b"application/json"
+    # As messages: a `Response` would be as much work again.
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def take_over_stream(response: Any, pool: ThreadPool) -> None:
@@ -100,8 +109,7 @@ async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:
         except StopAsyncIteration:
             item = b""
         is_text = isinstance(item, str | bytes)
-        media_type = TEXT if is_text else "application/jsonl"
-        headers = [(b"content-type", media_type.encode())]
+        headers = [(b"content-type", _TEXT if is_text else b"application/jsonl")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send(_body(_chunk(item, is_text=is_text)))
         async for item in items:
@@ -136,16 +144,7 @@ def error_response(error: BaseException) -> Response:
         )
     if isinstance(error, RayServeException) and error.status_code != 500:
         return Response(error.message, error.status_code, media_type="text/plain")
-    return _bare(b"Internal Server Error", None, status=500)
-
-
-def _bare(body: bytes, content_type: bytes | None, status: int = 200) -> Response:
-    response = Response(body, status)
-    headers = [(b"content-length", b"%d" % len(body))]
-    if content_type is not None:
-        headers.append((b"content-type", content_type))
-    response.raw_headers = headers
-    return response
+    return Response(b"Internal Server Error", 500)
 
 
 def _to_json(value: Any) -> str:

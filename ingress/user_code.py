@@ -20,7 +20,7 @@ from ingress.asgi import BoundApp
 from ingress.context import REPLICA, ReplicaContext
 from ingress.exceptions import RayServeException
 from ingress.execution import ExecutionPlan, Kind, Role, is_generator
-from ingress.responses import send_stream, to_response
+from ingress.responses import send_stream, send_value
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
@@ -123,7 +123,7 @@ class UserCode:
         if is_generator(result):
             await send_stream(plan.iterate(result), send)
         else:
-            await to_response(result, plan.pool)(scope, receive, send)
+            await send_value(result, plan.pool, scope, receive, send)
 
     async def stop(self) -> None:
         """Shut the ASGI app down, then run `__del__` once. Raises what they raise."""
