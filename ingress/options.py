@@ -30,7 +30,9 @@ from ingress.retries import IDEMPOTENT_METHODS
 class Options(BaseModel):
     """Keywords, validated and frozen; the repr shows those that differ from their default."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+    )
 
     belong_to: ClassVar[str] = ""
     """What a message calls the thing that has these options; the class's name if empty."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 from urllib.parse import parse_qsl
@@ -313,7 +314,7 @@ def _value(field: Any) -> _Value:
     key = field.validation_alias or field.alias
     default = _NO_CONSTANT
     # An older FastAPI validates every default but `None`.
-    constants = (NoneType,) if _FASTAPI_VALIDATES_DEFAULTS else JSON_SCALARS
+    constants = (NoneType,) if _validates_defaults() else JSON_SCALARS
     if not info.is_required() and not info.validate_default and type(info.default) in constants:
         default = info.default
     return _Value(field.name, key, (info.in_.value, key), default, field)
@@ -330,14 +331,18 @@ def _is_scalar(annotation: Any) -> bool:
     return origin is Literal or (is_class and issubclass(annotation, _SCALARS))
 
 
-def _invalid_default(value: int = "") -> None:  # type: ignore[assignment]
-    pass
+@cache
+def _validates_defaults() -> bool:
+    """Whether this FastAPI validates the default of a parameter that was not given."""
+
+    def endpoint(value: int = "") -> None:  # type: ignore[assignment]
+        pass
+
+    params = get_dependant(path="", call=endpoint).query_params
+    return bool(request_params_to_args(params, _NOTHING)[1])
 
 
 _NOTHING: Mapping[str, Any] = {}
-_FASTAPI_VALIDATES_DEFAULTS = bool(
-    request_params_to_args(get_dependant(path="", call=_invalid_default).query_params, _NOTHING)[1]
-)
 
 
 def _path(scope: Scope) -> Any:
