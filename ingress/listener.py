@@ -81,11 +81,21 @@ class Listener:
         """Listen no more: user code is told that its client is gone, a WebSocket with `code`."""
         if self._goodbye is None:
             self._goodbye = {"type": "websocket.disconnect", "code": code, "reason": ""}
-        self.stop()
+        self._cancel()
         self._inbound.finish()
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Listen no more: the request is over."""
+        self._cancel()
+        # Who has us; the body of a request must not wait for the garbage collector.
+        self._on_gone = _nobody
+
+    def _cancel(self) -> None:
         self._is_ended = True
-        if self._task is not None:
-            self._task.cancel()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+
+def _nobody() -> None:
+    """It is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
 import time
@@ -18,6 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
+from ingress.exchange import Exchange
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
 MEGABYTE = bytes(range(256)) * 4096
@@ -432,6 +434,31 @@ def test_a_client_that_leaves_cancels_the_request_that_has_not_answered_yet() ->
     assert ended.wait(PATIENCE_S / 4)
     assert outcome == ["cancelled"]
     wait_until(lambda: ongoing() == 0)
+
+
+def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collector() -> None:
+    began = threading.Event()
+
+    @serve.deployment
+    async def never_reads(request: Request) -> None:
+        began.set()
+        await asyncio.sleep(PATIENCE_S)
+
+    def exchanges() -> int:
+        return sum(type(each) is Exchange for each in gc.get_objects())
+
+    port = served(never_reads.bind())
+    gc.disable()
+    try:
+        with Connection(port) as connection:
+            connection.request("/", method="POST", headers=f"Content-Length: {len(MEGABYTE)}\r\n")
+            connection.send(MEGABYTE[: len(MEGABYTE) // 4])
+            assert began.wait(PATIENCE_S)
+            assert exchanges() == 1
+
+        wait_until(lambda: exchanges() == 0)
+    finally:
+        gc.enable()
 
 
 def test_a_client_that_leaves_the_queue_never_reaches_a_replica() -> None:
