@@ -301,16 +301,28 @@ class Replica:
     async def stop(self, timeout_s: float) -> None:
         """Cancel what runs, run the user's shutdown code, end loop and threads, within a time.
 
-        What does not end by then is left behind in its daemon thread, and said so.
+        What does not end by then is left behind in its daemon thread, and said so; a second call
+        only waits for that.
         """
         deadline = monotonic() + timeout_s
+        # Race of a second call with the loop that the first left behind: it closes once user code
+        # returns, and would take with it, or cancel, what is posted to it now.
+        winds_down = self.state is not ReplicaState.STOPPED
         self.state = ReplicaState.STOPPING
         try:
-            if not self.loop.is_closed():  # a lender may have closed it without a word
+            # A lender may have closed it without a word.
+            if winds_down and not self.loop.is_closed():
                 async with asyncio.timeout(timeout_s):
                     await run_on(self.loop, self._wind_down())
         except TimeoutError:
             logger.error("%s did not stop within %.1f s; left behind", self.replica_id, timeout_s)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            if task.cancelling():
+                raise
+            # Not us, but what winds down: its lender ends the loop, with all tasks there are.
+            logger.error("%s did not stop before its event loop did", self.replica_id)
         except Exception:
             logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
         self._pool.shutdown()

@@ -23,7 +23,7 @@ from ingress.exceptions import (
     UserCodeExit,
 )
 from ingress.loops import EventLoopThread, run_blocking
-from ingress.replica import Replica
+from ingress.replica import Replica, ReplicaState
 from ingress.router import Router
 from ingress.types import DeploymentID, ReplicaID
 from tests.fakes import bind, make_call
@@ -333,9 +333,30 @@ def test_stop_is_bounded_when_a_def_is_stuck_on_the_loop_and_says_so(
 
         assert time.monotonic() - begin < 3
         assert isinstance(call.error, ReplicaUnavailableError)
-        assert any("left behind" in record.message for record in caplog.records)
         it.latches.leave.set()
         assert it.latches.ended.wait(PATIENCE_S)
+        it.stop()  # while the loop closes, as it happens
+        assert it.replica.loop.is_closed()
+        assert len([each for each in caplog.records if "did not stop" in each.message]) == 1
+
+
+def test_a_stop_goes_on_when_a_lender_ends_the_loop_and_every_task_on_it() -> None:
+    lender = EventLoopThread("lender")
+    with rig(borrowed=lender) as it:
+        call = it.submit("stubborn")
+        assert it.latches.started.wait(PATIENCE_S)
+        stopping = threading.Thread(target=it.stop)
+        stopping.start()
+        assert it.latches.ended.wait(PATIENCE_S)
+        it.latches.ended.clear()
+        ending = threading.Thread(target=lender.stop, args=(PATIENCE_S,))
+        ending.start()
+        assert it.latches.ended.wait(PATIENCE_S), "cancelled again, with all the lender has"
+        it.latches.leave.set()
+        for thread in (stopping, ending):
+            thread.join(PATIENCE_S)
+        assert it.replica.state is ReplicaState.STOPPED
+        assert isinstance(call.error, ReplicaUnavailableError)
 
 
 def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
