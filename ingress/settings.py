@@ -9,7 +9,7 @@ that is started again sees the environment of that moment.
     RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   seconds an HTTP request has; 0 for no end
     RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
-    INGRESS_ENGINE                           local   which engine runs the application
+    INGRESS_ENGINE                           local   which engine runs the application; the only one
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
+ENGINE = "INGRESS_ENGINE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Settings:
             request_timeout_s=_seconds(env, REQUEST_TIMEOUT_S),
             max_retries=_count(env, MAX_RETRIES, default=10),
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
-            engine=env.get("INGRESS_ENGINE") or "local",
+            engine=_engine(env),
         )
 
 
@@ -63,6 +64,18 @@ def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}; set it to 0 or 1, or unset it")
     return value == "1"
+
+
+def _engine(env: Mapping[str, str]) -> str:
+    value = env.get(ENGINE) or "local"
+    if value == "ray":
+        raise ValueError(
+            f"{ENGINE}='ray': the ray engine is not available in this version; set it to local, or "
+            "unset it"
+        )
+    if value != "local":
+        raise ValueError(f"{ENGINE} must be local, got {value!r}; set it to local, or unset it")
+    return value
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float | None:

@@ -155,6 +155,15 @@ def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: li
     assert result.returncode == 1
 
 
+@pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
+def test_an_engine_that_is_not_there_is_one_line(folder: Path, extra: list[str]) -> None:
+    result = ingress(folder, "run", "app:hello", "--port", "0", *extra, INGRESS_ENGINE="raay")
+
+    (line,) = result.stderr.splitlines()
+    assert line == "Error: INGRESS_ENGINE must be local, got 'raay'; set it to local, or unset it"
+    assert result.returncode == 1
+
+
 @pytest.mark.parametrize(
     ("target", "lines"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ingress.settings import (
+    ENGINE,
     MAX_RETRIES,
     REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
@@ -78,12 +79,24 @@ def test_the_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [True, False]
 
 
-def test_strings_are_taken_as_they_are_and_empty_ones_as_unset() -> None:
-    given = {"RAY_SERVE_DEFAULT_HTTP_HOST": "::1", "INGRESS_ENGINE": "ray"}
-    settings = Settings.from_environment(given)
+def test_the_host_is_taken_as_it_is_and_what_is_empty_as_unset() -> None:
+    given = {"RAY_SERVE_DEFAULT_HTTP_HOST": "::1", ENGINE: "local"}
 
-    assert (settings.http_host, settings.engine) == ("::1", "ray")
+    assert Settings.from_environment(given) == Settings(http_host="::1")
     assert Settings.from_environment(dict.fromkeys(given, "")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("raay", "INGRESS_ENGINE must be local, got 'raay'; set it to local, or unset it"),
+        ("Local", "INGRESS_ENGINE must be local, got 'Local'"),
+        ("ray", "the ray engine is not available in this version; set it to local, or unset it"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_by_name(value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.from_environment({ENGINE: value})
 
 
 def test_the_flags_fixture_is_what_the_environment_says(flags: Settings) -> None:
