@@ -23,7 +23,11 @@ from ingress.asgi import route_template
 from ingress.bridge import Bridge, Direct
 from ingress.call import Call, Runner
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    RequestCancelledError,
+    RequestTimeoutError,
+)
 from ingress.listener import Listener
 from ingress.loops import mailbox_of
 from ingress.messages import joined, with_request_id
@@ -162,6 +166,12 @@ class Exchange(Call):
             raise failure
         if self._is_cut:  # the work has ended, its answer was on the way
             raise self._timeout()
+
+    def was_ended_by(self, error: Exception) -> bool:
+        """Whether it failed because its time is up or its application stops, at no fault."""
+        if isinstance(error, RequestTimeoutError):
+            return self._is_cut
+        return self._is_stopped and isinstance(error, DeploymentUnavailableError)
 
     async def again(self, error: Exception) -> Exchange | None:
         """Return the next attempt, after a pause, or `None` if this failure is final."""
@@ -380,5 +390,7 @@ class Exchange(Call):
         finally:
             # Let go of: whatever copies the context of the request holds its call, as the server's
             # keep-alive timer does, and must not hold all that frameworks keep in a scope.
+            if self.is_interrupted:
+                self.current_route()  # kept, for who has something to say of it
             self.scope = {}
             side.finish()

@@ -1,24 +1,29 @@
-"""Whether a client has gone whose last words nobody has read.
+"""What a server does not tell of a client, and has no word for: uvicorn's connection itself.
 
-A server stops reading a connection while the body it has read waits for user code, and so cannot
-see the connection end: the end stands behind that data. The kernel knows.
+    has_left   whether a client has gone whose last words nobody has read: a server stops reading
+               while the body it has read waits for user code, and the end stands behind that data
+    cut        end a response half way: to a server that is an error of the application's
+
+Neither is part of ASGI: uvicorn's `receive` is a method of what holds the transport. For any other,
+or one that is wrapped, the answer is no.
 """
 
 from __future__ import annotations
 
+import asyncio
 import select
 from typing import Any
 
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; POLLHUP and POLLERR need not be asked for
+FLUSH_S = 0.1  # for what is on its way when a connection is cut
 
 
 def has_left(receive: Any) -> bool:
-    """Whether the other end of the connection behind an ASGI `receive` has closed or reset it.
+    """Whether the other end of the connection has closed or reset it; the kernel knows.
 
-    Not part of ASGI: uvicorn's `receive` is a method of what holds the transport. For any other,
-    or one that is wrapped, the answer is no, and the end is seen once the data was read.
+    If the answer is no, the end is seen once the data was read.
     """
-    transport = getattr(getattr(receive, "__self__", None), "transport", None)
+    transport = _transport(receive)
     socket = None if transport is None else transport.get_extra_info("socket")
     if socket is None or not hasattr(select, "poll"):  # Windows
         return False
@@ -28,3 +33,22 @@ def has_left(receive: Any) -> bool:
     poll = select.poll()
     poll.register(descriptor, _GONE)
     return bool(poll.poll(0))
+
+
+async def cut(receive: Any) -> bool:
+    """Close the connection, and wait until the server has seen it. Returns whether it can."""
+    transport = _transport(receive)
+    if transport is None:
+        return False
+    transport.close()
+    try:
+        async with asyncio.timeout(FLUSH_S):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        pass  # what the client does not read is in the way; the server has a line to say of that
+    return True
+
+
+def _transport(receive: Any) -> Any:
+    return getattr(getattr(receive, "__self__", None), "transport", None)

@@ -21,10 +21,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ingress import peer
 from ingress.asgi import ASGI
 from ingress.attempts import Attempt, RequestLimits, client_deadline
+from ingress.call import CURRENT_CALL
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
+from ingress.logs import logger
 from ingress.messages import GOING_AWAY, NORMAL, SERVICE_RESTART, with_request_id
 from ingress.responses import error_response
 from ingress.retries import RetryBudget
@@ -164,9 +167,10 @@ class HTTPProxy:
                 pass
             except Exception as error:
                 following = await exchange.again(error)
-                if following is None and (
-                    exchange.started
-                    or not await self._answer(error, exchange, scope, receive, send)
+                if following is None and not await (
+                    self._cut(error, exchange, receive)
+                    if exchange.started
+                    else self._answer(error, exchange, scope, receive, send)
                 ):
                     raise  # as Starlette does, so that the server logs it and cuts what had begun
             finally:
@@ -203,6 +207,20 @@ class HTTPProxy:
         send = _with_request_id(send, exchange.metadata.request_id)
         await response(scope, receive, send)
         return response.status_code != 500
+
+    async def _cut(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
+        """Cut a response that has begun. Returns False if the server has to, as at an error."""
+        if not (exchange.is_http and exchange.was_ended_by(error) and await peer.cut(receive)):
+            return False
+        token = CURRENT_CALL.set(exchange)  # the record is about it
+        logger.warning(
+            "request %s to %s was cut: %s",
+            exchange.metadata.request_id,
+            exchange.current_route(),
+            error,
+        )
+        CURRENT_CALL.reset(token)
+        return True
 
     async def drain(self, router: Router, timeout_s: float, *, is_replaced: bool = False) -> None:
         """Let an application's requests end, and cancel those that do not. On any loop.

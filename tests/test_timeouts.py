@@ -556,6 +556,33 @@ def test_a_stream_that_has_begun_is_cut_at_the_deadline() -> None:
     wait_until(lambda: replicas()[0].ongoing == 0)
 
 
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_cut_at_the_deadline_is_one_line_that_says_what_and_why(
+    http: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Stream:
+        @app.get("/items/{number}")
+        async def items(self, number: int) -> AsyncIterator[int]:
+            yield number
+            await asyncio.Future()
+
+    with uvicorn_in_a_thread(bind(Stream), http) as port:
+        answer = get(port, "/items/7", asking(SHORT_S) + "x-request-id: r-1\r\n")
+        wait_until(lambda: replicas()[0].ongoing == 0)
+
+    assert (answer.status, answer.body, answer.is_complete) == (200, b"7\n", False)
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert record.getMessage() == (
+        f"request r-1 to /items/{{number}} was cut: Request r-1 timed out after {SHORT_S}s."
+    )
+    assert not record.exc_info
+    assert (record.__dict__["request_id"], record.__dict__["route"]) == ("r-1", "/items/{number}")
+
+
 def test_a_stream_whose_thread_is_stuck_is_cut_at_the_deadline_too() -> None:
     ledger = Ledger()
 
