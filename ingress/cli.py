@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging.config
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +38,6 @@ app = typer.Typer(
 )
 console = Console()
 
-GRACEFUL_S = 20  # for the requests that run when a worker process is told to stop
 WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 
 Target = Annotated[
@@ -85,7 +85,7 @@ def run(
             reload=reload,
             workers=workers,
             app_dir=str(app_dir),
-            timeout_graceful_shutdown=GRACEFUL_S,
+            timeout_graceful_shutdown=_graceful_s(application),
             timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
         )
         return
@@ -187,6 +187,15 @@ def _settings() -> Settings:
         return Settings.from_environment()
     except ValueError as error:
         raise _error(str(error)) from None
+
+
+def _graceful_s(application: Application) -> int:
+    """Return after how many s a worker process cancels what would not be drained.
+
+    The worker itself drains in the time that the deployments say, see `engines.hosting`.
+    """
+    configs = [each.deployment.config for each in build(application, "default").deployments]
+    return math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
 
 
 def _print_plan(application: Application, settings: Settings) -> None:

@@ -23,6 +23,7 @@ import ingress as serve
 from tests.servers import (
     INGRESS,
     PATIENCE_S,
+    UVICORN,
     Connection,
     ServerProcess,
     environment,
@@ -115,9 +116,16 @@ COMMANDS = {
 }
 
 
+OTHER_COMMANDS = {
+    "uvicorn": [*UVICORN, "app:hello"],
+    "workers": [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"],
+}
+"""Where uvicorn, which knows nothing of applications, gets the signal."""
+
+
 @pytest.fixture(params=COMMANDS)
 def command(request: pytest.FixtureRequest) -> list[str]:
-    return COMMANDS[request.param]
+    return {**COMMANDS, **OTHER_COMMANDS}[request.param]
 
 
 @pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
@@ -135,7 +143,10 @@ def server(tmp_path: Path, command: list[str], separate: str) -> Iterator[Server
 
 
 def _is_ready(server: ServerProcess) -> bool:
-    return get(server.port, "/-/healthz").status == 200
+    try:
+        return get(server.port, "/-/healthz").status == 200
+    except ConnectionRefusedError:  # the address is known before a worker listens there
+        return False
 
 
 def test_a_stop_with_nothing_to_do_is_quick_and_clean(server: ServerProcess) -> None:
@@ -219,6 +230,27 @@ def test_open_streams_are_ended(server: ServerProcess) -> None:
     assert server.wait() == 0
     assert time.monotonic() - began < GRACEFUL_S + LAST_WORDS_S
     assert server.output.count("events closed") == server.output.count("websocket closed") == 1
+    assert "to /events was cut: Deployment(name='App', app='default') was" in server.output
+    assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("command", OTHER_COMMANDS, indirect=True)
+def test_what_has_no_end_does_not_keep_a_server_that_waits_for_it(server: ServerProcess) -> None:
+    """uvicorn stops an application only once all requests have ended."""
+    port = server.port
+    with Connection(port) as events, Connection(port) as running:
+        events.request("/events")
+        events.receive_until(b"data")
+        running.request("/slow?s=1000")
+        server.wait_for("slow began")
+        server.signal()
+        assert not events.answer().is_complete
+        answer = running.answer()
+        assert (answer.status, answer.is_complete) == (503, True)
+    assert server.wait() in (0, -signal.SIGTERM)
+    assert server.output.count("events closed") == 1
+    assert "Traceback" not in server.output
+    assert "timeout graceful shutdown exceeded" not in server.output
 
 
 def test_a_second_signal_ends_it_at_once(server: ServerProcess) -> None:

@@ -5,16 +5,21 @@ a first request without lifespan           started once, however many come first
                                            `await application.aclose()`, `serve.shutdown()`
                                            or at exit
 `FastAPI(lifespan=application.lifespan)`   as the parent app's lifespan says
+
+A lifespan ends when all requests have. A stream may have no end, so an application under uvicorn
+begins to drain when that gets its signal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from threading import Lock
+from time import monotonic
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -26,6 +31,10 @@ from ingress.engines.local import LocalEngine
 from ingress.loops import Wakeup, run_on, start_on
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
+
+# How often uvicorn is asked whether it is to stop, which is how often it asks itself; and how long
+# it then has to close its sockets and WebSockets.
+TICK_S = 0.1
 
 
 class Hosted:
@@ -40,6 +49,7 @@ class Hosted:
         self._starting: Future[None] | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
         self._lifespans = 0
+        self._drained_at: float | None = None  # when what runs has to have ended, if it drains
 
     @property
     def proxy(self) -> HTTPProxy | None:
@@ -72,13 +82,12 @@ class Hosted:
         await wakeup.wait()
         starting.result()
 
-    async def enter(self) -> None:
-        """Start the application for a lifespan, on its loop."""
+    async def _enter(self) -> None:
         await self.start(asyncio.get_running_loop())
         with self._lock:
             self._lifespans += 1
 
-    async def leave(self) -> None:
+    async def _leave(self) -> None:
         """Stop the application, unless another lifespan still needs it."""
         with self._lock:
             self._lifespans -= 1
@@ -86,9 +95,36 @@ class Hosted:
                 return
         await self.stop()
 
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Start the application for a lifespan, on its loop, and stop it at the end."""
+        await self._enter()
+        server = _uvicorn()
+        loop = asyncio.get_running_loop()
+        watching = None if server is None else loop.create_task(self._drain_with(server))
+        try:
+            yield
+        finally:
+            if watching is not None:
+                watching.cancel()
+            await self._leave()
+
+    async def _drain_with(self, server: Any) -> None:
+        """Begin to drain when uvicorn is told to stop."""
+        while not server.should_exit:  # noqa: ASYNC110
+            await asyncio.sleep(TICK_S)
+        await asyncio.sleep(2 * TICK_S)
+        running = self._running
+        if running is not None:
+            timeout_s = running.graceful_shutdown_timeout_s
+            self._drained_at = monotonic() + timeout_s
+            running.proxy.is_draining = True
+            await running.proxy.drain(running.ingress.router, timeout_s)
+
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Run on the control loop."""
         self._lifespans = 0
+        self._drained_at = None
         previous, self._running = self._running, None
         if previous is not None:  # its loop is gone, and nobody told us
             await self._engine.abandon_application(previous)
@@ -117,8 +153,9 @@ class Hosted:
         if running is None or running.status is ApplicationStatus.DELETING:
             return
         running.proxy.is_draining = True
+        left_s = None if self._drained_at is None else max(0.0, self._drained_at - monotonic())
         control = self._engine.threads.control
-        if await run_on(control.loop, self._engine.stop_application(running)):
+        if await run_on(control.loop, self._engine.stop_application(running, left_s)):
             self._engine.release()
 
 
@@ -154,12 +191,8 @@ class Hosting:
 
     @asynccontextmanager
     async def lifespan(self, application: Application) -> AsyncIterator[None]:
-        hosted = self._get(application)
-        await hosted.enter()
-        try:
+        async with self._get(application).lifespan():
             yield
-        finally:
-            await hosted.leave()
 
     def _get(self, application: Application) -> Hosted:
         with self._lock:
@@ -172,15 +205,24 @@ class Hosting:
 async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
     """Answer the lifespan protocol: start on the loop that sent it, and stop."""
     await receive()
+    started = False
     try:
-        await hosted.enter()
+        async with hosted.lifespan():
+            started = True
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
     except BaseException:
-        # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
-        await send({"type": "lifespan.startup.failed", "message": traceback.format_exc()})
+        if not started:
+            # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
+            await send({"type": "lifespan.startup.failed", "message": traceback.format_exc()})
         raise
-    try:
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-    finally:
-        await hosted.leave()
     await send({"type": "lifespan.shutdown.complete"})
+
+
+def _uvicorn() -> Any:
+    """Return the uvicorn that gets this process's signals, if one does.
+
+    Not part of ASGI: its handler is a method of its server, as of 0.29. Any other server is `None`.
+    """
+    server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return server if hasattr(server, "should_exit") else None

@@ -117,7 +117,6 @@ class Server:
         """
         return len(current_engine()._proxy._in_flight)
 
-
     def unread(self) -> int:
         """For how many clients nothing is read any more, because nobody takes what they sent."""
         listeners = [each._listener for each in list(current_engine()._proxy._in_flight)]
