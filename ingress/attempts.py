@@ -92,8 +92,14 @@ class Attempt(Exchange):
         )
         if pause_s is None:
             return None
-        await asyncio.sleep(pause_s)
-        return self._next()
+        try:
+            async with asyncio.timeout(pause_s):
+                # The whole body was here: what is left to receive is that the client has left.
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            return self._next()
+        return None
 
     def _is_ours(self, error: Exception) -> bool:
         """Whether it is the replica that went or the attempt's time that is up.

@@ -1,0 +1,693 @@
+"""Whoever waits for something, and what ends the wait: retries, full queues, handshakes, models.
+
+Each leaves slots, queues and tasks as they were: `Engine.is_idle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, WebSocket
+from starlette.requests import Request
+from starlette.types import Message, Scope
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+import ingress as serve
+from ingress.attempts import RequestLimits
+from ingress.call import Call
+from ingress.engines import current_engine
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
+from ingress.loops import run_blocking
+from ingress.proxy import HTTPProxy, RouteTable
+from ingress.router import Router
+from ingress.types import DeploymentID
+from tests.fakes import FakeReplica
+from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until
+
+LONG_S = 30.0
+SHORT_S = 0.2
+LISTED: dict[str, Any] = {"retry_started_methods": ["GET"]}
+UPGRADE = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+
+
+@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield request.param
+    serve.shutdown()
+
+
+class Engine:
+    """What is served, and whether it is as it was when nothing had come yet."""
+
+    def __init__(self, target: Any, **options: Any) -> None:
+        serve.start({"port": 0, **options})
+        serve.run(target)
+        (url,) = serve.status().proxies
+        self.port = int(url.rpartition(":")[2])
+        self.engine = current_engine()
+        self.running = self.engine.applications["default"]
+        self._tasks = {loop: len(_tasks(loop)) for loop in self._loops()}
+
+    def _loops(self) -> set[asyncio.AbstractEventLoop]:
+        assert self.engine._server is not None
+        loops = {each.loop for each in self.replicas()}
+        return {*loops, self.engine._server.home.loop, self.engine.threads.control.loop}
+
+    def replicas(self, name: str | None = None) -> list[Any]:
+        return [
+            replica
+            for each in self.running.deployments.values()
+            for replica in each.replicas
+            if name is None or each.built.name == name
+        ]
+
+    def queued(self) -> int:
+        return self.running.ingress.router.num_queued
+
+    def ongoing(self) -> int:
+        return self.running.ingress.router.num_ongoing
+
+    def is_idle(self) -> bool:
+        routers = [each.router for each in self.running.deployments.values()]
+        return (
+            not self.engine._proxy._in_flight
+            and not any(each.num_queued or each.num_ongoing or each._holders for each in routers)
+            and not any(
+                each._calls or each.context._batches or each._models.in_use
+                for each in self.replicas()
+            )
+            and all(len(_tasks(loop)) <= self._tasks.get(loop, 0) for loop in self._loops())
+        )
+
+    def end_a_replica(self, which: Callable[[Any], bool] = lambda replica: True) -> None:
+        """Take a replica away as a controller that replaces it would."""
+        deployment = self.running.ingress
+        replica = next(each for each in deployment.replicas if which(each))
+        deployment.replicas.remove(replica)
+        deployment.router.remove(replica)
+        run_blocking(self.engine.threads.control.loop, replica.stop(0.5), PATIENCE_S)
+
+
+def _tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
+    return {each for each in asyncio.all_tasks(loop) if not each.done()}
+
+
+def request(engine: Engine, headers: str = "", path: str = "/") -> Connection:
+    """Send a request and return the connection its answer will come on."""
+    connection = Connection(engine.port)
+    connection.request(path, headers=headers + "Connection: close\r\n")
+    return connection
+
+
+def asking(timeout_s: float) -> str:
+    return f"x-request-timeout-seconds: {timeout_s}\r\n"
+
+
+# A pause before a retry: the proxy and the router, over replicas that are not there.
+
+
+class Going(FakeReplica):
+    """A replica that ends, and has not told its router."""
+
+    @property
+    def loop(self) -> Any:
+        return None
+
+    def submit(self, call: Call) -> None:
+        if call.settled:
+            super().submit(call)
+            return
+        self.release(call)
+        self.router.reassign(call, ReplicaUnavailableError("gone"))
+
+
+class Silent(FakeReplica):
+    """A replica that never answers; `on_cancel` is called before the request's next attempt."""
+
+    def __init__(self, router: Router, on_cancel: Callable[[], Any]) -> None:
+        super().__init__(router, max_ongoing=4)
+        self.on_cancel = on_cancel
+
+    def cancel(self, call: Call) -> None:
+        random.seed(LONGEST_PAUSE)
+        self.on_cancel()
+        super().cancel(call)
+        self.finish(call)
+
+
+LONGEST_PAUSE = next(seed for seed in range(1000) if random.Random(seed).random() > 0.99)
+"""A seed whose first number makes the longest of pauses."""
+
+
+class Caller:
+    """A client of an ASGI app."""
+
+    def __init__(self, *headers: tuple[bytes, bytes]) -> None:
+        self.left = asyncio.Event()
+        self.statuses: list[int] = []
+        self.scope: Scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/",
+            "query_string": b"",
+            "headers": [*headers],
+        }
+
+    async def receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.statuses.append(message["status"])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def no_task_is_left() -> None:
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await scenario()
+        await no_task_is_left()
+
+    asyncio.run(main())
+
+
+def routed(router: Router, limits: RequestLimits | None = None) -> HTTPProxy:
+    proxy = HTTPProxy()
+    proxy.table = RouteTable({"/": router})
+    proxy.limits = limits or RequestLimits()
+    return proxy
+
+
+@pytest.mark.parametrize(
+    ("how", "statuses"),
+    [("left", []), ("late", [408]), ("stopped", [503]), ("refused", [503]), ("cancelled", [])],
+)
+def test_a_request_that_rests_before_it_is_sent_on_ends_at_once(
+    how: str, statuses: list[int]
+) -> None:
+    resting: list[Callable[[], Any]] = []
+
+    async def scenario() -> None:
+        router = Router(DeploymentID("D"), later=lambda _, callback: resting.append(callback))
+        replicas = [Going(router), Going(router)]
+        for replica in replicas:
+            router.add(replica.real)
+        proxy = routed(router)
+        headers = [(b"x-request-timeout-seconds", b"0.3")] if how == "late" else []
+        caller = Caller(*headers)
+        task = asyncio.create_task(proxy(caller.scope, caller.receive, caller.send))
+        await until(lambda: resting)
+        assert (router.num_queued, router.num_ongoing) == (1, 0)
+        match how:
+            case "left":
+                caller.left.set()
+            case "stopped":
+                await proxy.drain(router, 0.0)
+            case "refused":
+                router.refuse("it stops")
+            case "cancelled":
+                task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        assert task.done()
+        assert task.cancelled() == (how == "cancelled")
+        assert caller.statuses == statuses
+        resting.pop()()
+        assert (router.num_queued, router.num_ongoing) == (0, 0)
+        assert not router._holders
+        assert not any(replica.skipped for replica in replicas)
+        assert not proxy._in_flight
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("how", "statuses"), [("left", None), ("refused", [503]), ("cancelled", [])]
+)
+def test_what_ends_a_request_in_the_pause_before_another_attempt_is_seen_there(
+    how: str, statuses: list[int] | None
+) -> None:
+    """Its next attempt does not begin. Who has left is told nothing that counts."""
+
+    async def scenario() -> None:
+        caller = Caller()
+        router = Router(DeploymentID("D"))
+        task: asyncio.Task[None]
+        ends: dict[str, Callable[[], Any]] = {
+            "left": caller.left.set,
+            "refused": lambda: router.refuse("it stops"),
+            "cancelled": lambda: asyncio.get_running_loop().call_later(0.005, task.cancel),
+        }
+        replica = Silent(router, ends[how])
+        router.add(replica.real)
+        proxy = routed(router, RequestLimits(0.05, frozenset({"GET"})))
+        task = asyncio.create_task(proxy(caller.scope, caller.receive, caller.send))
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        assert task.done()
+        assert task.cancelled() == (how == "cancelled")
+        assert statuses is None or caller.statuses == statuses
+        assert len(replica.started) == 1
+        assert (router.num_queued, router.num_ongoing) == (0, 0)
+        assert not proxy._in_flight
+
+    run(scenario)
+
+
+def test_a_clients_limit_that_passes_in_or_after_a_pause_is_a_408_and_ends_all(
+    separate: str,
+) -> None:
+    runs: Counter[str] = Counter()
+
+    @serve.deployment
+    async def slow(request: Request) -> None:
+        runs[request.headers["x-request-id"]] += 1
+        await asyncio.Future()
+
+    engine = Engine(bind(slow), request_timeout_s=0.05, **LISTED)
+    for number in range(20):
+        limit_s = 0.05 + number * 0.002  # a pause is up to 0.025 s
+        headers = asking(limit_s) + f"x-request-id: {number}\r\n"
+        with request(engine, headers) as client:
+            assert client.answer().status == 408
+    wait_until(engine.is_idle)
+    assert set(runs.values()) <= {1, 2}
+
+
+@pytest.mark.parametrize("methods", [["GET"], []], ids=["listed", "not-listed"])
+def test_clients_that_leave_or_are_late_while_replicas_end_leave_nothing(
+    separate: str, methods: list[str], switch_interval: None
+) -> None:
+    @serve.deployment(num_replicas=3, max_ongoing_requests=2)
+    async def brief(request: Request) -> str:
+        await asyncio.sleep(0.01)
+        return "brief"
+
+    engine = Engine(bind(brief), request_timeout_s=5, retry_started_methods=methods)
+
+    def ask(number: int) -> int:
+        with request(engine, asking(0.03) if number % 3 == 1 else "") as client:
+            if number % 3 == 2:
+                time.sleep(number % 7 * 0.002)
+                client.reset()
+                return 0
+            return client.answer().status
+
+    with ThreadPoolExecutor(8) as clients:
+        answers = [clients.submit(ask, number) for number in range(120)]
+        engine.end_a_replica()
+        engine.end_a_replica()
+        statuses = Counter(answer.result() for answer in answers)
+    assert set(statuses) <= {0, 200, 408, 503}
+    assert statuses[0] == 40
+    wait_until(engine.is_idle)
+    with request(engine) as client:
+        assert client.answer().status == 200
+
+
+# A full queue.
+
+
+def test_a_full_queue_is_a_503_that_costs_no_retry(separate: str) -> None:
+    gate = threading.Event()
+    runs: list[str] = []
+
+    @serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
+    async def held(request: Request) -> str:
+        runs.append(request.headers["x-request-id"])
+        while not gate.is_set():
+            await asyncio.sleep(0.002)
+        return "held"
+
+    engine = Engine(bind(held), **LISTED)
+    budget = engine.engine._proxy._budget
+    with request(engine, "x-request-id: 1\r\n") as first:
+        wait_until(lambda: runs)
+        with request(engine, "x-request-id: 2\r\n") as second:
+            wait_until(lambda: engine.queued() == 1)
+            before = budget.balance
+            with request(engine, "x-request-id: 3\r\n") as third:
+                answer = third.answer()
+            assert answer.status == 503
+            assert b"max_queued_requests=1" in answer.body
+            assert budget.balance == pytest.approx(before + 0.2), "it came, and was not retried"
+            gate.set()
+            assert (first.answer().status, second.answer().status) == (200, 200)
+    assert runs == ["1", "2"]
+    wait_until(engine.is_idle)
+
+
+def test_another_attempt_that_finds_the_queue_full_is_a_503_and_the_last(separate: str) -> None:
+    gate = threading.Event()
+    runs: list[Any] = []
+
+    @serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
+    def held(request: Any) -> None:
+        runs.append(request)
+        gate.wait(PATIENCE_S)
+
+    engine = Engine(bind(held), request_timeout_s=SHORT_S, **LISTED)
+    budget = engine.engine._proxy._budget
+    before = budget.balance
+    with request(engine) as client:
+        wait_until(lambda: runs)
+        queued = serve.get_app_handle("default").remote("queued")
+        answer = client.answer()
+    assert answer.status == 503
+    assert b"max_queued_requests=1" in answer.body
+    assert budget.balance == pytest.approx(before + 0.2 - 1)
+    assert (engine.ongoing(), engine.queued()) == (1, 1), "the thread of the first attempt"
+    gate.set()
+    queued.result(timeout_s=PATIENCE_S)
+    wait_until(engine.is_idle)
+    assert runs[1:] == ["queued"]
+
+
+# A handshake.
+
+
+class Door:
+    """A WebSocket handler with room for one, who is let in at once only if named "inside"."""
+
+    def __init__(self, **options: Any) -> None:
+        self.entered: list[str] = []
+        self.left: list[str] = []
+        self.gate = threading.Event()
+        door = self
+        app = FastAPI()
+
+        @serve.deployment(max_ongoing_requests=1, graceful_shutdown_timeout_s=0.3)
+        @serve.ingress(app)
+        class Doors:
+            @app.websocket("/{name}")
+            async def enter(self, websocket: WebSocket, name: str) -> None:
+                door.entered.append(name)
+                try:
+                    while not door.gate.is_set() and name != "inside":
+                        await asyncio.sleep(0.002)
+                    await websocket.accept()
+                    await websocket.receive_text()
+                finally:
+                    door.left.append(name)
+
+        self.engine = Engine(bind(Doors), **options)
+        self.url = f"ws://127.0.0.1:{self.engine.port}"
+
+    def knock(self, name: str) -> Connection:
+        connection = Connection(self.engine.port)
+        connection.request(f"/{name}", headers=UPGRADE)
+        return connection
+
+
+wheres = pytest.mark.parametrize("where", ["handler", "queue"])
+
+
+@wheres
+@pytest.mark.parametrize("limit", ["header", "option"])
+def test_a_websocket_that_is_not_accepted_in_time_is_refused(
+    separate: str, where: str, limit: str
+) -> None:
+    door = Door(**({"request_timeout_s": SHORT_S} if limit == "option" else {}))
+    headers = {"x-request-timeout-seconds": str(SHORT_S)} if limit == "header" else {}
+    with door.knock("inside") as inside:
+        if where == "queue":
+            inside.receive_until(b"101 Switching Protocols")
+        else:
+            inside.reset()
+            wait_until(door.engine.is_idle)
+        with pytest.raises(InvalidStatus):
+            connect(door.url + "/late", additional_headers=headers, open_timeout=PATIENCE_S)
+        assert door.engine.queued() == 0
+        if where == "queue":
+            assert door.engine.ongoing() == 1
+    wait_until(door.engine.is_idle)
+    assert ("late" in door.entered, "late" in door.left) == (where == "handler",) * 2
+
+
+@wheres
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+def test_a_client_that_leaves_before_its_websocket_is_accepted_takes_no_slot(
+    separate: str, where: str, how: str
+) -> None:
+    door = Door()
+    with door.knock("inside") as inside:
+        if where == "queue":
+            inside.receive_until(b"101 Switching Protocols")
+        else:
+            inside.reset()
+            wait_until(door.engine.is_idle)
+        with door.knock("leaver") as leaver:
+            if where == "queue":
+                wait_until(lambda: door.engine.queued() == 1)
+            else:
+                wait_until(lambda: "leaver" in door.entered)
+            if how == "RST":
+                leaver.reset()
+        wait_until(lambda: door.engine.queued() == 0)
+        if where == "handler":
+            wait_until(lambda: "leaver" in door.left)
+    wait_until(door.engine.is_idle)
+    assert ("leaver" in door.entered) == (where == "handler")
+
+
+@wheres
+def test_an_application_that_stops_refuses_the_websockets_it_has_not_accepted(
+    separate: str, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door()
+    with door.knock("inside") as inside, door.knock("waiter") as waiter:
+        inside.receive_until(b"101 Switching Protocols")
+        wait_until(lambda: door.engine.queued() == 1)
+        if where == "handler":
+            inside.reset()
+            wait_until(lambda: "waiter" in door.entered)
+        serve.delete("default")
+        assert b"403 Forbidden" in waiter.receive_all()
+    wait_until(door.engine.is_idle)
+    assert door.entered == ["inside", "waiter"], "what waits is drained too"
+    assert sorted(door.left) == ["inside", "waiter"]
+    assert not [each for each in caplog.records if each.exc_info]
+
+
+# A model.
+
+
+class Loads:
+    """How often each model was loaded, and who may go on."""
+
+    def __init__(self) -> None:
+        self.began: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.asked = 0
+        self.gates: dict[str, threading.Event] = {}
+        self.lock = threading.Lock()
+
+    def gate(self, name: str) -> threading.Event:
+        with self.lock:
+            return self.gates.setdefault(name, threading.Event())
+
+    async def passed(self, name: str) -> None:
+        while not self.gate(name).is_set():
+            await asyncio.sleep(0.002)
+
+
+def family(loads: Loads, loader: str) -> Any:
+    """A parent whose children each need a model; there is room for one."""
+
+    class Children:
+        async def load(self, model_id: str) -> str:
+            loads.began[model_id] += 1
+            try:
+                await loads.passed(f"load {model_id}")
+                return model_id
+            finally:
+                loads.ended[model_id] += 1
+
+        def load_in_thread(self, model_id: str) -> str:
+            loads.began[model_id] += 1
+            try:
+                assert loads.gate(f"load {model_id}").wait(PATIENCE_S)
+                return model_id
+            finally:
+                loads.ended[model_id] += 1
+
+        async def __call__(self, model_id: str) -> str:
+            loads.asked += 1
+            model: str = await getattr(self, "model")(model_id)  # noqa: B009
+            await loads.passed(f"use {model_id}")
+            return model
+
+    multiplexed = serve.multiplexed(max_num_models_per_replica=1)
+    if loader == "async def":
+        Children.model = multiplexed(Children.load)  # type: ignore[attr-defined]
+    else:
+
+        async def model(self: Any, model_id: str) -> str:
+            return await asyncio.to_thread(self.load_in_thread, model_id)
+
+        Children.model = multiplexed(model)  # type: ignore[attr-defined]
+
+    class Parent:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        async def __call__(self, request: Request) -> list[str]:
+            model_id = request.url.path[1:]
+            responses = [self.child.remote(model_id) for _ in range(3)]
+            if request.headers.get("x-one"):
+                await loads.passed("cancel one")
+                responses.pop(0).cancel()
+            return [await response for response in responses]
+
+    return bind(serve.deployment(Parent), bind(serve.deployment(Children)))
+
+
+loaders = pytest.mark.parametrize("loader", ["async def", "thread"])
+
+
+@loaders
+@pytest.mark.parametrize("how", ["left", "late"])
+def test_a_parent_that_is_cancelled_ends_the_load_its_children_wait_for(
+    separate: str, loader: str, how: str, switch_interval: None
+) -> None:
+    loads = Loads()
+    engine = Engine(family(loads, loader))
+    with request(engine, asking(0.5) if how == "late" else "", "/a") as client:
+        wait_until(lambda: loads.asked == 3 and loads.began["a"] == 1)
+        if how == "left":
+            client.reset()
+        else:
+            assert client.answer().status == 408
+        wait_until(engine.is_idle)
+    loads.gate("load a").set()
+    wait_until(lambda: loads.ended["a"] == 1)
+    loads.gate("use a").set()
+    with request(engine, path="/a") as client:
+        assert client.answer().body == b'["a","a","a"]'
+    wait_until(engine.is_idle)
+    assert loads.began["a"] == loads.ended["a"] == 2
+
+
+@loaders
+def test_a_child_that_is_cancelled_leaves_the_load_to_the_others_that_wait(
+    separate: str, loader: str, switch_interval: None
+) -> None:
+    loads = Loads()
+    engine = Engine(family(loads, loader))
+    with request(engine, "x-one: 1\r\n", "/a") as client:
+        wait_until(lambda: loads.asked == 3 and loads.began["a"] == 1)
+        loads.gate("cancel one").set()
+        (children,) = engine.replicas("Children")
+        wait_until(lambda: children.ongoing == 2)
+        loads.gate("load a").set()
+        loads.gate("use a").set()
+        assert client.answer().body == b'["a","a"]'
+    wait_until(engine.is_idle)
+    assert loads.began["a"] == loads.ended["a"] == 1
+
+
+@loaders
+def test_children_that_wait_for_room_leave_with_their_parent_and_load_nothing(
+    separate: str, loader: str, switch_interval: None
+) -> None:
+    loads = Loads()
+    engine = Engine(family(loads, loader))
+    loads.gate("load a").set()
+    with request(engine, path="/a") as user:
+        wait_until(lambda: loads.ended["a"] == 1)
+        with request(engine, path="/b") as waiter:
+            wait_until(lambda: loads.asked == 6)
+            waiter.reset()
+        wait_until(lambda: engine.ongoing() == 1)
+        (children,) = engine.replicas("Children")
+        wait_until(lambda: children.ongoing == 3 and children.model_ids == {"a"})
+        loads.gate("use a").set()
+        assert user.answer().body == b'["a","a","a"]'
+    wait_until(engine.is_idle)
+    assert loads.began == {"a": 1}
+
+
+# A permit.
+
+
+def batched(runs: list[list[int]], gate: threading.Event, written: str) -> Any:
+    class Batched:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.0, max_concurrent_batches=1)
+        async def in_loop(self, xs: list[int]) -> list[int]:
+            runs.append(xs)
+            while not gate.is_set():
+                await asyncio.sleep(0.002)
+            return xs
+
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.0, max_concurrent_batches=1)
+        def in_thread(self, xs: list[int]) -> list[int]:
+            runs.append(xs)
+            gate.wait(PATIENCE_S)
+            return xs
+
+        async def __call__(self, x: int) -> Any:
+            return await (self.in_loop if written == "async def" else self.in_thread)(x)
+
+    return serve.deployment(graceful_shutdown_timeout_s=0.2)(Batched)
+
+
+@pytest.mark.parametrize("written", ["async def", "def"])
+@pytest.mark.parametrize("how", ["died", "replaced", "deleted"])
+def test_who_waits_for_a_permit_is_told_when_its_replica_goes_and_never_runs(
+    separate: str, written: str, how: str, switch_interval: None
+) -> None:
+    runs: list[list[int]] = []
+    gate = threading.Event()
+    deployment = batched(runs, gate, written)
+    engine = Engine(bind(deployment))
+    handle = serve.get_app_handle("default")
+    responses = [handle.remote(0)]
+    wait_until(lambda: runs)
+    responses += [handle.remote(x) for x in range(1, 6)]
+    (replica,) = engine.replicas()
+    wait_until(lambda: replica.ongoing == 6)
+    match how:
+        case "died":
+            ending = threading.Thread(target=engine.end_a_replica)
+        case "replaced":
+            ending = threading.Thread(target=serve.run, args=(bind(deployment),))
+        case _:
+            ending = threading.Thread(target=serve.delete, args=("default",))
+    ending.start()
+    errors = (DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError)
+    for response in responses:
+        with pytest.raises(errors):
+            response.result(timeout_s=PATIENCE_S)
+    gate.set()
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
+    assert runs == [[0]]
+    wait_until(lambda: not replica._calls and not replica.context._batches)
+    assert replica.ongoing == 0
+    if how == "replaced":
+        assert serve.get_app_handle("default").remote(7).result(timeout_s=PATIENCE_S) == 7
+        assert runs == [[0], [7]]
