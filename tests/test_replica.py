@@ -352,10 +352,10 @@ def test_a_stop_goes_on_when_a_lender_ends_the_loop_and_every_task_on_it() -> No
         ending = threading.Thread(target=lender.stop, args=(PATIENCE_S,))
         ending.start()
         assert it.latches.ended.wait(PATIENCE_S), "cancelled again, with all the lender has"
-        it.latches.leave.set()
-        for thread in (stopping, ending):
-            thread.join(PATIENCE_S)
+        stopping.join(PATIENCE_S)
         assert it.replica.state is ReplicaState.STOPPED
+        it.latches.leave.set()
+        ending.join(PATIENCE_S)
         assert isinstance(call.error, ReplicaUnavailableError)
 
 
