@@ -630,7 +630,7 @@ async def test_a_call_cancelled_while_its_batch_runs_leaves_the_others_their_res
         ((x for x in range(2)), TypeError, "returned generator, which is not a list"),
         (7, TypeError, "returned int, which is not a list"),
     ],
-    ids=repr,
+    ids=lambda value: repr(value).partition(" at 0x")[0],
 )
 async def test_a_result_that_is_not_one_for_each_fails_all_and_not_the_next_batch(
     result: Any, error: type[Exception], text: str

@@ -56,7 +56,9 @@ def test_a_declaration_cannot_be_changed() -> None:
         application.init_args = ()  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("target", [Model("p", device="cpu"), "Model", 3, echo], ids=repr)
+@pytest.mark.parametrize(
+    "target", [Model("p", device="cpu"), "Model", 3, echo], ids=lambda target: type(target).__name__
+)
 def test_only_a_class_or_function_can_be_a_deployment(target: Any) -> None:
     with pytest.raises(TypeError, match="must be called on a class or function, got"):
         deployment(target)

@@ -203,7 +203,9 @@ def test_a_handler_is_told_that_its_application_is_replaced_and_its_client_to_co
         assert handlers.seen == [1012]
 
 
-@pytest.mark.parametrize("stop", [serve.shutdown, lambda: serve.delete("default")], ids=repr)
+@pytest.mark.parametrize(
+    "stop", [serve.shutdown, lambda: serve.delete("default")], ids=["shutdown", "delete"]
+)
 def test_a_handler_is_told_that_its_application_stops(stop: Any) -> None:
     handlers = Handlers()
     port = served(application(handlers))
