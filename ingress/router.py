@@ -52,6 +52,7 @@ class Router:
         self._policy = PowerOfTwoChoicesRequestRouter()
         self._lock = threading.Lock()
         self._available: list[Replica] = []  # the replicas with a free slot, in no order
+        self._idle: OrderedDict[Replica, None] = OrderedDict()  # with all free; next is the last
         self._waiting: OrderedDict[Call, None] = OrderedDict()
         self._resting: set[Call] = set()  # who will try another replica after a pause
         self._holders: set[Call] = set()  # who has a slot
@@ -153,6 +154,8 @@ class Router:
                 replica.ongoing -= 1
                 if replica.position == _FULL:
                     self._add_available(replica)
+                if not replica.ongoing and replica.position != _REMOVED:
+                    self._add_idle(replica)
         if following is not None:
             following.start(replica)
 
@@ -192,6 +195,8 @@ class Router:
                 replica.ongoing += 1
             if replica.ongoing < replica.max_ongoing:
                 self._add_available(replica)
+            if not replica.ongoing:
+                self._add_idle(replica)
         for call in started:
             call.start(replica)
 
@@ -200,6 +205,7 @@ class Router:
         with self._lock:
             if replica.position >= 0:
                 self._remove_available(replica)
+            self._idle.pop(replica, None)
             replica.position = _REMOVED
             self.replicas.remove(replica)
 
@@ -216,14 +222,18 @@ class Router:
     def _reserve(self, call: Call) -> Replica:
         """Give the call a slot of an available replica, not of one it was sent on from."""
         available = self._available
+        model_id = call.metadata.multiplexed_model_id
         if call.runner is not None:
             available = [each for each in available if each is not call.runner] or available
-        model_id = call.metadata.multiplexed_model_id
         if model_id:
             replica = self._policy.choose_for_model(available, model_id)
             _count_model(replica, model_id, 1)
+        elif self._idle and len(self.replicas) >= _MANY and call.runner is None:
+            replica = next(reversed(self._idle))  # none has fewer requests
         else:
             replica = self._policy.choose(available)
+        if not replica.ongoing:
+            del self._idle[replica]
         replica.ongoing += 1
         self._holders.add(call)
         if replica.ongoing == replica.max_ongoing:
@@ -237,6 +247,18 @@ class Router:
         if call.metadata.multiplexed_model_id:
             _count_model(replica, call.metadata.multiplexed_model_id, 1)
         return call
+
+    def _add_idle(self, replica: Replica) -> None:
+        """Put a replica with all its slots free where its turn is.
+
+        Where there are many they take turns, each of several calls: the thread of a loop that has
+        just worked finds its memory in the caches. At 1,000 and 32 calls in flight, a call costs
+        60 us of CPU like this and 85 on two that are drawn; at 64 it would be the other way round,
+        because of those drawn twice, which are woken once.
+        """
+        self._idle[replica] = None
+        if random() * _CALLS_A_TURN < 1:
+            self._idle.move_to_end(replica, last=False)
 
     def _add_available(self, replica: Replica) -> None:
         replica.position = len(self._available)
@@ -264,3 +286,6 @@ def _count_model(replica: Replica, model_id: str, change: int) -> None:
 _FULL = -1
 _REMOVED = -2
 _ABSENT = object()
+_MANY = 128
+# Of many replicas: enough that few calls meet a cold thread, few enough that all have their turn.
+_CALLS_A_TURN = 16

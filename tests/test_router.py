@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections import Counter, deque
@@ -280,6 +281,84 @@ def test_many_replicas_cost_a_request_no_more_than_few() -> None:
         return Counting.looks // count
 
     assert looks(1_000) <= looks(10) + 2
+
+
+def served(router: Router, replicas: list[FakeReplica], calls: int) -> list[FakeReplica]:
+    """Make calls one after the other; return who served each."""
+    order = []
+    for _ in range(calls):
+        call = make_call()
+        router.assign(call)
+        (replica,) = (each for each in replicas if each is call.runner)
+        replica.finish(call)
+        order.append(replica)
+    return order
+
+
+def test_of_many_idle_replicas_each_has_its_turn_of_several_calls() -> None:
+    router, replicas = routed(*[2] * 128)
+    order = served(router, replicas, 128 * 16 * 8)
+
+    assert set(order) == set(replicas)
+    changes = sum(one is not other for one, other in itertools.pairwise(order))
+    assert changes < len(order) / 8, "one in sixteen, or so"
+
+
+def test_a_call_goes_to_the_one_idle_replica_among_many_that_have_work() -> None:
+    router, replicas = routed(*[2] * 128)
+    running = [make_call() for _ in replicas]
+    for call in running:
+        router.assign(call)
+    assert {call.runner for call in running} == set(replicas), "one each, as long as one is idle"
+
+    for idle in replicas:
+        (theirs,) = idle.running
+        idle.finish(theirs)
+        assert served(router, replicas, 1) == [idle]
+        again = make_call()
+        router.assign(again)
+        assert again.runner is idle
+
+
+def test_a_replica_that_was_removed_has_no_turn() -> None:
+    router, replicas = routed(*[2] * 130)
+    removed = served(router, replicas, 2)
+    for replica in set(removed):
+        router.remove(replica.real)
+
+    assert not set(removed) & set(served(router, replicas, 200))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_many_replicas_are_not_given_a_second_call_while_one_is_idle(
+    seed: int,
+) -> None:
+    choice = random.Random(seed)
+    router, replicas = routed(*[2] * 140)
+    running: set[Call] = set()
+    for _ in range(2_000):
+        step = choice.random()
+        if step < 0.52:
+            idle = [each for each in replicas if not each.ongoing]
+            call = make_call(model_id=choice.choice(["", "", "a", "b"]))
+            router.assign(call)
+            running.add(call)
+            if idle and not call.metadata.multiplexed_model_id:
+                assert any(call.runner is each for each in idle)
+        elif step < 0.98 and running:
+            call = choice.choice(sorted(running, key=id))
+            (replica,) = (each for each in replicas if each is call.runner)
+            running.discard(call)
+            replica.finish(call)
+        elif step < 0.99 and len(replicas) > 128:
+            leaving = choice.choice(replicas)
+            if not leaving.running:
+                replicas.remove(leaving)
+                router.remove(leaving.real)
+        else:
+            replicas.append(FakeReplica(router, 2))
+            router.add(replicas[-1].real)
+    router.refuse("the test is over")
 
 
 def test_a_model_is_asked_for_where_it_is_or_is_about_to_be() -> None:
