@@ -2,12 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest
+PEERS := ray litserve bentoml
+PACKAGE_ray := ray[serve]==2.60.0
+PACKAGE_litserve := litserve
+PACKAGE_bentoml := bentoml
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-reliability check bench bench-handles test-fastapi test-fastapi-ends \
-	clean
+.PHONY: help run test test-reliability check bench bench-handles bench-peers bench-document \
+	test-fastapi test-fastapi-ends clean
 .DELETE_ON_ERROR:
-.PRECIOUS: .venv-fastapi/%/.test
+.PRECIOUS: .venv-fastapi/%/.test .venv-peers/%/.made
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,11 +36,17 @@ test-reliability: .venv/.test ## Each cell of the reliability matrices 100 times
 	@INGRESS_RELIABILITY_ROUNDS=34 $(BIN)/python -m pytest -s --timeout=900 \
 		tests/reliability tests/test_containment.py
 
-bench: .venv/.test ## Compare with plain FastAPI, side by side in one run (needs wrk)
-	@$(BIN)/python -m benchmarks
+bench: .venv/.test ## Compare with plain FastAPI, side by side in one run: 6 minutes (needs wrk)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000 replicas
-	@$(BIN)/python -m benchmarks.handles
+	@$(BIN)/python -m benchmarks.handles $(ARGS)
+
+bench-peers: .venv/.test $(PEERS:%=.venv-peers/%/.made) ## Compare with Ray Serve, LitServe and BentoML
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there
+	@$(BIN)/python -m benchmarks.document
 
 test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions
 
@@ -47,7 +57,8 @@ test-fastapi-%: .venv-fastapi/%/.test
 	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-fastapi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf .venv .venv-fastapi .venv-peers .mypy_cache .pytest_cache .ruff_cache \
+		.import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed.
 .venv/.test: pyproject.toml
@@ -68,3 +79,10 @@ clean: ## Remove the environments and caches
 	@.venv-fastapi/$*/bin/python -m pip install -qq --disable-pip-version-check \
 		-e ".[test]" "fastapi$(if $(filter-out newest,$*),==$(subst .x,.*,$*))"
 	@touch $@
+
+# A peer that cannot be had is left out: then its stamp is not made, and that is no error.
+.venv-peers/%/.made:
+	@echo "Making .venv-peers/$* ..."
+	@$(PYTHON) -m venv .venv-peers/$* && .venv-peers/$*/bin/python -m pip install -qq \
+		--disable-pip-version-check "$(PACKAGE_$*)" && touch $@ || \
+		echo "$(PACKAGE_$*) cannot be installed here"

@@ -1,110 +1,95 @@
-"""What was measured, as a table for the terminal and as JSON."""
+"""Results as cells of text, and as a table on the terminal."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
-from statistics import median
-from typing import Any
+from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.measure import Pair, Sample, median_of
+from benchmarks import targets
+from benchmarks.results import Report, Result
+from benchmarks.targets import Target
 
-WIDTH = 120  # columns of text the table takes
-LIBRARIES = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools", "anyio")
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One line of the table: medians over its pairs, which it keeps."""
-
-    row: str
-    connections: int
-    flags: str
-    pairs: list[Pair]
-
-    @property
-    def plain(self) -> Sample:
-        return median_of([pair.plain for pair in self.pairs])
-
-    @property
-    def ingress(self) -> Sample:
-        return median_of([pair.ingress for pair in self.pairs])
-
-    @property
-    def ratios(self) -> tuple[float, float, float]:
-        """Median, least and greatest ratio of a pair."""
-        ratios = [pair.ratio for pair in self.pairs]
-        return median(ratios), min(ratios), max(ratios)
-
-    @property
-    def added_p50_ms(self) -> float:
-        return median(pair.ingress.p50_ms - pair.plain.p50_ms for pair in self.pairs)
-
-    def as_json(self) -> dict[str, Any]:
-        middle, least, greatest = self.ratios
-        return {
-            "row": self.row,
-            "connections": self.connections,
-            "flags": self.flags,
-            "ratio": {"median": middle, "min": least, "max": greatest},
-            "plain": asdict(self.plain),
-            "ingress": asdict(self.ingress),
-            "added_p50_ms": self.added_p50_ms,
-            "pairs": [asdict(pair) for pair in self.pairs],
-        }
+WIDTH = 136  # columns of text the table takes
+COLUMNS = ("baseline", "ingress", "ratio [min-max]", "p50 ms", "p99 ms", "required")
 
 
-def table(results: list[Result]) -> Table:
-    made = Table(title=f"ingress against plain FastAPI and Starlette, {machine()}", box=SIMPLE_HEAD)
-    for column in ("row", "flags"):
-        made.add_column(column, no_wrap=True)
-    for column in (
-        "conn.",
-        "plain\nreq/s",
-        "ingress\nreq/s",
-        "ratio\n\\[min-max]",
-        "plain ms\np50 / p99",
-        "ingress ms\np50 / p99",
-        "added\np50 ms",
+def shown(name: str, value: float) -> str:
+    """Return a figure with the unit that its name ends with."""
+    if name.endswith("_added"):
+        return f"{'+' if value >= 0 else '-'}{shown(name.removesuffix('_added'), abs(value))}"
+    for ending, form in (
+        ("_ratio", "{:,.0f} x" if value >= 100 else "{:.2f} x"),
+        ("_per_s", "{:,.0f}/s" if value >= 100 else "{:,.1f}/s"),
+        ("_ms", "{:,.0f} ms" if value >= 100 else "{:.3f} ms" if value < 1 else "{:.1f} ms"),
+        ("_s", "{:.2f} s"),
+        ("_mb", "{:.2f} MB" if value < 10 else "{:.1f} MB"),
+        ("", "{:,.0f}"),
     ):
-        made.add_column(column, justify="right", no_wrap=True)
-    for result in results:
-        plain, ours = result.plain, result.ingress
-        middle, least, greatest = result.ratios
-        made.add_row(
-            result.row,
-            result.flags,
-            str(result.connections),
-            f"{plain.requests_per_s:,.0f}",
-            f"{ours.requests_per_s:,.0f}",
-            f"{middle:.2f} \\[{least:.2f}-{greatest:.2f}]",
-            f"{plain.p50_ms:.2f} / {plain.p99_ms:.2f}",
-            f"{ours.p50_ms:.2f} / {ours.p99_ms:.2f}",
-            f"{result.added_p50_ms:+.3f}" if result.connections == 1 else "",
+        if name.endswith(ending):
+            return form.format(value)
+    raise AssertionError("every name ends with nothing")
+
+
+def title(result: Result) -> str:
+    return ", ".join(filter(None, (result.row, result.load, result.setup)))
+
+
+def requirement(target: Target) -> str:
+    percentile = f"{target.figure[:3]} " if target.figure.startswith("p") else ""
+    what = "errors " if target.figure == "errors" else percentile
+    return f"{what}{target.relation} {shown(target.figure, target.required)}"
+
+
+def verdict(target: Target, result: Result) -> str:
+    if target.is_met(result):
+        return f"{requirement(target)}: met"
+    found = shown(target.figure, result.figures[target.figure].median)
+    return f"{requirement(target)}: NOT MET, {found}"
+
+
+def cells(result: Result) -> list[str]:
+    """Return the text for each of `COLUMNS`; what there is not is empty."""
+    main, figures = result.main, result.figures
+    ours = figures[main]
+    baseline = ratio = ""
+    if result.baseline:
+        spread, name = figures[f"{main}_ratio"], f"{main}_ratio"
+        baseline = shown(main, figures[f"baseline_{main}"].median)
+        ratio = shown(name, spread.median)
+    else:
+        spread, name = ours, main
+    if spread.runs > 1:
+        least, greatest = (
+            shown(name, each).split()[0].removesuffix("/s")
+            for each in (spread.least, spread.greatest)
         )
+        ratio = f"{ratio} [{least}-{greatest}]".strip()
+    percentiles = []
+    for percentile in ("p50_ms", "p99_ms"):
+        known = [
+            figures[each].median
+            for each in (f"baseline_{percentile}", percentile)
+            if each in figures
+        ]
+        percentiles.append(
+            " → ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in known)
+        )
+    required = "\n".join(verdict(target, result) for target in targets.of(result))
+    return [baseline, shown(main, ours.median), ratio, *percentiles, required]
+
+
+def table(report: Report) -> Table:
+    """Return all results; those with the same baseline stand together."""
+    made = Table(title=f"ingress on {report.machine}", box=SIMPLE_HEAD)
+    made.add_column("", no_wrap=True)
+    for column in COLUMNS:
+        justify = "left" if column == "required" else "right"
+        made.add_column(column.replace("[", "\\["), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for baseline, results in groupby(report.results, lambda result: result.baseline):
+        made.add_row(f"against {baseline}" if baseline else "", style="bold")
+        for result in results:
+            made.add_row(title(result), *(cell.replace("[", "\\[") for cell in cells(result)))
+        made.add_section()
     return made
-
-
-def write(path: Path, results: list[Result], seconds: int) -> None:
-    document = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine(),
-        "python": platform.python_version(),
-        "libraries": {name: version(name) for name in LIBRARIES},
-        "seconds_per_run": seconds,
-        "results": [result.as_json() for result in results],
-    }
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def machine() -> str:
-    return f"{os.cpu_count()} cores"

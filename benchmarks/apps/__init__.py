@@ -1,0 +1,62 @@
+"""The same endpoints twice; each app is served as `uvicorn benchmarks.apps.plain:name`.
+
+`plain` has them without `ingress`, which it does not import either; `ours` with it. Every app with
+routes has ten of them, and what is measured stands in the middle. Here is what both sides share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from time import thread_time
+
+from fastapi import FastAPI, WebSocket
+from pydantic import BaseModel
+
+CHUNKS = 1_000
+CHUNK = "x" * 1024
+LEFT_S = 0.1
+"""How long the answer takes that clients do not wait for."""
+CPU_S = 0.005
+"""How much of a core the CPU-bound endpoint uses."""
+
+
+class Item(BaseModel):
+    name: str
+    price: float
+    tags: list[str] = []
+
+
+async def chunks() -> AsyncIterator[str]:
+    for _ in range(CHUNKS):
+        yield CHUNK
+
+
+def sync_chunks() -> Iterator[str]:
+    for _ in range(CHUNKS):
+        yield CHUNK
+
+
+def named(name: str = "you") -> str:
+    return f"hello {name}"
+
+
+def compute() -> None:
+    """Use `CPU_S` of this thread's own time, in Python."""
+    end = thread_time() + CPU_S
+    while thread_time() < end:
+        pass
+
+
+async def echo(websocket: WebSocket) -> None:
+    await websocket.accept()
+    async for text in websocket.iter_text():
+        await websocket.send_text(text)
+
+
+async def other() -> str:
+    return "never asked"
+
+
+def add_others(app: FastAPI, first: int, count: int) -> None:
+    for number in range(first, first + count):
+        app.get(f"/other/{number}", response_model=None)(other)

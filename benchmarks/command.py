@@ -1,0 +1,83 @@
+"""What the commands have in common: progress, the table, the files, and how they end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+
+from rich.console import Console
+
+from benchmarks import document, report
+from benchmarks.results import FOLDER, MIN_PAIRS, Report, Result
+from benchmarks.servers import ROOT, BenchmarkError
+
+Results = Generator[Result, None, None]
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that has a lower bound."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise ArgumentTypeError(f"must be at least {least}")
+        return value
+
+    return number
+
+
+pairs = at_least(MIN_PAIRS)
+
+
+def require_wrk() -> None:
+    """Leave if it is not there."""
+    if shutil.which("wrk") is None:
+        sys.exit("wrk is missing; get it with `apt-get install wrk`")
+
+
+def run(
+    name: str,
+    results: Results,
+    seconds: int,
+    *,
+    whole: bool = True,
+    others: Mapping[str, str] | None = None,
+) -> int:
+    """Measure and print; write results/`name`.json and the document if it is the whole of it.
+
+    Returns the exit code. Servers are ended also if this process is told to end.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    console = Console(highlight=False, soft_wrap=True)
+    found = []
+    try:
+        with closing(results):
+            for result in results:
+                console.print(_line(result), markup=False)
+                found.append(result)
+    except BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if not found:
+        return 0
+    made = Report.of(found, seconds, others)
+    console.width = max(console.width, report.WIDTH)
+    console.print(report.table(made))
+    if whole:
+        path = FOLDER / f"{name}.json"
+        made.write(path)
+        for written in (path, *document.write()):
+            console.print(f"written: {written.relative_to(ROOT)}")
+    return 0
+
+
+def _line(result: Result) -> str:
+    baseline, ours, ratio, *_ = report.cells(result)
+    against = f" against {baseline}" if baseline else ""
+    return f"{report.title(result)}: {ours}{against}, {ratio}".removesuffix(", ")

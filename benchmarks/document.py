@@ -1,0 +1,230 @@
+"""docs/benchmarks and the benchmark section of the README, made from the results that are there.
+
+Whoever measures on another machine gets the same pages with their figures.
+`python -m benchmarks.document` makes them again without measuring.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from benchmarks import charts, report, targets
+from benchmarks.charts import Bar, Chart
+from benchmarks.report import COLUMNS, cells, shown, title
+from benchmarks.results import FOLDER, Report, Result
+from benchmarks.rows import ROWS
+from benchmarks.servers import ROOT
+from benchmarks.starts import STARTS
+
+DOCS = ROOT / "docs" / "benchmarks"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
+SHORT = ("async", "async-query", "model", "def", "def-depends", "websocket", "call")
+"""The rows of the table in the README."""
+
+HOW = """\
+*ratio* is ingress over what it is compared with: the median of all pairs, with the least and the
+greatest. The two runs of a pair follow each other on servers that were started for the row with the
+same settings (uvloop, httptools, no access log, one process), so that a noisy machine moves both:
+the ratio says more than the rates. No run is left out, and fewer than five pairs are not shown.
+Latencies are medians of what each run had, baseline → ingress. *both 0* is
+`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP` at 0,
+*sync 0* and *sync 1* are `RAY_SERVE_RUN_SYNC_IN_THREADPOOL`; everything else has its default.
+"""
+SAME = """\
+On {machine}, 32 connections, one replica; medians of pairs that ran in turn. *both 0*: the two
+SEPARATE flags at 0. [All rows, how they were measured, and what is
+required](docs/benchmarks/README.md).
+"""
+IN_PROCESS = """\
+`call` is one no-op deployment, called from an event loop in the same process; in a chain each
+deployment awaits the next. The other three have the shape of the guide's own benchmarks, on one
+machine instead of 33. `recursive` is 10 deployments x 100 replicas, each of which calls the next
+five at once: a request is 480 calls, and one run takes a minute. `ensemble` sends an input to 10
+nodes and sums their answers, 4 clients x 20 requests.
+"""
+PEERS = """\
+The newest versions on PyPI, each in an environment of its own, with its own no-op service and its
+own server; `ingress` answers the same request. Ray Serve has every replica in a process of its own,
+and a cluster behind it: what it is for is more than one machine. The ensemble has one replica for
+each of its 11 deployments, on both.
+"""
+
+Pages = dict[Path, str]
+Charts = dict[str, Chart]
+
+
+def pages(reports: Mapping[str, Report], readme: str) -> Pages:
+    """Return the text of each page; of the three `reports`, by name, not all need be there."""
+    made: Pages = {}
+    text = ["# Benchmarks", HOW, _not_met(reports)]
+    for name, section in (("http", _http), ("handles", _handles), ("peers", _peers)):
+        if found := reports.get(name):
+            parts, drawn = section(found)
+            text += parts
+            made |= {DOCS / f"{name}.svg": charts.svg(chart) for name, chart in drawn.items()}
+    made[DOCS / "README.md"] = "\n\n".join(part.strip() for part in text if part) + "\n"
+    if http := reports.get("http"):
+        made[README] = _in_readme(http, reports.get("peers"), readme)
+    return made
+
+
+def _http(found: Report) -> tuple[list[str], Charts]:
+    results = found.results
+    before = [each for each in results if each.load == "fresh process"]
+    plain = [each for each in results if each not in before and "plain " in each.baseline]
+    itself = [each for each in results if each not in before and each not in plain]
+    served = [each for each in plain if each.load not in ("1 connection", "256 connections")]
+    unary = [each for each in served if "32" in each.load and not each.setup]
+    alone = [each for each in plain if each.load == "1 connection"]
+    growing = [each for each in plain if each.row in ("async", "def") and not each.setup]
+    drawn = {
+        "ratio": _ratios("Throughput against plain FastAPI and Starlette", served, "plain"),
+        "connections": _both("Throughput by connections", "requests per second", growing),
+        "latency": _both("Median latency, one connection", "milliseconds", alone, "p50_ms"),
+        "p99": _both("p99 latency, 32 connections", "milliseconds", unary, "p99_ms"),
+    }
+    of_itself = {"itself": _ratios("Throughput against itself", itself, "without")}
+    text = [
+        "## Against plain FastAPI and Starlette",
+        _from(found, "make bench"),
+        *_section(plain, drawn),
+        "## Against itself",
+        "What more deployments, replicas or worker processes, or batching, do.",
+        *_section(itself, of_itself),
+        "## Before the first request",
+        *_section(before, {}),
+    ]
+    return text, _there(drawn | of_itself)
+
+
+def _handles(found: Report) -> tuple[list[str], Charts]:
+    rates = [each for each in found.results if each.main == "calls_per_s"]
+    bars = [Bar(title(each), each.figures[each.main]) for each in rates]
+    drawn = {"handles": Chart("Calls by handle", "calls per second", bars, _form("calls_per_s"))}
+    where = _from(found, "make bench-handles")
+    return ["## In one process", where, IN_PROCESS, *_section(found.results, drawn)], _there(drawn)
+
+
+def _peers(found: Report) -> tuple[list[str], Charts]:
+    rates = [each for each in found.results if each.main == "requests_per_s"]
+    starts = [each for each in found.results if each.main == "first_answer_s"]
+    drawn = {
+        "peers": _ratios("Throughput against other servers", rates, "theirs", logarithmic=True),
+        "starts": _both("From the start of the process to the first answer", "seconds", starts),
+    }
+    where = _from(found, "make bench-peers")
+    return ["## Against other servers", where, PEERS, *_section(found.results, drawn)], _there(
+        drawn
+    )
+
+
+def _ratios(name: str, results: list[Result], one: str, *, logarithmic: bool = False) -> Chart:
+    bars = []
+    for each in results:
+        figure = f"{each.main}_ratio"
+        required = [target.required for target in targets.of(each) if target.figure == figure]
+        bars.append(Bar(title(each), each.figures[figure], "ours", *required))
+    axis = "ratio, logarithmic; more is better" if logarithmic else "ratio; more is better"
+    return Chart(name, axis, bars, _form("_ratio"), one, logarithmic=logarithmic)
+
+
+def _both(name: str, axis: str, results: list[Result], figure: str = "") -> Chart:
+    """Draw a figure of the baseline and of ours; without a name, what the row is about."""
+    bars = []
+    for each in results:
+        asked = figure or each.main
+        bars.append(Bar(title(each), each.figures[f"baseline_{asked}"], "baseline"))
+        bars.append(Bar("", each.figures[asked]))
+    baselines = " or ".join(dict.fromkeys(each.baseline for each in results))
+    legend = (("baseline", baselines), ("ours", "ingress"))
+    form = _form(figure or results[0].main) if results else str
+    return Chart(name, axis, bars, form, legend=legend)
+
+
+def _form(figure: str) -> Callable[[float], str]:
+    return partial(shown, figure)
+
+
+def _there(drawn: Charts) -> Charts:
+    """Leave out what has no bars: there was nothing to draw."""
+    return {name: chart for name, chart in drawn.items() if chart.bars}
+
+
+def _section(results: list[Result], drawn: Charts) -> list[str]:
+    """Return the pictures, the table, and what its rows are, if that was not said elsewhere."""
+    if not results:
+        return []
+    pictures = [f"![{chart.title}]({name}.svg)" for name, chart in _there(drawn).items()]
+    lines = [f"| | against | {' | '.join(COLUMNS)} |"]
+    lines.append(f"|---|---|{'---:|' * (len(COLUMNS) - 1)}---|")
+    for each in results:
+        found = " | ".join(cells(each)).replace("\n", "<br>")
+        lines.append(f"| {title(each)} | {each.baseline} | {found} |")
+    whats = _whats()
+    rows = [row for row in dict.fromkeys(each.row for each in results) if row in whats]
+    return [*pictures, "\n".join(lines), "\n".join(f"- `{row}`: {whats[row]}" for row in rows)]
+
+
+def _in_readme(http: Report, peers: Report | None, readme: str) -> str:
+    """Return the README with the part between the marks made again."""
+    chosen = [each for each in http.results if each.row in SHORT and "32" in each.load]
+    chosen += [each for each in peers.results if each.main == "requests_per_s"] if peers else []
+    whats = _whats()
+    lines = ["| | against | | ingress | ratio [least-greatest] |", "|---|---|---:|---:|---:|"]
+    for each in chosen:
+        baseline, ours, ratio, *_ = cells(each)
+        what = whats.get(each.row, each.row) + (f", *{each.setup}*" if each.setup else "")
+        lines.append(f"| {what} | {each.baseline} | {baseline} | {ours} | {ratio} |")
+    picture = "![Requests per second against plain FastAPI](docs/benchmarks/ratio.svg)"
+    table = "\n".join(lines)
+    part = f"{picture}\n\n{table}\n\n{SAME.format(machine=http.machine)}"
+    pattern = re.compile(f"(?<={BEGIN}).*?(?={END})", re.DOTALL)
+    return pattern.sub(lambda _: f"\n{part}\n", readme)
+
+
+def _from(found: Report, command: str) -> str:
+    libraries = ", ".join(f"{name} {version}" for name, version in found.libraries.items())
+    return f"`{command}`, {found.date}, {found.machine}, Python {found.python}, {libraries}."
+
+
+def _whats() -> dict[str, str]:
+    return {row.name: row.what for row in reversed(ROWS)} | STARTS
+
+
+def _not_met(reports: Mapping[str, Report]) -> str:
+    asked = [
+        (each, target)
+        for found in reports.values()
+        for each in found.results
+        for target in targets.of(each)
+    ]
+    missed = [(each, target) for each, target in asked if not target.is_met(each)]
+    lines = [f"Of {len(asked)} requirements {len(asked) - len(missed)} are met."]
+    if missed:
+        lines.append("")
+    lines += [f"- {title(each)}: {report.verdict(target, each)}" for each, target in missed]
+    return "\n".join(lines)
+
+
+def read() -> dict[str, Report]:
+    """Return the reports that are there."""
+    paths = {name: FOLDER / f"{name}.json" for name in ("http", "handles", "peers")}
+    return {name: Report.read(path) for name, path in paths.items() if path.exists()}
+
+
+def write() -> list[Path]:
+    """Make the pages again; returns where they are."""
+    DOCS.mkdir(parents=True, exist_ok=True)
+    made = pages(read(), README.read_text())
+    for path, text in made.items():
+        path.write_text(text)
+    return list(made)
+
+
+if __name__ == "__main__":
+    for written in write():
+        print(f"written: {written.relative_to(ROOT)}")

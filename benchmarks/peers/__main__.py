@@ -1,0 +1,216 @@
+"""`ingress` against Ray Serve, LitServe and BentoML: the same no-op over HTTP, 32 connections.
+
+    no-op      requests per second, in turn with ingress
+    start      from the start of the process to the first answer
+    memory     resident, idle, of all processes that were started
+    ensemble   the guide's, by handle: 10 nodes, their sum, 4 clients x 20 requests
+
+Each peer is in an environment of its own, .venv-peers/NAME, which `make bench-peers` makes; one
+that is not there is left out. With --peers, what is measured is printed and not written.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Timer
+
+from benchmarks import command, load
+from benchmarks.comparison import in_turn
+from benchmarks.results import MIN_PAIRS, Result, Sample
+from benchmarks.servers import ROOT, Program, Request, Server, uvicorn
+
+FOLDER = ROOT / ".venv-peers"
+START_S = 120.0  # a cluster on two cores takes half a minute
+STOP_S = 30.0
+CONNECTIONS = 32
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "BENTOML_DO_NOT_TRACK": "True"}
+
+Command = Callable[[Path, str, int], list[str | Path]]
+"""What starts a peer, from its `bin` folder, a folder for its files, and a port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server of a no-op in the words it chooses, and the app of ours that answers alike."""
+
+    name: str
+    package: str
+    command: Command
+    request: Request
+    ours: str = "ours:predict"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bin(self) -> Path:
+        return FOLDER / self.package / "bin"
+
+    @property
+    def is_installed(self) -> bool:
+        return (FOLDER / self.package / ".made").exists()
+
+    def server(self, folder: str) -> Server:
+        env = {**QUIET, "BENTOML_HOME": folder, **self.env}
+        return Server(
+            self.name,
+            lambda port: self.command(self.bin, folder, port),
+            self.request,
+            env,
+            START_S,
+            STOP_S,
+        )
+
+    def version(self) -> str:
+        asked = f"from importlib.metadata import version; print(version({self.package!r}))"
+        ran = subprocess.run(
+            [self.bin / "python", "-c", asked], capture_output=True, text=True, check=True
+        )
+        return ran.stdout.strip()
+
+
+def ray(bin_: Path, folder: str, port: int) -> list[str | Path]:
+    return [bin_ / "python", "-m", "benchmarks.peers.ray_app", folder, str(port)]
+
+
+def litserve(bin_: Path, folder: str, port: int) -> list[str | Path]:
+    return [bin_ / "python", "-m", "benchmarks.peers.litserve_app", str(port)]
+
+
+def bentoml(bin_: Path, folder: str, port: int) -> list[str | Path]:
+    app = "benchmarks.peers.bentoml_app:Noop"
+    return [bin_ / "bentoml", "serve", app, "--host", "127.0.0.1", "--port", str(port)]
+
+
+VALUE = b'{"value":4}'
+PEERS = (
+    Peer("Ray Serve", "ray", ray, Request("/", b"hello"), "ours:call"),
+    Peer("LitServe", "litserve", litserve, Request("/predict", b'{"output":4}', VALUE)),
+    Peer(
+        "BentoML",
+        "bentoml",
+        bentoml,
+        Request("/noop", b"4", VALUE),
+        env={"BENTOML_CONFIG_OPTIONS": "api_server.logging.access.enabled=false"},
+    ),
+)
+
+
+def started(server: Server) -> Sample:
+    with server:
+        return {"first_answer_s": server.first_answer_s, "rss_mb": server.rss_mb()}
+
+
+def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
+    """Yield the no-op, the start and the memory."""
+
+    def ours() -> Server:
+        return uvicorn(peer.ours, peer.request)
+
+    def theirs() -> Server:
+        return peer.server(folder)
+
+    with theirs() as their, ours() as mine:
+        one = partial(
+            load.wrk, request=peer.request, connections=CONNECTIONS, seconds=options.seconds
+        )
+        for server in (their, mine):
+            one(server)  # warms up
+        runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
+        yield Result(
+            f"no-op on {peer.name}", f"{CONNECTIONS} connections", "", runs, peer.name, baseline
+        )
+    runs, baseline = in_turn(lambda: started(ours()), lambda: started(theirs()), options.pairs)
+    for name, figure in (("start", "first_answer_s"), ("memory", "rss_mb")):
+        mine_, theirs_ = ([{figure: run[figure]} for run in each] for each in (runs, baseline))
+        yield Result(f"{name} of {peer.name}", "", "", mine_, peer.name, theirs_)
+
+
+class Ensemble(Program):
+    """`benchmarks.ensemble` on the module it is given."""
+
+    def __init__(self, name: str, python: str | Path, *arguments: str) -> None:
+        command = [python, "-m", "benchmarks.ensemble", *arguments]
+        super().__init__(name, command, QUIET, START_S, STOP_S)
+
+    @property
+    def stdout(self) -> int:
+        return subprocess.PIPE
+
+    def wait_until_ready(self) -> None:
+        self.run()
+
+    def run(self) -> Sample:
+        """Return what one run of the guide's ensemble found."""
+        asks, says = self.process.stdin, self.process.stdout
+        assert asks is not None
+        assert says is not None
+        patience = Timer(START_S, self.process.kill)
+        patience.start()
+        try:
+            asks.write(b"run\n")
+            asks.flush()
+            found: dict[str, float] = json.loads(says.readline())
+        except (OSError, ValueError) as error:
+            self.process.wait(STOP_S)
+            raise self.failed("did not run") from error
+        finally:
+            patience.cancel()
+            patience.join()
+        if errors := found.pop("errors"):
+            raise self.failed(f"failed {errors:.0f} requests")
+        return found
+
+
+def ensemble(options: Namespace, folder: str) -> command.Results:
+    name = "ensemble on Ray Serve"
+    python = FOLDER / "ray" / "bin" / "python"
+    with (
+        Ensemble(name, python, "ray.serve", folder) as theirs,
+        Ensemble("ensemble on ingress", sys.executable, "ingress") as mine,
+    ):
+        runs, baseline = in_turn(mine.run, theirs.run, options.pairs)
+    yield Result(name, "4 clients", "", runs, "Ray Serve", baseline)
+
+
+def measure(peers: list[Peer], options: Namespace) -> command.Results:
+    # A short name: Ray has sockets in it, whose path may take 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ib", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        for peer in peers:
+            yield from http(peer, options, folder)
+        if PEERS[0] in peers:
+            yield from ensemble(options, folder)
+
+
+def main() -> int:
+    names = [peer.package for peer in PEERS]
+    parser = ArgumentParser(
+        "python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pairs", type=command.pairs, default=MIN_PAIRS, help="of runs")
+    parser.add_argument("--seconds", type=command.at_least(1), default=3, help="one run takes")
+    parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="PEER")
+    options = parser.parse_args()
+    command.require_wrk()
+    asked = [peer for peer in PEERS if peer.package in options.peers]
+    for peer in asked:
+        if not peer.is_installed:
+            print(f"{peer.name} is left out: there is no .venv-peers/{peer.package}")
+    peers = [peer for peer in asked if peer.is_installed]
+    versions = {peer.package: peer.version() for peer in peers}
+    whole = bool(peers) and options.peers == names
+    return command.run(
+        "peers", measure(peers, options), options.seconds, whole=whole, others=versions
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What is required of each row, and what would be good. Measured here, asserted nowhere.
+
+A requirement that is not met is printed as such: a benchmark tells, it does not fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.results import Result
+
+AT_LEAST, AT_MOST = "≥", "≤"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A bound on the median of one figure of one result."""
+
+    row: str
+    load: str
+    setup: str
+    figure: str
+    relation: str
+    required: float
+    reach_for: float | None = None
+
+    def is_met(self, result: Result) -> bool:
+        median = result.figures[self.figure].median
+        return median >= self.required if self.relation is AT_LEAST else median <= self.required
+
+
+def rate(row: str, required: float, reach_for: float | None = None, setup: str = "") -> Target:
+    load = "32 connections"
+    return Target(row, load, setup, "requests_per_s_ratio", AT_LEAST, required, reach_for)
+
+
+def p99(row: str) -> Target:
+    return Target(row, "32 connections", "", "p99_ms_ratio", AT_MOST, 1.2, 1.0)
+
+
+def added(row: str, required: float, reach_for: float) -> Target:
+    return Target(row, "1 connection", "", "p50_ms_added", AT_MOST, required, reach_for)
+
+
+def peer(name: str, required: float) -> Target:
+    return Target(
+        f"no-op on {name}", "32 connections", "", "requests_per_s_ratio", AT_LEAST, required
+    )
+
+
+TARGETS = (
+    rate("async", 0.92, 1.0),
+    rate("async-query", 0.95, 1.0),
+    rate("model", 0.97, 1.0),
+    rate("async", 1.0, 1.2, "both 0"),
+    rate("async-query", 1.0, 1.2, "both 0"),
+    rate("model", 1.0, 1.2, "both 0"),
+    rate("def", 1.5, 2.0),
+    rate("def-depends", 1.3, 2.0),
+    rate("call", 0.75, 0.9),
+    added("async", 0.08, 0.05),
+    added("def", 0.02, 0.0),
+    *map(p99, ("async", "async-query", "model", "def", "def-depends")),
+    rate("replicas-8", 0.7, 0.85),
+    rate("workers-2", 1.8),
+    Target("import", "fresh process", "", "import_ms_ratio", AT_MOST, 1.25, 1.1),
+    Target("start", "fresh process", "", "first_answer_s", AT_MOST, 1.0, 0.6),
+    Target("memory", "fresh process", "", "rss_mb_added", AT_MOST, 12, 6),
+    Target("call", "32 in flight", "", "calls_per_s", AT_LEAST, 20_000, 50_000),
+    Target("call", "one at a time", "", "call_ms", AT_MOST, 0.12, 0.06),
+    Target("1,000 replicas", "32 in flight", "", "calls_per_s_ratio", AT_LEAST, 0.4, 0.6),
+    Target("1,000 replicas", "start", "", "start_s", AT_MOST, 10, 3),
+    Target("1,000 replicas", "memory each", "", "rss_mb", AT_MOST, 1, 0.4),
+    Target("recursive", "4 clients", "", "errors", AT_MOST, 0),
+    peer("Ray Serve", 12),
+    peer("LitServe", 4),
+    peer("BentoML", 8),
+    Target("ensemble on Ray Serve", "4 clients", "", "requests_per_s_ratio", AT_LEAST, 30, 100),
+)
+
+
+def of(result: Result) -> list[Target]:
+    """Return what is required of a result; most have nothing, some have two."""
+    place = (result.row, result.load, result.setup)
+    return [each for each in TARGETS if (each.row, each.load, each.setup) == place]
