@@ -45,7 +45,7 @@ def measure(options: Namespace) -> command.Results:
             for row in rows:
                 for server in (theirs, mine):
                     server.check(row.request)
-                warm_up = partial(one_run, row, connections=row.connections[0], seconds=1)
+                warm_up = partial(one_run, row, connections=max(row.connections), seconds=1)
                 with ThreadPoolExecutor() as both:
                     list(both.map(warm_up, (theirs, mine)))
                 for connections in row.connections:

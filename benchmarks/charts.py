@@ -38,7 +38,10 @@ text { fill: #f0f6fc; } .muted { fill: #9198a1; } .ground { fill: #0d1117; }
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar; `kind` is how it is drawn, `required` a mark on it."""
+    """One bar; `kind` is how it is drawn, `required` a mark on it.
+
+    One without a label belongs to the one before.
+    """
 
     label: str
     figure: Figure
@@ -62,15 +65,18 @@ class Chart:
 def svg(chart: Chart) -> str:
     """Return the picture. Without bars there is none, and this raises `ValueError`."""
     place, ticks = _scale(chart)
-    bottom = TOP + STEP * len(chart.bars)
+    tops = [TOP]
+    for bar in chart.bars[1:]:
+        tops.append(tops[-1] + (STEP if bar.label else BAR + 1))
+    bottom = tops[-1] + STEP
     marks = any(bar.required is not None for bar in chart.bars)
     drawn = [_text(16, 26, chart.title, "title"), *_legend(chart, marks)]
     for tick in ticks:
         drawn.append(_line("grid", place(tick), TOP - 6, place(tick), bottom))
         drawn.append(_text(place(tick), bottom + 17, f"{tick:,g}", "muted", "middle"))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + 38, chart.axis, "muted", "middle"))
-    for number, bar in enumerate(chart.bars):
-        drawn += _bar(chart, bar, TOP + STEP * number, place)
+    for top, bar in zip(tops, chart.bars, strict=True):
+        drawn += _bar(chart, bar, top, place)
     if chart.one:
         drawn.append(_line("one", place(1), TOP - 6, place(1), bottom))
     height = bottom + FOOT

@@ -103,7 +103,7 @@ def _http(found: Report) -> tuple[list[str], Charts]:
 
 def _handles(found: Report) -> tuple[list[str], Charts]:
     rates = [each for each in found.results if each.main == "calls_per_s"]
-    bars = [Bar(title(each), each.figures[each.main]) for each in rates]
+    bars = [Bar(_label(each), each.figures[each.main]) for each in rates]
     drawn = {"handles": Chart("Calls by handle", "calls per second", bars, _form("calls_per_s"))}
     where = _from(found, "make bench-handles")
     return ["## In one process", where, IN_PROCESS, *_section(found.results, drawn)], _there(drawn)
@@ -127,7 +127,7 @@ def _ratios(name: str, results: list[Result], one: str, *, logarithmic: bool = F
     for each in results:
         figure = f"{each.main}_ratio"
         required = [target.required for target in targets.of(each) if target.figure == figure]
-        bars.append(Bar(title(each), each.figures[figure], "ours", *required))
+        bars.append(Bar(_label(each), each.figures[figure], "ours", *required))
     axis = "ratio, logarithmic; more is better" if logarithmic else "ratio; more is better"
     return Chart(name, axis, bars, _form("_ratio"), one, logarithmic=logarithmic)
 
@@ -137,7 +137,7 @@ def _both(name: str, axis: str, results: list[Result], figure: str = "") -> Char
     bars = []
     for each in results:
         asked = figure or each.main
-        bars.append(Bar(title(each), each.figures[f"baseline_{asked}"], "baseline"))
+        bars.append(Bar(_label(each), each.figures[f"baseline_{asked}"], "baseline"))
         bars.append(Bar("", each.figures[asked]))
     baselines = " or ".join(dict.fromkeys(each.baseline for each in results))
     legend = (("baseline", baselines), ("ours", "ingress"))
@@ -147,6 +147,10 @@ def _both(name: str, axis: str, results: list[Result], figure: str = "") -> Char
 
 def _form(figure: str) -> Callable[[float], str]:
     return partial(shown, figure)
+
+
+def _label(result: Result) -> str:
+    return title(result).replace("connection", "conn.").replace("conn.s", "conn.")
 
 
 def _there(drawn: Charts) -> Charts:

@@ -74,7 +74,7 @@ def stream(path: str, item: str) -> Request:
 
 ROWS = (
     Row(
-        "async", "`async def`, returns a string", ASYNC, FASTAPI, METHODS, connections=(32, 1, 256)
+        "async", "`async def`, returns a string", ASYNC, FASTAPI, METHODS, connections=(1, 32, 256)
     ),
     Row("async-query", "`async def`, path and query, returns JSON", QUERY, FASTAPI, METHODS),
     Row("model", "pydantic body in, `response_model` out", MODEL, FASTAPI, METHODS),
@@ -84,7 +84,7 @@ ROWS = (
         Request("/def", b'"hello"'),
         FASTAPI,
         METHODS,
-        connections=(32, 1, 256),
+        connections=(1, 32, 256),
     ),
     Row(
         "def-depends",
@@ -134,7 +134,7 @@ ROWS = (
         STAY,
         FASTAPI_CLIENTS,
         ours("clients"),
-        connections=(32, 1),
+        connections=(1, 32),
         client="websocket",
     ),
     Row(
