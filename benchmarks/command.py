@@ -52,29 +52,30 @@ def run(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False, soft_wrap=True)
-    found = []
+    found: list[Result] = []
+    failed = 0
     try:
         with closing(results):
             for result in results:
                 console.print(_line(result), markup=False)
                 found.append(result)
     except BenchmarkError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print(f"{error}\nnothing is written", file=sys.stderr)
+        failed = 1
     except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
-        return 128 + signal.SIGINT
+        print("stopped; nothing is written", file=sys.stderr)
+        failed = 128 + signal.SIGINT
     if not found:
-        return 0
+        return failed
     made = Report.of(found, seconds, others)
     console.width = max(console.width, report.WIDTH)
     console.print(report.table(made))
-    if whole:
+    if whole and not failed:
         path = FOLDER / f"{name}.json"
         made.write(path)
         for written in (path, *document.write()):
             console.print(f"written: {written.relative_to(ROOT)}")
-    return 0
+    return failed
 
 
 def _line(result: Result) -> str:

@@ -18,10 +18,11 @@ from xml.etree import ElementTree
 import pytest
 from fastapi.testclient import TestClient
 
-from benchmarks import charts, document, load, report, targets
+from benchmarks import charts, command, document, load, report, targets
 from benchmarks.charts import Bar, Chart
 from benchmarks.comparison import in_turn
-from benchmarks.results import Figure, Report, Result, Sample
+from benchmarks.peers.__main__ import Peer, installed
+from benchmarks.results import FOLDER, Figure, Report, Result, Sample
 from benchmarks.rows import FASTAPI, FASTAPI_CLIENTS, ROWS, STAY, Row, Served, ours
 from benchmarks.servers import ROOT, BenchmarkError, Program, Request, Server
 from benchmarks.starts import STARTS
@@ -279,6 +280,36 @@ def test_without_wrk_it_says_so() -> None:
 
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == "wrk is missing; get it with `apt-get install wrk`\n"
+
+
+def test_a_peer_that_is_not_installed_is_left_out_with_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    absent = Peer("Absent", "no-such-peer", lambda *_: [], STAY)
+
+    assert list(installed([absent])) == []
+    assert capsys.readouterr().out == (
+        "Absent is left out: it is not in .venv-peers/no-such-peer\n"
+    )
+
+
+def test_what_was_measured_before_an_error_is_printed_and_not_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure() -> command.Results:
+        yield pairs()
+        raise BenchmarkError("the server hung up")
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert command.run("none", measure(), 1) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+    out, err = capsys.readouterr()
+    assert err == "the server hung up\nnothing is written\n"
+    assert "≥ 0.92 x: met" in out
+    assert not (FOLDER / "none.json").exists()
 
 
 # What is told

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,6 @@ class Peer:
     @property
     def bin(self) -> Path:
         return FOLDER / self.package / "bin"
-
-    @property
-    def is_installed(self) -> bool:
-        return (FOLDER / self.package / ".made").exists()
 
     def server(self, folder: str) -> Server:
         env = {**QUIET, "BENTOML_HOME": folder, **self.env}
@@ -188,6 +184,15 @@ def measure(peers: list[Peer], options: Namespace) -> command.Results:
             yield from ensemble(options, folder)
 
 
+def installed(peers: list[Peer]) -> Iterator[Peer]:
+    """Yield those that are there, and say which are not."""
+    for peer in peers:
+        if (FOLDER / peer.package / ".made").exists():
+            yield peer
+        else:
+            print(f"{peer.name} is left out: it is not in .venv-peers/{peer.package}")
+
+
 def main() -> int:
     names = [peer.package for peer in PEERS]
     parser = ArgumentParser(
@@ -201,10 +206,7 @@ def main() -> int:
     options = parser.parse_args()
     command.require_wrk()
     asked = [peer for peer in PEERS if peer.package in options.peers]
-    for peer in asked:
-        if not peer.is_installed:
-            print(f"{peer.name} is left out: there is no .venv-peers/{peer.package}")
-    peers = [peer for peer in asked if peer.is_installed]
+    peers = list(installed(asked))
     versions = {peer.package: peer.version() for peer in peers}
     whole = bool(peers) and options.peers == names
     return command.run(
