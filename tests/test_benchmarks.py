@@ -218,7 +218,8 @@ def test_what_a_program_started_ends_with_it() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_servers_end_with_the_benchmark_that_is_told_to_end(number: signal.Signals) -> None:
     script = (
-        "import time\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # may be ignored by a shell
         "from benchmarks import command\n"
         "from tests.test_benchmarks import Family\n"
         "def measure():\n"

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -154,7 +155,8 @@ class Ensemble(Program):
             asks.flush()
             found: dict[str, float] = json.loads(says.readline())
         except (OSError, ValueError) as error:
-            self.process.wait(STOP_S)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)  # so that it can be told how it ended
             raise self.failed("did not run") from error
         finally:
             patience.cancel()
