@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from benchmarks.comparison import in_turn
 from benchmarks.results import Result, Sample
-from benchmarks.rows import ASYNC, FASTAPI, METHODS, Served
-from benchmarks.servers import ROOT, BenchmarkError
+from benchmarks.rows import ASYNC, FASTAPI, METHODS
+from benchmarks.servers import ROOT, BenchmarkError, Server
 
 STARTS = {
     "import": "`import ingress` against `import fastapi`",
@@ -33,13 +33,28 @@ def measure(names: set[str], pairs: int) -> Iterator[Result]:
         )
         yield Result("import", "fresh process", "", runs, "`import fastapi`", baseline)
     if names & {"start", "memory"}:
-        runs, baseline = in_turn(partial(start, METHODS), partial(start, FASTAPI), pairs)
-        for name, figure in (("start", "first_answer_s"), ("memory", "rss_mb")):
+        ours, theirs = (partial(served.server, ASYNC) for served in (METHODS, FASTAPI))
+        for name, runs, baseline in starts(ours, theirs, pairs):
             if name in names:
-                ours, theirs = (
-                    [{figure: run[figure]} for run in each] for each in (runs, baseline)
-                )
-                yield Result(name, "fresh process", "", ours, FASTAPI.label, theirs)
+                yield Result(name, "fresh process", "", runs, FASTAPI.label, baseline)
+
+
+def starts(
+    ours: Callable[[], Server], theirs: Callable[[], Server], pairs: int
+) -> Iterator[tuple[str, list[Sample], list[Sample]]]:
+    """Start two servers in turn; yield `start` and `memory`, with the runs of both."""
+    runs, baseline = in_turn(partial(start, ours), partial(start, theirs), pairs)
+    for name, figure in (("start", "first_answer_s"), ("memory", "rss_mb")):
+        yield name, only(figure, runs), only(figure, baseline)
+
+
+def only(figure: str, runs: list[Sample]) -> list[Sample]:
+    return [{figure: run[figure]} for run in runs]
+
+
+def start(make: Callable[[], Server]) -> Sample:
+    with make() as server:
+        return {"first_answer_s": server.first_answer_s, "rss_mb": server.rss_mb()}
 
 
 def time_import(name: str) -> Sample:
@@ -49,8 +64,3 @@ def time_import(name: str) -> Sample:
     if ran.returncode:
         raise BenchmarkError(f"import {name} failed:\n{ran.stderr}")
     return {"import_ms": float(ran.stdout)}
-
-
-def start(served: Served) -> Sample:
-    with served.server(ASYNC) as server:
-        return {"first_answer_s": server.first_answer_s, "rss_mb": server.rss_mb()}

@@ -27,6 +27,7 @@ from benchmarks import command, load
 from benchmarks.comparison import in_turn
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.servers import ROOT, Program, Request, Server, uvicorn
+from benchmarks.starts import starts
 
 FOLDER = ROOT / ".venv-peers"
 START_S = 120.0  # a cluster on two cores takes half a minute
@@ -99,20 +100,11 @@ PEERS = (
 )
 
 
-def started(server: Server) -> Sample:
-    with server:
-        return {"first_answer_s": server.first_answer_s, "rss_mb": server.rss_mb()}
-
-
 def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
     """Yield the no-op, the start and the memory."""
 
-    def ours() -> Server:
-        return uvicorn(peer.ours, peer.request)
-
-    def theirs() -> Server:
-        return peer.server(folder)
-
+    ours = partial(uvicorn, peer.ours, peer.request)
+    theirs = partial(peer.server, folder)
     with theirs() as their, ours() as mine:
         one = partial(
             load.wrk, request=peer.request, connections=CONNECTIONS, seconds=options.seconds
@@ -123,10 +115,8 @@ def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
         yield Result(
             f"no-op on {peer.name}", f"{CONNECTIONS} connections", "", runs, peer.name, baseline
         )
-    runs, baseline = in_turn(lambda: started(ours()), lambda: started(theirs()), options.pairs)
-    for name, figure in (("start", "first_answer_s"), ("memory", "rss_mb")):
-        mine_, theirs_ = ([{figure: run[figure]} for run in each] for each in (runs, baseline))
-        yield Result(f"{name} of {peer.name}", "", "", mine_, peer.name, theirs_)
+    for name, runs, baseline in starts(ours, theirs, options.pairs):
+        yield Result(f"{name} of {peer.name}", "", "", runs, peer.name, baseline)
 
 
 class Ensemble(Program):
