@@ -1,11 +1,12 @@
 """What `ingress` costs and what it gains, measured side by side with what there is.
 
-Four commands:
+Commands:
 
     make bench           python -m benchmarks           plain FastAPI and Starlette, 6 minutes
     make bench-handles   python -m benchmarks.handles   calls between deployments, in one process
     make bench-peers     python -m benchmarks.peers     Ray Serve, LitServe and BentoML
     make bench-document  python -m benchmarks.document  docs/benchmarks, from the results there are
+                         python -m benchmarks.steps     what a request costs, step by step
 
 Their modules:
 

@@ -38,10 +38,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 import ingress as serve
-from benchmarks.measure import MIN_PAIRS, ROOT
-from benchmarks.report import machine
+from benchmarks import command
+from benchmarks.results import FOLDER, machine
+from benchmarks.servers import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results" / "steps.json"
+RESULTS = FOLDER / "steps.json"
 IN_FLIGHT = (32, 1)
 REQUESTS = 2_000  # in one run
 WARM_UP = 200
@@ -155,17 +156,18 @@ async def started(app: Any) -> AsyncIterator[None]:
 
 def app_of(name: str, *, is_plain: bool) -> Any:
     """Return the app that answers a step, `None` if this side has none."""
-    from benchmarks import apps
-
     if name.endswith("routes"):
         count = int(name.split()[0])
         return plain_routes(count) if is_plain else ingress_routes(count)
-    by_name = {
-        "uvicorn": (bare, None),
-        "Starlette route": (apps.starlette_app, None),
-        "async __call__": (None, apps.ingress_plain_app),
-    }
-    return by_name.get(name, (apps.fastapi_app, apps.ingress_app))[not is_plain]
+    if is_plain:
+        from benchmarks.apps import plain
+
+        names = {"uvicorn": bare, "Starlette route": plain.starlette_app, "async __call__": None}
+        return names.get(name, plain.fastapi_app)
+    from benchmarks.apps import ours
+
+    names = {"uvicorn": None, "Starlette route": None, "async __call__": ours.call}
+    return names.get(name, ours.methods)
 
 
 def plain_routes(count: int) -> Any:
@@ -189,7 +191,7 @@ def ingress_routes(count: int) -> Any:
         for number in range(count):
             app.get(f"/{number}/{{item_id}}", response_model=None)(endpoint)
 
-    return serve.deployment(serve.ingress(app)(Routes), name=f"Routes{count}").bind()
+    return serve.deployment(name=f"Routes{count}")(serve.ingress(app)(Routes)).bind()
 
 
 async def measure(side: str, runs: int) -> dict[str, dict[str, float]]:
@@ -242,11 +244,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--runs", type=int, default=7, help=f"of each step; at least {MIN_PAIRS}")
+    parser.add_argument("--runs", type=command.pairs, default=7, help="of each step")
     parser.add_argument("--side", choices=list(FLAGS), help="measure one only, print JSON")
     options = parser.parse_args()
-    if options.runs < MIN_PAIRS:
-        parser.error(f"--runs must be at least {MIN_PAIRS}")
     if options.side:
         print(json.dumps(uvloop.run(measure(options.side, options.runs))))
         return 0
