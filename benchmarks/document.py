@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import charts, report, targets
 from benchmarks.charts import Bar, Chart
-from benchmarks.report import COLUMNS, cells, shown, title
+from benchmarks.report import COLUMNS, cells, label, shown, title
 from benchmarks.results import FOLDER, Report, Result
 from benchmarks.rows import ROWS
 from benchmarks.servers import ROOT
@@ -49,8 +49,9 @@ nodes and sums their answers, 4 clients x 20 requests.
 PEERS = """\
 The newest versions on PyPI, each in an environment of its own, with its own no-op service and its
 own server; `ingress` answers the same request. Ray Serve has every replica in a process of its own,
-and a cluster behind it: what it is for is more than one machine. The ensemble has one replica for
-each of its 11 deployments, on both.
+and a cluster behind it: what it is for is more than one machine. Memory is that of all processes;
+pages they share count in each. The ensemble has one replica for each of its 11 deployments, on
+both.
 """
 
 Pages = dict[Path, str]
@@ -77,15 +78,17 @@ def _http(found: Report) -> tuple[list[str], Charts]:
     before = [each for each in results if each.load == "fresh process"]
     plain = [each for each in results if each not in before and "plain " in each.baseline]
     itself = [each for each in results if each not in before and each not in plain]
-    served = [each for each in plain if each.load not in ("1 connection", "256 connections")]
-    unary = [each for each in served if "32" in each.load and not each.setup]
+    streams = [each for each in plain if each.load == "4 connections"]
+    served = [each for each in plain if each.load == "32 connections"]
+    as_set = [each for each in served if not each.setup]
     alone = [each for each in plain if each.load == "1 connection"]
     growing = [each for each in plain if each.row in ("async", "def") and not each.setup]
     drawn = {
         "ratio": _ratios("Throughput against plain FastAPI and Starlette", served, "plain"),
+        "streams": _ratios("Throughput of streams against plain FastAPI", streams, "plain"),
         "connections": _both("Throughput by connections", "requests per second", growing),
         "latency": _both("Median latency, one connection", "milliseconds", alone, "p50_ms"),
-        "p99": _both("p99 latency, 32 connections", "milliseconds", unary, "p99_ms"),
+        "p99": _both("p99 latency, 32 connections", "milliseconds", as_set, "p99_ms"),
     }
     of_itself = {"itself": _ratios("Throughput against itself", itself, "without")}
     text = [
@@ -103,7 +106,7 @@ def _http(found: Report) -> tuple[list[str], Charts]:
 
 def _handles(found: Report) -> tuple[list[str], Charts]:
     rates = [each for each in found.results if each.main == "calls_per_s"]
-    bars = [Bar(_label(each), each.figures[each.main]) for each in rates]
+    bars = [Bar(label(each), each.figures[each.main]) for each in rates]
     drawn = {"handles": Chart("Calls by handle", "calls per second", bars, _form("calls_per_s"))}
     where = _from(found, "make bench-handles")
     return ["## In one process", where, IN_PROCESS, *_section(found.results, drawn)], _there(drawn)
@@ -127,7 +130,7 @@ def _ratios(name: str, results: list[Result], one: str, *, logarithmic: bool = F
     for each in results:
         figure = f"{each.main}_ratio"
         required = [target.required for target in targets.of(each) if target.figure == figure]
-        bars.append(Bar(_label(each), each.figures[figure], "ours", *required))
+        bars.append(Bar(label(each), each.figures[figure], "ours", *required))
     axis = "ratio, logarithmic; more is better" if logarithmic else "ratio; more is better"
     return Chart(name, axis, bars, _form("_ratio"), one, logarithmic=logarithmic)
 
@@ -137,7 +140,7 @@ def _both(name: str, axis: str, results: list[Result], figure: str = "") -> Char
     bars = []
     for each in results:
         asked = figure or each.main
-        bars.append(Bar(_label(each), each.figures[f"baseline_{asked}"], "baseline"))
+        bars.append(Bar(label(each), each.figures[f"baseline_{asked}"], "baseline"))
         bars.append(Bar("", each.figures[asked]))
     baselines = " or ".join(dict.fromkeys(each.baseline for each in results))
     legend = (("baseline", baselines), ("ours", "ingress"))
@@ -147,10 +150,6 @@ def _both(name: str, axis: str, results: list[Result], figure: str = "") -> Char
 
 def _form(figure: str) -> Callable[[float], str]:
     return partial(shown, figure)
-
-
-def _label(result: Result) -> str:
-    return title(result).replace("connection", "conn.").replace("conn.s", "conn.")
 
 
 def _there(drawn: Charts) -> Charts:

@@ -33,7 +33,11 @@ def wrk(server: Server, request: Request, connections: int, seconds: int) -> Sam
         printed = _run([*command, url], server, seconds)
     if "Non-2xx" in printed or "Socket errors" in printed:
         raise BenchmarkError(f"{server.name}: wrk {url} failed:\n{printed}")
-    return parse(printed)
+    found = parse(printed)
+    if not found["requests_per_s"]:
+        asked = f"{request.method} {request.path}"
+        raise BenchmarkError(f"{server.name}: no {asked} was answered in {seconds} s; give it more")
+    return found
 
 
 def client(kind: str, server: Server, connections: int, seconds: int) -> Sample:
@@ -49,7 +53,7 @@ def parse(printed: str) -> Sample:
     """Return what `wrk --latency` printed."""
     rate = re.search(r"Requests/sec:\s+([\d.]+)", printed)
     latency = dict(re.findall(r"^\s+(50|99)%\s+([\d.]+\w+) *$", printed, re.MULTILINE))
-    if rate is None or len(latency) != 2 or not float(rate[1]):
+    if rate is None or len(latency) != 2:
         raise BenchmarkError(f"wrk printed something else than expected:\n{printed}")
     return {
         "requests_per_s": float(rate[1]),

@@ -11,7 +11,7 @@ from benchmarks import targets
 from benchmarks.results import Report, Result
 from benchmarks.targets import Target
 
-WIDTH = 136  # columns of text the table takes
+WIDTH = 156  # columns of text the table takes
 COLUMNS = ("baseline", "ingress", "ratio [min-max]", "p50 ms", "p99 ms", "required")
 
 
@@ -36,6 +36,11 @@ def title(result: Result) -> str:
     return ", ".join(filter(None, (result.row, result.load, result.setup)))
 
 
+def label(result: Result) -> str:
+    """Return a shorter title."""
+    return title(result).replace("connections", "conn.").replace("connection", "conn.")
+
+
 def requirement(target: Target) -> str:
     percentile = f"{target.figure[:3]} " if target.figure.startswith("p") else ""
     what = "errors " if target.figure == "errors" else percentile
@@ -45,7 +50,10 @@ def requirement(target: Target) -> str:
 def verdict(target: Target, result: Result) -> str:
     if target.is_met(result):
         return f"{requirement(target)}: met"
-    found = shown(target.figure, result.figures[target.figure].median)
+    median = result.figures[target.figure].median
+    found = shown(target.figure, median)
+    if found == shown(target.figure, target.required):
+        found = f"{median:.5g}"  # so near that it would read as met
     return f"{requirement(target)}: NOT MET, {found}"
 
 
@@ -90,6 +98,6 @@ def table(report: Report) -> Table:
     for baseline, results in groupby(report.results, lambda result: result.baseline):
         made.add_row(f"against {baseline}" if baseline else "", style="bold")
         for result in results:
-            made.add_row(title(result), *(cell.replace("[", "\\[") for cell in cells(result)))
+            made.add_row(label(result), *(cell.replace("[", "\\[") for cell in cells(result)))
         made.add_section()
     return made

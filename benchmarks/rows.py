@@ -65,7 +65,7 @@ ITEM = b'{"name":"lamp","price":12.5,"tags":["a","b"]}'
 MODEL = Request("/model", ITEM, ITEM)
 HELLO = Request("/", b"hello")
 STAY = Request("/stay", b'"hello"')
-FEW = (4,)  # a stream of 1 MB keeps a server busy for tens of milliseconds
+FEW = (4,)  # one stream keeps a server busy for milliseconds
 
 
 def stream(path: str, item: str) -> Request:
@@ -98,7 +98,7 @@ ROWS = (
     Row("model", "", MODEL, FASTAPI, BOTH_0, "both 0"),
     Row(
         "stream",
-        "1,000 chunks of 1 KiB from an async generator",
+        "100 chunks of 1 KiB from an async generator",
         stream("/stream", CHUNK),
         FASTAPI_STREAMS,
         ours("streams"),

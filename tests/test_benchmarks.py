@@ -139,7 +139,7 @@ def test_the_two_of_a_pair_take_turns_in_being_first() -> None:
 def test_what_wrk_prints_is_read_with_its_units() -> None:
     assert load.parse(WRK) == {"requests_per_s": 11381.1, "p50_ms": 0.73, "p99_ms": 1200.0}
     with pytest.raises(BenchmarkError, match="something else than expected"):
-        load.parse("Requests/sec:  0.00")
+        load.parse("Requests/sec:  11.00")
 
 
 @pytest.mark.parametrize("kind", ["websocket", "leaving"])
@@ -322,6 +322,7 @@ def test_a_target_says_whether_it_is_met() -> None:
 
     assert report.verdict(target, met) == "≥ 0.92 x: met"
     assert report.verdict(target, missed) == "≥ 0.92 x: NOT MET, 0.90 x"
+    assert report.verdict(target, pairs(ratios=(0.9199,) * 5)) == "≥ 0.92 x: NOT MET, 0.9199"
     assert report.verdict(p99, met) == "p99 ≤ 1.20 x: met"
 
 

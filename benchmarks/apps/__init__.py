@@ -12,7 +12,7 @@ from time import thread_time
 from fastapi import FastAPI, WebSocket
 from pydantic import BaseModel
 
-CHUNKS = 1_000
+CHUNKS = 100
 CHUNK = "x" * 1024
 LEFT_S = 0.1
 """How long the answer takes that clients do not wait for."""
