@@ -130,7 +130,7 @@ ROWS = (
     ),
     Row(
         "websocket",
-        "32 characters there and back",
+        "WebSocket, 32 characters there and back",
         STAY,
         FASTAPI_CLIENTS,
         ours("clients"),
