@@ -29,7 +29,7 @@ from ingress.exceptions import (
     RequestTimeoutError,
 )
 from ingress.listener import Listener
-from ingress.loops import mailbox_of
+from ingress.loops import mailbox_of, runs_here
 from ingress.messages import joined, with_request_id
 from ingress.router import Router
 from ingress.types import RequestMetadata
@@ -84,7 +84,7 @@ class Exchange(Call):
         self._send = send
         self._has_body = has_body
         self.loop = asyncio.get_running_loop()
-        self._thread = get_ident()  # its; to ask for the running loop again is a system call
+        self._thread = get_ident()
         self._first: Message | None = _NO_BODY if self.is_http else None
         self._expects_more = has_body or not self.is_http
 
@@ -238,7 +238,7 @@ class Exchange(Call):
         super().expire()
 
     def _post(self, callback: Any, *args: Any) -> None:
-        if get_ident() == self._thread:
+        if runs_here(self.loop, self._thread):
             callback(*args)
         else:
             mailbox_of(self.loop).post(callback, *args)
@@ -381,7 +381,7 @@ class Exchange(Call):
 
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
-        if get_ident() == self._thread:
+        if runs_here(self.loop, self._thread):
             side: Bridge | Direct = Direct(self, self._first)
         else:
             side = Bridge(self, mailbox_of(self.loop), self._first)

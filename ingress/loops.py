@@ -193,20 +193,27 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
     return asyncio._get_running_loop()
 
 
-class Wakeup:
-    """Wake one waiter once, from any thread.
+def runs_here(loop: asyncio.AbstractEventLoop, thread: int) -> bool:
+    """Whether we are on a loop, of which we know in which `get_ident()` it ran.
 
-    On a loop it is a future, elsewhere an `Event`; `wake` finds the way there.
+    To ask for the running loop is a system call. Race with the end of the loop: another thread may
+    get that number then, so the loop itself is asked too.
     """
+    return threading.get_ident() == thread and loop.is_running()
 
-    __slots__ = ("_future", "_loop")
+
+class Wakeup:
+    """Wake one waiter on a loop once, from any thread. Made on that loop."""
+
+    __slots__ = ("_future", "_loop", "_thread")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._thread = threading.get_ident()
         self._future: asyncio.Future[None] = loop.create_future()
 
     def wake(self, *_: Any) -> None:
-        if running_loop() is self._loop:
+        if runs_here(self._loop, self._thread):
             self._set()
         else:
             mailbox_of(self._loop).post(self._set)

@@ -549,3 +549,19 @@ def test_an_answer_to_a_loop_that_is_gone_is_dropped_quietly(
     settled(home)
 
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+def test_a_waiter_on_a_loop_that_went_is_nobodys_although_its_thread_has_the_same_number() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def make() -> Wakeup:
+        return Wakeup(loop)
+
+    wakeup = loop.run_until_complete(make())
+    told: list[Any] = []
+    asyncio.ensure_future(wakeup.wait()).add_done_callback(told.append)
+    loop.close()
+
+    wakeup.wake()  # in the thread that the loop ran in
+
+    assert told == []
