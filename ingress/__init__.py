@@ -7,6 +7,7 @@ from ingress.api import (
     get_deployment_handle,
     run,
     shutdown,
+    stalls,
     start,
     status,
 )
@@ -33,6 +34,7 @@ from ingress.request_context import (
     get_batch_request_contexts,
     get_request_context,
 )
+from ingress.watchdog import Stall
 
 __all__ = [
     "Application",
@@ -47,6 +49,7 @@ __all__ = [
     "ReplicaContext",
     "RequestContext",
     "RequestRouterConfig",
+    "Stall",
     "batch",
     "cancellation",
     "delete",
@@ -62,6 +65,7 @@ __all__ = [
     "multiplexed",
     "run",
     "shutdown",
+    "stalls",
     "start",
     "status",
 ]

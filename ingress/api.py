@@ -18,6 +18,7 @@ from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.schema import ServeStatus
+from ingress.watchdog import WATCHDOG, Stall
 
 logger = logging.getLogger("ingress")
 
@@ -84,7 +85,8 @@ def serve_until_signal() -> None:
     # Set even where they are ignored: a shell does that to the jobs it starts in the background.
     previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
     try:
-        signals.get()
+        with WATCHDOG.reporting_on_signal():
+            signals.get()
         logger.info("stopping: waiting for what runs; a second signal stops at once")
         current_engine().refuse()
         time.sleep(LAME_DUCK_S)  # who is on the way here is told, not cut off
@@ -107,6 +109,11 @@ def shutdown() -> None:
 def status() -> ServeStatus:
     """Return what runs, in the shape of Ray Serve; empty when nothing does."""
     return current_engine().status()
+
+
+def stalls() -> list[Stall]:
+    """Return the event loops that stood still lately, the latest last, those that do so now too."""
+    return WATCHDOG.stalls()
 
 
 def get_app_handle(name: str) -> DeploymentHandle:

@@ -74,6 +74,7 @@ class RunningDeployment:
                     replica.unhealthy_reason,
                     dict(replica.latencies),
                     replica.orphans,
+                    dict(replica.stalls),
                 )
                 for replica in self.replicas
             ],
@@ -191,6 +192,7 @@ class Controller:
                         release=router.release,
                         reassign=router.reassign,
                         borrowed=None if separate else serving_loop,
+                        stall_threshold_s=self._settings.stall_threshold_s,
                     )
                 )
             starts = (self._start_replica(deployment, replica) for replica in deployment.replicas)

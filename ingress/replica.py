@@ -38,6 +38,7 @@ from ingress.scopes import cancel_once
 from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
 from ingress.types import ReplicaID
 from ingress.user_code import UserCode
+from ingress.watchdog import WATCHDOG
 
 ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
 
@@ -62,7 +63,8 @@ _TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDi
 class Replica:
     """Lives on its user loop; `submit` and `cancel` are thread-safe.
 
-    `borrowed` is the loop to live on when user code has no thread of its own. `release` gives a
+    `borrowed` is the loop to live on when user code has no thread of its own; `stall_threshold_s`
+    how long that may stand still until somebody hears of it, `None` for ever. `release` gives a
     slot back to the router, `reassign` a call that none of our user code has seen; `ongoing`,
     `max_ongoing`, `position` and `requested`, which counts the calls by the model they name, are
     the router's, under its lock.
@@ -80,10 +82,12 @@ class Replica:
         release: Callable[[Replica, Call], None],
         reassign: Callable[[Call, Exception], Any] | None = None,
         borrowed: asyncio.AbstractEventLoop | None = None,
+        stall_threshold_s: float | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.state = ReplicaState.STARTING
         self.latencies: dict[str, Latency] = {}
+        self.stalls: dict[str, Latency] = {}  # by method; the watchdog's
         self.unhealthy_reason = ""
         self.max_ongoing = max_ongoing
         self.ongoing = 0
@@ -93,6 +97,7 @@ class Replica:
         self._reassign = reassign
         self._sync_in_threadpool = sync_in_threadpool
         self._borrows = borrowed is not None
+        self._stall_threshold_s = stall_threshold_s
         self._anyio_threads = 0
         name = str(replica_id)
         on_dead: OnDead = self._on_dead
@@ -149,6 +154,13 @@ class Replica:
         self._anyio_threads = self.max_ongoing + ANYIO_RESERVE
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
+        # Not before: a constructor may take its time.
+        if self._stall_threshold_s is not None:
+            WATCHDOG.watch(self.loop, self, self._stall_threshold_s)
+            # Race with `stop`, which waits for no constructor: it changes the state, then has us
+            # let go of; this is the other way round.
+            if self.is_ending:
+                WATCHDOG.unwatch(self.loop, self)
 
     def submit(self, call: Call) -> None:
         """Run a call that holds one of our slots. Thread-safe."""
@@ -309,6 +321,7 @@ class Replica:
         # returns, and would take with it, or cancel, what is posted to it now.
         winds_down = self.state is not ReplicaState.STOPPED
         self.state = ReplicaState.STOPPING
+        WATCHDOG.unwatch(self.loop, self)
         try:
             # A lender may have closed it without a word.
             if winds_down and not self.loop.is_closed():

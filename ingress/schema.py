@@ -35,7 +35,8 @@ class DeploymentStatus(StrEnum):
 class ReplicaDetails:
     """One replica: its state, what it runs now, and how long its requests took, by route.
 
-    Of the `ongoing`, `orphans` have been answered already: their code goes on after its client
+    `stall_ms` is how long its event loop stood still, by the method that was in the way. Of the
+    `ongoing`, `orphans` have been answered already: their code goes on after its client
     left or its deadline passed.
     """
 
@@ -45,6 +46,7 @@ class ReplicaDetails:
     unhealthy_reason: str
     latency_ms: dict[str, Latency]
     orphans: int = 0
+    stall_ms: dict[str, Latency] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ that is started again sees the environment of that moment.
     RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   seconds an HTTP request has; 0 for no end
     RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
+    INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
     INGRESS_ENGINE                           local   which engine runs the application; the only one
 """
 
@@ -23,6 +24,7 @@ SYNC_IN_THREADPOOL = "RAY_SERVE_RUN_SYNC_IN_THREADPOOL"
 USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
+STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
 
@@ -31,7 +33,8 @@ ENGINE = "INGRESS_ENGINE"
 class Settings:
     """What the environment says, validated. Source: seed "Environment flags".
 
-    `request_timeout_s` is `None` for no deadline, as the guide's default.
+    `request_timeout_s` is `None` for no deadline, as the guide's default; `stall_threshold_s` is
+    `None` if nobody is to watch.
     """
 
     run_sync_in_threadpool: bool = False
@@ -39,6 +42,7 @@ class Settings:
     run_router_in_separate_loop: bool = True
     request_timeout_s: float | None = None
     max_retries: int = 10
+    stall_threshold_s: float | None = 0.1
     http_host: str = "127.0.0.1"
     engine: str = "local"
 
@@ -46,12 +50,14 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read the variables. Raises `ValueError` naming the variable and its value."""
         env = os.environ if environ is None else environ
+        threshold_ms = _time(env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to watch nothing")
         return cls(
             run_sync_in_threadpool=_flag(env, SYNC_IN_THREADPOOL, default=False),
             run_user_code_in_separate_thread=_flag(env, USER_CODE_IN_SEPARATE_THREAD, default=True),
             run_router_in_separate_loop=_flag(env, ROUTER_IN_SEPARATE_LOOP, default=True),
-            request_timeout_s=_seconds(env, REQUEST_TIMEOUT_S),
+            request_timeout_s=_time(env, REQUEST_TIMEOUT_S, "seconds", 0, off="for no deadline"),
             max_retries=_count(env, MAX_RETRIES, default=10),
+            stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=_engine(env),
         )
@@ -78,19 +84,21 @@ def _engine(env: Mapping[str, str]) -> str:
     return value
 
 
-def _seconds(env: Mapping[str, str], name: str) -> float | None:
-    """Return a time; 0, nothing and empty mean none."""
-    value = env.get(name) or "0"
+def _time(
+    env: Mapping[str, str], name: str, unit: str, default: float, *, off: str
+) -> float | None:
+    """Return a time, in that unit; 0 means none, nothing and empty the default."""
+    value = env.get(name) or str(default)
     try:
-        seconds = float(value)
+        time = float(value)
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
+        time = math.nan
+    if not 0 <= time < math.inf:
         raise ValueError(
-            f"{name} must be a number of seconds > 0, or 0 for no deadline, got {value!r}; "
-            "correct it, or unset it"
+            f"{name} must be a number of {unit} > 0, or 0 {off}, got {value!r}; correct it, or "
+            "unset it"
         )
-    return seconds or None
+    return time or None
 
 
 def _count(env: Mapping[str, str], name: str, *, default: int) -> int:

@@ -17,6 +17,7 @@ from ingress.deadlines import Deadlines, deadlines_of
 from ingress.loops import EventLoopThread
 from ingress.settings import Settings
 from ingress.threads import LoopExecutor
+from ingress.watchdog import WATCHDOG
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
 JOIN_S = 1.0
@@ -52,3 +53,4 @@ class EngineThreads:
         for home in (self._user, self.router, self.control):
             if home is not None:
                 home.stop(JOIN_S)
+        WATCHDOG.join(JOIN_S)

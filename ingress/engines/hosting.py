@@ -31,6 +31,7 @@ from ingress.engines.local import LocalEngine
 from ingress.loops import Wakeup, run_on, start_on
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
+from ingress.watchdog import WATCHDOG
 
 # How often uvicorn is asked whether it is to stop, which is how often it asks itself; and how long
 # it then has to close its sockets and WebSockets.
@@ -209,8 +210,9 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
     try:
         async with hosted.lifespan():
             started = True
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
+            with WATCHDOG.reporting_on_signal():
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
     except BaseException:
         if not started:
             # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.

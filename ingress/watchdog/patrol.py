@@ -1,0 +1,227 @@
+"""What the watchdog does at each look, and remembers until the next.
+
+A watchdog that comes late itself waited for the GIL, and every loop with it: who has run since is
+in the way. Or the process was stopped, or the machine slept, and nobody is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from contextvars import Context
+from math import inf
+from time import monotonic, thread_time
+from types import FrameType
+
+from ingress.context import REPLICA
+from ingress.counters import Latency
+from ingress.watchdog import stacks
+from ingress.watchdog.clocks import GILWait, ThreadClocks
+from ingress.watchdog.records import StallLog
+from ingress.watchdog.stacks import Stack
+from ingress.watchdog.watched import Runner, Watched
+
+_LONG = 50  # times the threshold; then a stall is logged while it lasts, and again at its end
+_LOOKS = 4  # in the time of the threshold, while requests are in flight; else half as many
+_SHORTEST_PAUSE_S = 0.005
+_LONGEST_LOOK_S = 0.005  # of the processor's time; what is more is something else
+_SAMPLE_S = 0.01  # between samples of a loop that stands still, or a twentieth of that time
+_SHARE = 0.01  # of one processor, at most, however many threads there are to look at
+_AVERAGE = 16  # looks
+_MANY = 100  # threads, of which only the clocks of those are read that seem to run
+_HOLDS = 0.1  # of the time of a stall that threads must have run, of the longest that each must
+
+Frames = Mapping[int, FrameType]
+
+
+class Patrol:
+    """Owned by the watchdog's thread."""
+
+    def __init__(self, threshold_s: float, log: StallLog) -> None:
+        self._threshold_s = threshold_s
+        self._look_s = max(threshold_s / _LOOKS, _SHORTEST_PAUSE_S)
+        self._log = log
+        self._threads = ThreadClocks()
+        self._clocks: dict[int, float] = {}
+        self._gil = GILWait()
+        self._due = inf
+        self._cost_s = 0.0
+        self._standing: set[Watched] = set()
+        self._loops: list[Watched] = []
+        self._ident = threading.get_ident()
+
+    def look(self, loops: list[Watched]) -> float:
+        """Look at each loop. Returns how many seconds to wait until the next time."""
+        self._loops = loops
+        cost_s = thread_time()
+        now = monotonic()
+        late_s = now - self._due
+        frames = sys._current_frames()
+        before, self._clocks = self._clocks, self._read_clocks(frames)
+        waited_for_gil = self._gil.since_last()
+        if waited_for_gil and late_s >= self._look_s:  # not just for its turn
+            for each in loops:
+                each.starved_s += late_s
+        if late_s >= self._threshold_s:
+            if waited_for_gil:
+                self._all_stood(frames, before, late_s)
+            else:
+                for each in loops:
+                    each.forgive(now)
+        for each in loops:
+            self._look_at(each, frames)
+        for each in self._standing.difference(loops):  # let go of in the middle of a stall
+            self._end(each, frames, monotonic())
+        now = monotonic()
+        # On the average, because one look may have to log, or to run the garbage collector.
+        cost_s = min(thread_time() - cost_s, _LONGEST_LOOK_S)
+        self._cost_s += (cost_s - self._cost_s) / _AVERAGE
+        pause_s = max(self._pause_s(now), self._cost_s / _SHARE)
+        self._due = now + pause_s
+        return pause_s
+
+    def _pause_s(self, now: float) -> float:
+        if not self._standing:
+            is_busy = any(each.ongoing for each in self._loops)
+            return self._look_s if is_busy else 2 * self._look_s
+        next_s = min(each.see_at for each in self._standing) - now
+        return min(max(next_s, _SHORTEST_PAUSE_S), self._look_s)
+
+    def _look_at(self, loop: Watched, frames: Frames) -> None:
+        if loop.asked_at is not None:
+            now = monotonic()
+            answered_at = loop.answered_at  # once: it may come at any time
+            if answered_at is None and loop.loop.is_running():
+                stood_s = now - loop.asked_at
+                if now >= loop.see_at:
+                    loop.see(frames.get(loop.thread_id))
+                    loop.see_at = now + max(_SAMPLE_S, stood_s / 20)
+                self._standing.add(loop)
+                if stood_s >= _LONG * self._threshold_s and not loop.is_told:
+                    loop.is_told = True
+                    self._report(loop, frames, stood_s, is_over=False)
+                return
+            self._end(loop, frames, answered_at or now)
+        # One that waits is not woken: it could take what comes at once.
+        if loop.loop.is_running() and not loop.is_idle(frames.get(loop.thread_id)):
+            loop.begin(self._clocks)
+            loop.ask()
+
+    def _end(self, loop: Watched, frames: Frames, until: float) -> None:
+        """A heartbeat was answered, or never will be."""
+        self._standing.discard(loop)
+        assert loop.asked_at is not None
+        if until - loop.asked_at >= self._threshold_s:
+            self._report(loop, frames, until - loop.asked_at)
+        loop.asked_at = None
+        loop.samples = []  # they hold the contexts of requests, and what those hold
+
+    def _all_stood(self, frames: Frames, before: dict[int, float], late_s: float) -> None:
+        """Nothing ran in this process but one call of C with the GIL, or a few threads in turns."""
+        runners = self._runners(frames, before, late_s) or self._at_work(frames)
+        first = runners[0].ident if runners else 0
+        # The one whose own code it was comes first, because it is the one to be logged.
+        for each in sorted(self._loops, key=lambda each: each.thread_id != first):
+            if each.asked_at is None and each.thread_id:
+                each.begin(before)
+                each.starved_s = late_s
+                if each.thread_id == first:
+                    each.see(frames.get(first))  # it has just let go of the GIL
+                each.waited = max(each.waited, each.ongoing)
+                if each.waited:
+                    self._conclude(each, runners, late_s)
+                each.samples = []
+
+    def _report(
+        self, loop: Watched, frames: Frames, took_s: float, *, is_over: bool = True
+    ) -> None:
+        """Tell of a loop that did not turn."""
+        runners = self._runners(frames, loop.clocks, took_s)
+        if not runners and loop.starved_s >= took_s / 2:
+            runners = self._at_work(frames)
+        if not loop.samples and runners and runners[0].ident == loop.thread_id:
+            loop.see(frames.get(loop.thread_id))  # as in `_all_stood`
+        self._conclude(loop, runners, took_s, is_over=is_over)
+
+    def _conclude(
+        self, loop: Watched, runners: list[Runner], took_s: float, *, is_over: bool = True
+    ) -> None:
+        """Remember, count and log a stall."""
+        stall, best = loop.judge(took_s, runners, is_over=is_over)
+        if stall is None:
+            return
+        context = None if best is None else best.context
+        replica = loop.replica_of(context)
+        if is_over:
+            self._log.recent.append(stall)
+            for owner in list(loop.owners):
+                if owner.context is replica:
+                    counted = owner.stalls.setdefault(stall.method, Latency())
+                    counted.add(stall.duration_ms, is_error=False)
+        # What keeps nobody is of no interest, as a task at start-up; nor is one who debugs.
+        is_of_interest = stall.waited or stall.request_ids
+        if not is_of_interest or (best is not None and best.stack.is_debugged):
+            return
+        if context is None:
+            context = Context()
+            if replica is not None:
+                context.run(REPLICA.set, replica)
+        loop.was_logged = self._log.log(stall, context, follows=loop.was_logged)
+
+    def _read_clocks(self, frames: Frames) -> dict[int, float]:
+        """Return how long each thread has run that may be running now."""
+        if len(frames) <= _MANY:
+            return self._threads.read(frames)
+        idle = {each.thread_id for each in self._loops if each.is_idle(frames.get(each.thread_id))}
+        return self._threads.read(
+            ident
+            for ident, frame in frames.items()
+            if ident not in idle and not stacks.is_idle_worker(frame)
+        )
+
+    def _runners(self, frames: Frames, before: dict[int, float], took_s: float) -> list[Runner]:
+        """Return the threads that ran user code meanwhile, the one that ran the longest first.
+
+        None if nobody ran for long, nor all of them together.
+        """
+        runners = []
+        loops = {each.thread_id: each for each in self._loops}
+        # One that is not known from then may have run ever since.
+        ran = {
+            ident: ran_s - before[ident] if ident in before else min(ran_s, took_s)
+            for ident, ran_s in self._clocks.items()
+            if ident != self._ident
+        }
+        if sum(ran.values()) < took_s * _HOLDS:
+            return []
+        least_s = max(ran.values()) * _HOLDS
+        for ident, ran_s in ran.items():
+            frame = frames.get(ident)
+            if frame is None or ran_s < least_s:
+                continue
+            is_loop = ident in loops
+            if stacks.is_idle_worker(frame) or (is_loop and loops[ident].is_idle(frame)):
+                runners.append(Runner(ident, ran_s, stacks.EMPTY))  # what it ran is over
+            else:
+                stack = _read(frame)
+                if stack.is_users or is_loop:
+                    runners.append(Runner(ident, ran_s, stack))
+        return sorted(runners, key=lambda each: -each.ran_s)
+
+    def _at_work(self, frames: Frames) -> list[Runner]:
+        """Return the threads that are in user code now, those with a loop first.
+
+        One of them slept with the GIL, or the system does not tell who ran.
+        """
+        loops = {each.thread_id for each in self._loops}
+        found = [Runner(ident, 0.0, _read(frame)) for ident, frame in frames.items()]
+        return sorted(
+            (each for each in found if each.stack.is_users and each.ident != self._ident),
+            key=lambda each: each.ident not in loops,
+        )
+
+
+def _read(frame: FrameType) -> Stack:
+    context = stacks.worker_context(frame)
+    return stacks.read(frame, None if context is None else context.get(REPLICA))

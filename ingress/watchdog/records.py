@@ -1,0 +1,166 @@
+"""Event loops that stood still: what is remembered of each, and what is logged.
+
+One record a line of code a minute. It is logged in the context of the request that stood in the
+way, so that its fields are that request's, see `logs`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+from enum import StrEnum
+from time import monotonic
+
+from ingress.watchdog.stacks import Place
+
+logger = logging.getLogger("ingress")
+
+RECENT = 100
+"""How many stalls `serve.stalls()` remembers."""
+
+QUIET_S = 60.0
+"""How long after the record of a line its next one may come."""
+
+_LINES = 1000  # for which that is remembered
+_NAMED = 3  # of many threads or requests
+
+
+class StallReason(StrEnum):
+    """Why an event loop stood still."""
+
+    BLOCKED = "blocked"
+    """By code that ran on it."""
+    GIL = "gil"
+    """By code in other threads: Python runs one at a time."""
+    UNKNOWN = "unknown"
+    """By code that ran on it with the GIL, and was over before anybody could look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A thread that was at work while a loop stood still; with no `place` if that is over."""
+
+    thread: str
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.thread} at {self.place}" if self.place.file else self.thread
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """An event loop that did not turn, and who was in its way.
+
+    `place` is the innermost line of the user's code, whatever that waited in, and `method` what of
+    the deployment it is in. If the loop only waited for the GIL, they are those of the first of
+    `holders`, the other threads that were at work. `calls` counts the calls of `method` that ran,
+    one after another, before the loop turned, `waited` the other requests that were in flight on
+    it. `began_at_s` is Unix time. The duration is from the first heartbeat that the loop missed,
+    short by up to a quarter of the threshold, or half if nothing was in flight before. `is_over` is
+    false while it lasts.
+    """
+
+    began_at_s: float
+    duration_ms: float
+    reason: StallReason
+    loop: str
+    application: str
+    deployment: str
+    replica: str
+    method: str
+    request_ids: tuple[str, ...]
+    place: Place
+    waited: int
+    calls: int = 1
+    holders: tuple[Holder, ...] = ()
+    stack: tuple[Place, ...] = ()
+    is_over: bool = True
+
+    def __str__(self) -> str:
+        what = "stood still" if self.is_over else "has not turned"
+        begin = f"The event loop of {self.loop} {what} for {self.duration_ms:.0f} ms"
+        several = "s" if self.waited > 1 else ""
+        end = f"Meanwhile {self.waited or 'no'} other request{several} waited."
+        holders = _some([str(each) for each in self.holders], "; ")
+        if self.reason is StallReason.GIL:
+            return (
+                f"{begin}, waiting for the GIL while other threads were at work: {holders}. {end} "
+                "Python runs one thread at a time: compute in another process, or in a library "
+                "that lets go of the GIL."
+            )
+        if self.reason is StallReason.UNKNOWN:
+            return (
+                f"{begin}. {end} Its own code held the GIL, in one call of C or in the garbage "
+                "collector, so that nobody could look on."
+            )
+        whose = f" in {self.method}" if self.method else ""
+        if self.request_ids:
+            several = "s" if len(self.request_ids) > 1 else ""
+            whose += f" (request{several} {_some(self.request_ids)})"
+        if self.calls > 1:
+            whose += f", {self.calls} calls one after another"
+        if holders:
+            end += f" Other threads were at work, {holders}; it may have waited for the GIL, too."
+        place = self.place
+        at = str(place) if place.function != self.method else f"{place.file}:{place.line}"
+        return (
+            f"{begin}{whose}, at {at}{_source(place)}. {end} Run what blocks in a "
+            "thread, `await asyncio.to_thread(...)` or a `def` with "
+            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1; compute in another process."
+        )
+
+
+@dataclass(slots=True)
+class _Line:
+    """What was logged of one line of code."""
+
+    logged_at: float
+    more: int = 0
+
+
+@dataclass(slots=True)
+class StallLog:
+    """What stood still lately. Owned by the watchdog's thread; any may read `recent`."""
+
+    recent: deque[Stall] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _lines: dict[tuple[str, int], _Line] = field(default_factory=dict)
+
+    def log(self, stall: Stall, context: Context, *, follows: bool = False) -> bool:
+        """Log a stall. Returns False if one at its line was logged just now.
+
+        `follows` says that this is the end of one that was logged while it lasted.
+        """
+        more = self._more(stall.place)
+        if more is None and not follows:
+            return False
+        again = f" ({more} more there since the last record)" if more else ""
+        context.run(logger.warning, "%s%s", stall, again, extra={"stall": stall})
+        return True
+
+    def _more(self, place: Place) -> int | None:
+        """Return how many of a line were not logged since it last was; `None` if not again yet."""
+        key = (place.file, place.line)
+        now = monotonic()
+        line = self._lines.get(key)
+        if line is not None and now - line.logged_at < QUIET_S:
+            line.more += 1
+            return None
+        while len(self._lines) >= _LINES:
+            del self._lines[next(iter(self._lines))]
+        self._lines[key] = _Line(now)
+        return 0 if line is None else line.more
+
+
+def _some(names: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return between.join(names[:_NAMED]) + more
+
+
+def _source(place: Place) -> str:
+    linecache.checkcache(place.file)
+    text = linecache.getline(place.file, place.line).strip()
+    return f": `{text}`" if text else ""

@@ -1,0 +1,186 @@
+"""What a thread is doing, read from its frames by another thread.
+
+    users     not of the standard library, of an installed package, or of ours
+    place     the innermost of the user's lines: where their code is, whatever that waits in
+    method    what we called of the user's, as `execution` names it
+
+A thread runs on while its frames are read. What is read may be a few lines apart, never broken:
+each look is one of several, and they vote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import sysconfig
+from asyncio.events import Handle
+from contextvars import Context
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+from ingress.context import ReplicaContext
+from ingress.execution import ExecutionPlan
+from ingress.loops import Mailbox
+from ingress.threads import WorkerThreads, _Work
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = (
+    _OURS,
+    "<frozen ",
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_DEPTH = 64  # lines kept of a stack
+_DEBUGGERS = frozenset(("bdb", "debugpy", "pydevd", "_pydevd_bundle"))
+_PLANS = frozenset(
+    each.__code__ for each in (ExecutionPlan.run, ExecutionPlan.iterate, ExecutionPlan.items)
+)
+_DISPATCH = frozenset((Mailbox._drain.__code__, Handle._run.__code__))
+_IDLE_WORKER = WorkerThreads._main.__code__
+# Where a loop of asyncio's waits; one of uvloop's waits in no frame of its own.
+_SELECTORS = frozenset(("asyncio.windows_events", "selectors"))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+NOWHERE = Place("", 0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a thread was doing: its lines, the innermost first.
+
+    `place` is the innermost of the user's lines; of all if there is none, then not `is_users`.
+    """
+
+    lines: tuple[Place, ...] = ()
+    place: Place = NOWHERE
+    method: str = ""
+    is_users: bool = False
+    is_debugged: bool = False
+
+
+EMPTY = Stack()
+
+
+def read(frame: FrameType | None, replica: ReplicaContext | None = None) -> Stack:
+    """Return what the thread of `frame`, its innermost, is doing.
+
+    `replica` tells of the user's package, which may be installed like any library.
+    """
+    package = _package_of(replica)
+    lines: list[Place] = []
+    place = outermost = NOWHERE
+    method = ""
+    is_debugged = False
+    while frame is not None:
+        code = frame.f_code
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        here = Place(code.co_filename, frame.f_lineno or code.co_firstlineno, _name_of(code))
+        if len(lines) < _DEPTH:
+            lines.append(here)
+        if not _is_library(code.co_filename) or (name == package and package):
+            outermost = here
+            place = here if place is NOWHERE else place
+        elif not method and code in _PLANS:
+            method = frame.f_locals["self"].name
+        elif name in _DEBUGGERS:
+            is_debugged = True
+        frame = frame.f_back
+    is_users = place is not NOWHERE
+    if not is_users and lines:
+        place = lines[0]
+    return Stack(tuple(lines), place, method or outermost.function, is_users, is_debugged)
+
+
+def is_idle(frame: FrameType | None, waits_in: CodeType | None) -> bool:
+    """Whether a thread with an event loop waits for something to do.
+
+    `waits_in` is what `base_of_loop` told of that loop.
+    """
+    if frame is None or frame.f_code is waits_in:
+        return True
+    return frame.f_globals.get("__name__") in _SELECTORS
+
+
+def is_idle_worker(frame: FrameType) -> bool:
+    """Whether a worker thread of ours has nothing to do."""
+    return frame.f_code is _IDLE_WORKER
+
+
+def base_of_loop() -> CodeType | None:
+    """Return what runs the loop whose callback this is called from, in the same thread.
+
+    The innermost frame when no callback runs: asyncio's `_run_once`, or whoever called
+    `run_forever` of a loop that is not written in Python.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code in _DISPATCH:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
+
+
+def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int, Context | None]:
+    """Return the identity and the context of the task that runs in a thread's frames.
+
+    0 and `None` if it is a callback that runs, or another task than when the frames were read.
+    """
+    task = asyncio.current_task(loop)
+    if task is None:
+        return 0, None
+    root = getattr(task.get_coro(), "cr_frame", None)
+    at: FrameType | None = frame
+    while at is not root:
+        if at is None:
+            return 0, None
+        at = at.f_back
+    return id(task), _context_of(task)
+
+
+def worker_context(frame: FrameType | None) -> Context | None:
+    """Return the context of the call that one of our worker threads runs."""
+    while frame is not None:
+        if frame.f_code is _Work.__call__.__code__:
+            context: Context = frame.f_locals["self"].context
+            return context
+        frame = frame.f_back
+    return None
+
+
+def _context_of(task: asyncio.Task[Any]) -> Context | None:
+    get_context = getattr(task, "get_context", None)
+    if get_context is not None:  # Python 3.12
+        context: Context = get_context()
+        return context
+    return next((each for each in gc.get_referents(task) if isinstance(each, Context)), None)
+
+
+def _package_of(replica: ReplicaContext | None) -> str:
+    servable = None if replica is None else replica.servable_object
+    module = getattr(servable, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def _name_of(code: CodeType) -> str:
+    """Return `Class.method`, also inside of its comprehensions and lambdas."""
+    names = code.co_qualname.split(".<locals>.")
+    return next((name for name in reversed(names) if not name.startswith("<")), names[-1])
+
+
+@lru_cache(1024)
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(each in file for each in _INSTALLED)

@@ -1,0 +1,153 @@
+"""The one thread that watches the loops, from the first to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import localtime, monotonic, strftime
+from types import FrameType
+
+from ingress.watchdog.patrol import Patrol
+from ingress.watchdog.records import QUIET_S, Stall, StallLog
+from ingress.watchdog.watched import Owner, Watched
+
+logger = logging.getLogger("ingress")
+
+
+class Watchdog:
+    """One per process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._log = StallLog()
+        self._forget_threads()
+        if hasattr(os, "register_at_fork"):
+            # None of the parent's threads is in the child, and its lock may be held there for ever.
+            os.register_at_fork(after_in_child=self._forget_threads)
+
+    def _forget_threads(self) -> None:
+        self._lock = threading.Lock()
+        self._loops: dict[asyncio.AbstractEventLoop, Watched] = {}
+        self._thread: threading.Thread | None = None
+        self._running = threading.Lock()
+        self._is_stopping = False
+        self._threshold_s = 0.0
+        self._is_asked = False
+
+    def watch(self, loop: asyncio.AbstractEventLoop, owner: Owner, threshold_s: float) -> None:
+        """Watch a loop that `owner` lives on; call it there, so that its thread is known.
+
+        The first one's threshold holds for all.
+        """
+        with self._lock:
+            watched = self._loops.get(loop)
+            if watched is None:
+                watched = self._loops[loop] = Watched(loop)
+            watched.owners[owner] = None
+            if self._thread is None or self._is_stopping:
+                # Held until the thread is to stop: to wait for it takes half of what an `Event`
+                # takes, which is most of what the watchdog costs.
+                self._running = threading.Lock()
+                self._running.acquire()
+                self._is_stopping = False
+                self._threshold_s = threshold_s
+                self._thread = threading.Thread(
+                    target=self._main,
+                    args=(self._running, self._thread, threshold_s),
+                    name="ingress-watchdog",
+                    daemon=True,
+                )
+                self._thread.start()
+
+    def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
+        """Watch a loop no more, unless others live on it. Without effect if it is not watched."""
+        with self._lock:
+            watched = self._loops.get(loop)
+            if watched is None or owner not in watched.owners:
+                return
+            if len(watched.owners) > 1:
+                del watched.owners[owner]
+            else:  # it keeps its last one: it may stand still, and that is yet to be told
+                self._let_go(loop)
+
+    def _let_go(self, loop: asyncio.AbstractEventLoop) -> None:
+        del self._loops[loop]
+        if not self._loops:
+            self._is_stopping = True
+            self._running.release()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end, if nothing is watched any more."""
+        with self._lock:
+            ending = self._thread if self._is_stopping else None
+        if ending is not None:
+            ending.join(timeout_s)
+
+    def stalls(self) -> list[Stall]:
+        """Return what stood still lately, the latest last, and after it what does so now."""
+        found = list(self._log.recent)
+        for watched in list(self._loops.values()):
+            asked_at = watched.asked_at
+            if asked_at is not None and watched.answered_at is None:
+                stood_s = monotonic() - asked_at
+                if stood_s >= self._threshold_s:
+                    stall, _ = watched.judge(stood_s, [], is_over=False)
+                    found += [stall] if stall is not None else []
+        return found
+
+    @contextmanager
+    def reporting_on_signal(self) -> Iterator[None]:
+        """Have SIGUSR1 log the stalls, unless it has a handler, or this is not the main thread."""
+        number = getattr(signal, "SIGUSR1", None)  # not on Windows
+        may = threading.current_thread() is threading.main_thread() and bool(self._loops)
+        if number is None or not may or signal.getsignal(number) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Nothing but this: the line that the signal interrupts may hold any lock.
+        self._is_asked = True
+
+    def _main(
+        self, running: threading.Lock, previous: threading.Thread | None, threshold_s: float
+    ) -> None:
+        if previous is not None:
+            previous.join()  # it may be in the middle of its last look
+        patrol = Patrol(threshold_s, self._log)
+        pause_s = 0.0
+        while not running.acquire(timeout=pause_s):
+            try:
+                pause_s = patrol.look(self._open_loops())
+                if self._is_asked:
+                    self._is_asked = False
+                    logger.warning("%s", self._report())
+            except Exception:
+                logger.exception("the watchdog of event loops failed; it goes on in a minute")
+                pause_s = QUIET_S
+        patrol.look([])  # what stands still now is left behind
+
+    def _open_loops(self) -> list[Watched]:
+        for loop in list(self._loops):
+            if loop.is_closed():  # by its owner, without a word to us
+                with self._lock:
+                    if loop in self._loops:
+                        self._let_go(loop)
+        return list(self._loops.values())
+
+    def _report(self) -> str:
+        lines = ["event loops that stood still lately:"]
+        for stall in self.stalls():
+            lines.append(f"{strftime('%H:%M:%S', localtime(stall.began_at_s))} {stall}")
+            if not stall.is_over:
+                lines += [f"    {place}" for place in stall.stack]
+        return "\n".join(lines) if len(lines) > 1 else "no event loop stood still lately"

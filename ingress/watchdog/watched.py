@@ -1,0 +1,225 @@
+"""One event loop that is watched: its heartbeats, what was seen of it, and whose fault that is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from contextvars import Context
+from dataclasses import dataclass
+from time import monotonic, time
+from types import CodeType, FrameType
+from typing import Protocol
+
+from ingress.call import CURRENT_CALL, Call
+from ingress.context import REPLICA, ReplicaContext
+from ingress.counters import Latency
+from ingress.loops import mailbox_of, running_loop
+from ingress.watchdog import stacks
+from ingress.watchdog.records import Holder, Stall, StallReason
+from ingress.watchdog.stacks import Stack
+
+
+class Owner(Protocol):
+    """What is asked of a replica: whose code it is, how many requests it has, where to count."""
+
+    context: ReplicaContext
+    ongoing: int
+    stalls: dict[str, Latency]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at the thread of a loop that has not turned. `context` is a copy, of that moment."""
+
+    stack: Stack = stacks.EMPTY
+    task: int = 0
+    context: Context | None = None
+    is_idle: bool = False
+
+    @property
+    def key(self) -> object:
+        """What it votes for: a function of the user's, or else a task."""
+        place = self.stack.place
+        return (place.file, place.function) if self.stack.is_users else self.task
+
+    @property
+    def call(self) -> Call | None:
+        return None if self.context is None else self.context.get(CURRENT_CALL)
+
+    @property
+    def method(self) -> str:
+        """What of the deployment it is in; for what we do for a request, the request's."""
+        if self.stack.method or self.call is None:
+            return self.stack.method
+        is_http = self.call.metadata.is_http_request
+        return self.call.current_route() if is_http else self.call.metadata.method_name
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        if self.call is None:
+            return ()
+        calls = (self.call,) if self.call.members is None else self.call.members
+        return tuple(each.metadata.request_id for each in calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A thread, what it is at, and for how many seconds it ran."""
+
+    ident: int
+    ran_s: float
+    stack: Stack
+
+
+class Watched:
+    """`_beat` runs on the loop, all else in the watchdog's thread.
+
+    While a heartbeat is under way `asked_at` is when it was sent, by `monotonic`. `clocks` are how
+    long the threads had run by then; `samples` and `waited` what was seen since, and `starved_s`
+    for how long nobody could look, because another thread had the GIL.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.owners: dict[Owner, None] = {}
+        # Known from the start, because the first heartbeat may not be answered.
+        self.thread_id = threading.get_ident() if running_loop() is loop else 0
+        self.asked_at: float | None = None
+        self.answered_at: float | None = None
+        self.samples: list[Sample] = []
+        self.waited = 0
+        self.starved_s = 0.0
+        self.see_at = 0.0
+        self.is_told = False
+        self.was_logged = False
+        self.clocks: dict[int, float] = {}
+        self._mailbox = mailbox_of(loop)
+        self._waits_in: CodeType | None = None
+
+    @property
+    def ongoing(self) -> int:
+        """How many requests are in flight."""
+        return sum(owner.ongoing for owner in list(self.owners))
+
+    def is_idle(self, frame: FrameType | None) -> bool:
+        """Whether it waits for something to do. `frame` is its thread's."""
+        return self.thread_id != 0 and stacks.is_idle(frame, self._waits_in)
+
+    def begin(self, clocks: dict[int, float]) -> None:
+        """Forget what was seen."""
+        self.samples = []
+        self.waited = 0
+        self.starved_s = 0.0
+        self.see_at = 0.0
+        self.is_told = False
+        self.was_logged = False
+        self.clocks = clocks
+
+    def ask(self) -> None:
+        """Send a heartbeat."""
+        self.answered_at = None
+        self.asked_at = monotonic()
+        self._mailbox.post(self._beat)
+
+    def _beat(self) -> None:
+        self.thread_id = threading.get_ident()
+        self._waits_in = stacks.base_of_loop()
+        self.answered_at = monotonic()  # last: the watchdog goes by it
+
+    def forgive(self, now: float) -> None:
+        """Take the time until now as not having been."""
+        if self.answered_at is not None:
+            self.asked_at = None
+        elif self.asked_at is not None:
+            self.asked_at = now
+
+    def see(self, frame: FrameType | None) -> None:
+        """Look what it is at, and how many requests are in flight."""
+        self.waited = max(self.waited, self.ongoing)
+        if frame is None or self.is_idle(frame):
+            self.samples.append(Sample(is_idle=True))
+            return
+        task, context = stacks.running_task(self.loop, frame)
+        if context is not None:
+            context = context.copy()
+        stack = stacks.read(frame, self.replica_of(context))
+        self.samples.append(Sample(stack, task, context))
+
+    def replica_of(self, context: Context | None) -> ReplicaContext | None:
+        """Return the replica whose code runs in a context; that of the loop, if it has just one."""
+        replica = None if context is None else context.get(REPLICA)
+        owners = list(self.owners)
+        return owners[0].context if replica is None and len(owners) == 1 else replica
+
+    def judge(
+        self, took_s: float, runners: list[Runner], *, is_over: bool = True
+    ) -> tuple[Stall | None, Sample | None]:
+        """Return the stall that was seen, and what tells best of it if that was code of the loop.
+
+        `None` if it was busy with nothing in particular, or if nobody of this process was in its
+        way: the system had others to run.
+        """
+        verdict = self._verdict(took_s, runners)
+        if verdict is None:
+            return None, None
+        reason, same, others = verdict
+        best: Sample | None = None
+        stack = others[0].stack if others else stacks.EMPTY
+        if same:
+            places = Counter(each.stack.place for each in same)
+            # Of as many, the later: the first may be what ran just before.
+            best = max(reversed(same), key=lambda each: places[each.stack.place])
+            stack = best.stack
+        replica = self.replica_of(None if best is None else best.context)
+        names = {each.ident: each.name for each in threading.enumerate()}
+        name = names.get(self.thread_id, "a thread")
+        if replica is not None and name != str(replica.replica_id):
+            name = f"{replica.replica_id} ({name})"
+        ids = dict.fromkeys(one for each in same for one in each.request_ids)
+        stall = Stall(
+            began_at_s=time() - (took_s if self.asked_at is None else monotonic() - self.asked_at),
+            duration_ms=took_s * 1e3,
+            reason=reason,
+            loop=name,
+            application="" if replica is None else replica.app_name,
+            deployment="" if replica is None else replica.deployment,
+            replica="" if replica is None else replica.replica_tag,
+            method=stack.method if best is None else best.method,
+            request_ids=tuple(ids),
+            place=stack.place,
+            waited=max(0, self.waited - bool(ids)),
+            calls=len({each.task for each in same} - {0}) or 1,
+            holders=tuple(
+                Holder(names.get(each.ident, "a thread"), each.stack.place) for each in others
+            ),
+            stack=stack.lines,
+            is_over=is_over,
+        )
+        return stall, best
+
+    def _verdict(
+        self, took_s: float, runners: list[Runner]
+    ) -> tuple[StallReason, list[Sample], list[Runner]] | None:
+        """Return why it stood still, what was seen of that, and the other threads in its way."""
+        busy = [each for each in self.samples if not each.is_idle]
+        is_busy = bool(busy) and len(busy) * 2 >= len(self.samples)
+        key, votes = Counter(each.key for each in busy).most_common(1)[0] if busy else (None, 0)
+        same = [each for each in busy if each.key == key]
+        mine_s = sum(each.ran_s for each in runners if each.ident == self.thread_id)
+        others = [each for each in runners if each.ident != self.thread_id]
+        others_s = sum(each.ran_s for each in others)
+        is_starved = self.starved_s >= took_s / 2
+        is_shared = is_starved or others_s >= took_s / 2
+        # Where it was seen is where it lost the GIL, if nobody could look for most of the time; and
+        # nobody expects code that is not the user's to block.
+        is_users = any(each.stack.is_users for each in same)
+        is_innocent = is_shared and others_s > 2 * mine_s and (is_starved or not is_users)
+        if is_busy and votes * 2 >= len(busy) and not is_innocent:
+            may_wait = is_shared and mine_s <= took_s / 2
+            return StallReason.BLOCKED, same, others if may_wait else []
+        if others and others_s >= mine_s and (is_innocent or is_starved or not is_busy):
+            return StallReason.GIL, [], others
+        if mine_s > took_s / 2 and not is_busy:
+            return StallReason.UNKNOWN, [], []
+        return None
