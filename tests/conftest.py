@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -72,6 +73,23 @@ def blocking_call_check() -> Iterator[BlockBuster]:
             check.can_block_in("ingress/user_code.py", {"_plain"})
             check.can_block_in("ingress/loops.py", {"reserve_descriptors"})  # no disk under /dev
         yield checks
+
+
+@pytest.fixture(autouse=True)
+def stalls_are_quiet() -> Iterator[None]:
+    """Keep the watchdog's records out of all tests but its own.
+
+    It is on in all of them; a busy machine, or user code that blocks on purpose, gives it something
+    to say.
+    """
+    logger = logging.getLogger("ingress")
+    logger.addFilter(_is_no_stall)
+    yield
+    logger.removeFilter(_is_no_stall)
+
+
+def _is_no_stall(record: logging.LogRecord) -> bool:
+    return not hasattr(record, "stall")
 
 
 @pytest.fixture

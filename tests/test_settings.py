@@ -9,6 +9,7 @@ from ingress.settings import (
     MAX_RETRIES,
     REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
+    STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
@@ -52,6 +53,23 @@ def test_a_request_timeout_is_a_number_of_seconds_and_0_is_none(
 def test_another_value_of_the_request_timeout_is_refused_by_name(value: str) -> None:
     with pytest.raises(ValueError, match=f"{REQUEST_TIMEOUT_S} must be a number.*{value!r}"):
         Settings.from_environment({REQUEST_TIMEOUT_S: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(None, 0.1), ("", 0.1), ("0", None), ("250", 0.25), ("0.5", 0.0005)]
+)
+def test_a_stall_is_100_ms_unless_set_and_0_is_none(
+    value: str | None, seconds: float | None
+) -> None:
+    env = {} if value is None else {STALL_THRESHOLD_MS: value}
+
+    assert Settings.from_environment(env).stall_threshold_s == seconds
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "5ms"])
+def test_another_value_of_the_stall_threshold_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ValueError, match=f"{STALL_THRESHOLD_MS} must be a number.*{value!r}"):
+        Settings.from_environment({STALL_THRESHOLD_MS: value})
 
 
 def test_the_number_of_retries_is_10_unless_set() -> None:

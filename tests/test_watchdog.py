@@ -1,0 +1,811 @@
+"""`ingress.watchdog`: a loop that stands still is reported with the line that keeps it; no other.
+
+What blocks does so until the test has seen the watchdog notice. Each test has a file of its own for
+its user code, because a line is logged once a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import ingress as serve
+from app_examples import slow_server
+from ingress.context import ReplicaContext
+from ingress.counters import Latency
+from ingress.loops import EventLoopThread
+from ingress.settings import STALL_THRESHOLD_MS
+from ingress.types import DeploymentID, ReplicaID
+from ingress.watchdog import WATCHDOG, StallReason
+from ingress.watchdog.stacks import Place, Stack
+from ingress.watchdog.watched import Runner, Sample, Watched
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    UVICORN,
+    environment,
+    get,
+    process,
+    set_flags,
+    wait_until,
+    write_module,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ingress.exceptions.SyncMethodOnEventLoopWarning",
+    "ignore:max_concurrent_queries is deprecated:DeprecationWarning",
+)
+
+THREAD = "ingress-watchdog"
+UVLOOP: dict[str, Any] = {"use_uvloop": True}
+ASYNCIO: dict[str, Any] = {"use_uvloop": False}
+
+
+class Records(logging.Handler):
+    """What the watchdog logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if hasattr(record, "stall") or "watchdog" in record.getMessage():
+            self.all.append(record)
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    handler = Records()
+    logger = logging.getLogger("ingress")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def stalls_are_quiet() -> None:
+    """They are not, here."""
+
+
+@pytest.fixture(autouse=True)
+def stop() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+class Gate:
+    """What user code waits at; `serve.stalls()` since it was made."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._before = {*serve.stalls()}
+
+    def standing(self) -> list[serve.Stall]:
+        return [each for each in serve.stalls() if not each.is_over]
+
+    def over(self) -> list[serve.Stall]:
+        return [each for each in serve.stalls() if each.is_over and each not in self._before]
+
+    def open_when_noticed(self) -> serve.Stall:
+        wait_until(self.standing)
+        (stall,) = self.standing()
+        self.opened.set()
+        wait_until(self.over)
+        return stall
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+Load = Callable[..., ModuleType]
+
+
+@pytest.fixture
+def user_module(tmp_path: Path) -> Iterator[Load]:
+    """Import source as a file of the user's; what is given beside is there by its name."""
+    names: list[str] = []
+
+    def load(source: str, folder: str = "", **given: Any) -> ModuleType:
+        name = f"users_{len(names)}"
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        path = tmp_path / folder / f"{name}.py"
+        path.write_text(source)
+        spec = spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = module_from_spec(spec)
+        names.append(name)
+        vars(module).update(given)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in names:
+        del sys.modules[name]
+
+
+def line_of(module: ModuleType, text: str) -> tuple[str, int]:
+    """Where the one line is that has a text."""
+    assert module.__file__ is not None
+    lines = Path(module.__file__).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return module.__file__, number
+
+
+def watchdogs() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == THREAD]
+
+
+BLOCKING = """
+import asyncio
+import ingress as serve
+from fastapi import FastAPI
+
+app = FastAPI()
+
+def helper(gate):
+    gate.opened.wait(20)  # here
+    return "x"
+
+@serve.deployment
+@serve.ingress(app)
+class Model:
+    @app.get("/blocking")
+    async def blocking(self) -> str:
+        return helper(gate)
+
+    @app.get("/free")
+    async def free(self) -> str:
+        return "x"
+
+    @app.get("/waiting")
+    async def waiting(self) -> str:
+        while not gate.opened.is_set():
+            await asyncio.sleep(0.001)
+        return "x"
+
+    def plain(self) -> str:
+        return helper(gate)
+
+    def making(self, kind: type) -> object:
+        helper(gate)
+        return kind()
+
+    async def spawning(self) -> str:
+        async def later():
+            helper(gate)
+        await asyncio.gather(later(), asyncio.sleep(0))
+        return "x"
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=60)
+    async def batched(self, items: list[int]) -> list[str]:
+        return [helper(gate) for item in items]
+
+model = Model.bind()
+"""
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+@pytest.mark.parametrize("backend", [UVLOOP, ASYNCIO], ids=["uvloop", "asyncio"])
+def test_a_call_that_blocks_is_reported_with_its_line(
+    user_module: Load,
+    gate: Gate,
+    records: Records,
+    monkeypatch: pytest.MonkeyPatch,
+    separate: str,
+    backend: dict[str, Any],
+) -> None:
+    set_flags(monkeypatch, separate)
+    module = user_module(BLOCKING, gate=gate)
+    with TestClient(module.model, backend_options=backend) as client:
+        answers: list[Any] = []
+        headers = {"x-request-id": "mine"}
+        request = threading.Thread(
+            target=lambda: answers.append(client.get("/blocking", headers=headers))
+        )
+        request.start()
+        wait_until(gate.standing)
+        standing = gate.open_when_noticed()
+        request.join(PATIENCE_S)
+        (replica,) = serve.status().applications["default"].deployments["Model"].replicas
+
+    (stall,) = gate.over()
+    for each in (standing, stall):
+        assert (each.reason, each.method) == (StallReason.BLOCKED, "Model.blocking")
+        assert (each.place.file, each.place.line) == line_of(module, "# here")
+        assert (each.application, each.deployment, each.replica) == ("default", "Model", "0")
+        assert (each.request_ids, each.waited, each.calls) == (("mine",), 0, 1)
+    assert stall.duration_ms >= standing.duration_ms >= 100
+    (record,) = records.all
+    assert record.levelno == logging.WARNING
+    assert (record.request_id, record.deployment, record.replica) == ("mine", "Model", "0")  # type: ignore[attr-defined]
+    text = record.getMessage()
+    assert f"in Model.blocking (request mine), at {stall.place}: `gate.opened.wait(20)" in text
+    assert f"for {stall.duration_ms:.0f} ms" in text
+    assert answers[0].json() == "x"
+    assert sum(replica.stall_ms["Model.blocking"].buckets) == 1
+
+
+def run(module: ModuleType) -> serve.DeploymentHandle:
+    return serve.run(module.model, route_prefix=None)
+
+
+@pytest.mark.parametrize("method", ["plain", "spawning"])
+def test_a_def_and_a_task_of_the_users_own_are_named_by_what_we_called(
+    user_module: Load, gate: Gate, records: Records, method: str
+) -> None:
+    module = user_module(BLOCKING, gate=gate)
+    response = getattr(run(module), method).remote()
+    stall = gate.open_when_noticed()
+    assert response.result(timeout_s=PATIENCE_S) == "x"
+
+    assert stall.request_ids == (response.request_id,)
+    assert stall.method == ("Model.plain" if method == "plain" else "later")
+    assert (stall.place.file, stall.place.line) == line_of(module, "# here")
+    wait_until(lambda: records.all)
+    assert [each.request_id for each in records.all] == [response.request_id]  # type: ignore[attr-defined]
+
+
+def test_a_batch_is_reported_with_all_its_requests(user_module: Load, gate: Gate) -> None:
+    handle = run(user_module(BLOCKING, gate=gate))
+    responses = [handle.batched.remote(number) for number in range(2)]
+    stall = gate.open_when_noticed()
+    assert [each.result(timeout_s=PATIENCE_S) for each in responses] == ["x", "x"]
+
+    assert stall.method == "Model.batched"
+    assert sorted(stall.request_ids) == sorted(each.request_id for each in responses)
+
+
+def test_the_requests_that_waited_are_counted(
+    user_module: Load, gate: Gate, records: Records
+) -> None:
+    handle = run(user_module(BLOCKING, gate=gate))
+    first = handle.plain.remote()
+    wait_until(gate.standing)
+    others = [handle.waiting.remote() for _ in range(3)]
+    wait_until(lambda: [each.waited for each in gate.standing()] == [3])
+    gate.opened.set()
+    for each in (first, *others):
+        assert each.result(timeout_s=PATIENCE_S) == "x"
+
+    wait_until(gate.over)
+    (stall,) = gate.over()
+    assert stall.waited == 3
+    assert "Meanwhile 3 other requests waited" in records.all[0].getMessage()
+
+
+def test_a_request_that_waits_without_blocking_is_not_reported(
+    user_module: Load, gate: Gate, records: Records
+) -> None:
+    waits = serve.run(user_module(BLOCKING, gate=gate).model, name="waits", route_prefix=None)
+    blocks = serve.run(user_module(BLOCKING, gate=gate).model, name="blocks", route_prefix=None)
+    responses = [waits.waiting.remote() for _ in range(20)]
+    responses.append(blocks.plain.remote())
+    gate.open_when_noticed()  # long enough for any of them
+    for each in responses:
+        assert each.result(timeout_s=PATIENCE_S) == "x"
+
+    wait_until(lambda: records.all)
+    assert {each.application for each in gate.over()} == {"blocks"}
+    assert {each.application for each in records.all} == {"blocks"}  # type: ignore[attr-defined]
+
+
+def test_a_line_is_logged_once_a_minute_and_counted_each_time(
+    user_module: Load, records: Records
+) -> None:
+    gates = [Gate() for _ in range(3)]
+    handle = run(user_module(BLOCKING, gate=gates[0]))
+    module = sys.modules["users_0"]
+    for number, gate in enumerate(gates, 1):
+        vars(module)["gate"] = gate
+        response = handle.plain.remote()
+        wait_until(gate.standing)
+        gate.opened.set()
+        assert response.result(timeout_s=PATIENCE_S) == "x"
+        wait_until(lambda number=number: len(gates[0].over()) == number)  # type: ignore[misc]
+    (replica,) = serve.status().applications["default"].deployments["Model"].replicas
+
+    assert replica.stall_ms["Model.plain"].count == 3
+    assert len(records.all) == 1
+
+
+def test_a_stall_that_does_not_end_is_logged_before_it_does(
+    user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "10")
+    response = run(user_module(BLOCKING, gate=gate)).plain.remote()
+    wait_until(lambda: records.all)
+    assert "has not turned for" in records.all[0].getMessage()
+    gate.opened.set()
+    assert response.result(timeout_s=PATIENCE_S) == "x"
+
+    wait_until(lambda: len(records.all) == 2)
+    assert "stood still for" in records.all[1].getMessage()
+    assert [each.is_over for each in gate.over()] == [True]
+
+
+def test_a_replica_that_is_left_behind_blocked_is_reported(
+    user_module: Load, gate: Gate, records: Records
+) -> None:
+    module = user_module(BLOCKING, gate=gate)
+    deployment = module.Model.options(graceful_shutdown_timeout_s=0.1)
+    response = serve.run(deployment.bind(), route_prefix=None).plain.remote()
+    wait_until(gate.standing)
+    serve.shutdown()
+    with pytest.raises(serve.exceptions.RayServeException):
+        response.result(timeout_s=PATIENCE_S)
+
+    wait_until(lambda: records.all)
+    (stall,) = gate.over()
+    assert (stall.deployment, stall.method) == ("Model", "Model.plain")
+    wait_until(lambda: not watchdogs())
+
+
+class Result: ...
+
+
+def test_nothing_of_a_request_is_kept_for_having_been_seen(user_module: Load, gate: Gate) -> None:
+    response = run(user_module(BLOCKING, gate=gate)).making.remote(Result)
+    gate.open_when_noticed()
+    result = weakref.ref(response.result(timeout_s=PATIENCE_S))
+    del response
+
+    def is_gone() -> bool:
+        gc.collect()
+        return result() is None
+
+    wait_until(is_gone)
+
+
+CRUNCHING = """
+import asyncio
+import ctypes
+import re
+import ingress as serve
+
+@serve.deployment
+class Crunch:
+    def hold(self) -> None:
+        length = 20
+        while not gate.opened.is_set() and length < 32:
+            if sleeps:
+                ctypes.PyDLL(None).usleep(200_000)
+            else:
+                re.match("(a+)+$", "a" * length + "b")
+                length += 1
+
+@serve.deployment
+class Waits:
+    async def wait(self) -> str:
+        while not gate.opened.is_set():
+            await asyncio.sleep(0.001)
+        return "x"
+
+@serve.deployment
+class Both:
+    def __init__(self, crunch, waits):
+        self.crunch, self.waits = crunch, waits
+
+    async def __call__(self) -> None:
+        await asyncio.gather(self.crunch.hold.remote(), self.waits.wait.remote())
+
+model = Both.bind(Crunch.bind(), Waits.bind())
+"""
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["computes", "sleeps"])
+def test_a_worker_thread_that_keeps_the_gil_is_named(
+    user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    set_flags(monkeypatch, "1", sync="1")
+    module = user_module(CRUNCHING, gate=gate, sleeps=sleeps)
+    response = run(module).remote()
+
+    def starved() -> list[serve.Stall]:
+        waits = [each for each in gate.over() if each.deployment == "Waits"]
+        return [each for each in waits if each.reason is StallReason.GIL]
+
+    wait_until(starved)
+    gate.opened.set()
+    response.result(timeout_s=PATIENCE_S)
+
+    stall = starved()[0]
+    holder = next(each for each in stall.holders if each.thread.startswith("Crunch#0-worker-"))
+    # Who slept with it has not run: all who are in user code are named, this test too.
+    assert sleeps or (stall.holders[0] is holder and stall.method == "Crunch.hold")
+    assert (holder.place.file, holder.place.function) == (module.__file__, "Crunch.hold")
+    wait_until(lambda: [each for each in records.all if str(holder) in each.getMessage()])
+    assert "waiting for the GIL while other threads were at work: " in str(stall)
+
+
+DEBUGGED = """
+import io
+import pdb
+import ingress as serve
+
+@serve.deployment
+class Model:
+    async def __call__(self) -> str:
+        pdb.Pdb(stdin=stdin, stdout=io.StringIO(), nosigint=True, readrc=False).set_trace()
+        return "x"
+
+model = Model.bind()
+"""
+
+
+def test_who_debugs_is_left_alone(user_module: Load, gate: Gate, records: Records) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as prompt:
+        response = run(user_module(DEBUGGED, stdin=stdin)).remote()
+        wait_until(gate.standing)
+        prompt.write("continue\n")
+        prompt.flush()
+        assert response.result(timeout_s=PATIENCE_S) == "x"
+        wait_until(gate.over)
+
+    assert records.all == []
+
+
+STARTING = """
+import ingress as serve
+
+@serve.deployment
+class Child:
+    async def __call__(self) -> None: ...
+
+@serve.deployment
+class Parent:
+    def __init__(self, child):
+        gate.opened.wait(20)
+
+model = Parent.bind(Child.bind())
+"""
+
+
+def test_a_constructor_on_the_servers_loop_is_not_logged(
+    user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, "0")
+    module = user_module(STARTING, gate=gate)
+    starting = threading.Thread(target=run, args=(module,))
+    starting.start()
+    stall = gate.open_when_noticed()
+    starting.join(PATIENCE_S)
+
+    assert (stall.method, stall.deployment) == ("Parent", "Parent")
+    assert records.all == []
+
+
+def test_an_installed_package_of_the_users_is_the_users(user_module: Load, gate: Gate) -> None:
+    module = user_module(BLOCKING, folder="site-packages", gate=gate)
+    response = run(module).plain.remote()
+    stall = gate.open_when_noticed()
+    response.result(timeout_s=PATIENCE_S)
+
+    assert (stall.place.file, stall.place.line) == line_of(module, "# here")
+
+
+def test_the_thread_lives_from_the_first_application_to_the_last(
+    user_module: Load, gate: Gate
+) -> None:
+    module = user_module(BLOCKING, gate=gate)
+    for name in ("a", "b"):
+        serve.run(module.model, name=name, route_prefix=None)
+        assert len(watchdogs()) == 1
+    serve.delete("a")
+    assert len(watchdogs()) == 1
+    serve.delete("b")
+    assert watchdogs() == []
+
+
+def test_it_can_be_switched_off(
+    user_module: Load, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "0")
+    run(user_module(BLOCKING, gate=gate))
+
+    assert watchdogs() == []
+
+
+def test_a_signal_handler_of_the_users_is_kept(user_module: Load, gate: Gate) -> None:
+    def mine(*_: object) -> None: ...
+
+    run(user_module(BLOCKING, gate=gate))
+    for handler in (mine, signal.SIG_IGN, signal.SIG_DFL):
+        previous = signal.signal(signal.SIGUSR1, handler)
+        try:
+            with WATCHDOG.reporting_on_signal():
+                meanwhile = signal.getsignal(signal.SIGUSR1)
+            assert (meanwhile is handler) == (handler is not signal.SIG_DFL)
+            assert signal.getsignal(signal.SIGUSR1) is handler
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+
+
+class Owner:
+    """A replica, as the watchdog sees it."""
+
+    def __init__(self, name: str) -> None:
+        self.context = ReplicaContext(ReplicaID("0", DeploymentID(name)))
+        self.ongoing = 1
+        self.stalls: dict[str, Latency] = {}
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gate) -> None:
+    loops = [EventLoopThread(f"loop-{number}") for number in range(4)]
+
+    def come_and_go(home: EventLoopThread) -> None:
+        owner = Owner(home.name)
+        for _ in range(50):
+            WATCHDOG.watch(home.loop, owner, 0.01)
+            WATCHDOG.unwatch(home.loop, owner)
+
+    threads = [threading.Thread(target=come_and_go, args=(home,)) for home in loops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    wait_until(lambda: not watchdogs())
+    owner = Owner("last")
+    loops[0].mailbox.post(WATCHDOG.watch, loops[0].loop, owner, 0.01)  # it still does its work
+    loops[0].mailbox.post(gate.opened.wait, PATIENCE_S)
+    stall = gate.open_when_noticed()
+    WATCHDOG.unwatch(loops[0].loop, owner)
+    for home in loops:
+        home.stop(PATIENCE_S)
+
+    assert stall.deployment == "last"
+    wait_until(lambda: not watchdogs())
+
+
+def test_a_loop_that_is_closed_without_a_word_is_let_go_of() -> None:
+    home = EventLoopThread("closed")
+    WATCHDOG.watch(home.loop, Owner("closed"), 0.01)
+    home.stop(PATIENCE_S)
+
+    wait_until(lambda: not watchdogs())
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_every_request_is_answered_while_their_frames_are_read(
+    user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, "1", sync="1")
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "0.001")  # each time a heartbeat is not answered at once
+    gate.opened.set()
+    handle = run(user_module(BLOCKING, gate=gate))
+    methods = (handle.plain, handle.free, handle.waiting, handle.spawning)
+
+    def many_stood_still() -> bool:
+        responses = [method.remote() for _ in range(20) for method in methods]
+        assert {each.result(timeout_s=PATIENCE_S) for each in responses} == {"x"}
+        return len(gate.over()) >= 20
+
+    wait_until(many_stood_still)
+    assert [each for each in records.all if "failed" in each.getMessage()] == []
+
+
+def seen(loop: Watched, *places: Place | None) -> None:
+    """Give a loop what was seen of it: the user's code there, or that it was idle."""
+    for number, place in enumerate(places, 1):
+        stack = Stack((), place or Place("", 0, ""), "M.m", is_users=place is not None)
+        loop.samples.append(Sample(stack, number, None, is_idle=place is None))
+
+
+def test_a_loop_that_is_busy_with_nothing_in_particular_does_not_stand_still() -> None:
+    with asyncio.Runner() as runner:
+        loop = Watched(runner.get_loop())
+        seen(loop, *(Place("users.py", number, f"M.m{number}") for number in range(5)))
+        assert loop.judge(1.0, []) == (None, None)
+        seen(loop, *(Place("users.py", 7, "M.m7") for _ in range(6)))  # one more than all others
+        stall, _ = loop.judge(1.0, [])
+
+    assert stall is not None
+    assert (stall.place.line, stall.calls) == (7, 6)
+
+
+def test_a_loop_that_waits_while_nobody_computes_has_been_forgotten_by_the_system() -> None:
+    place = Place("users.py", 1, "M.crunch")
+    computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
+    with asyncio.Runner() as runner:
+        loop = Watched(runner.get_loop())
+        seen(loop, None, None, None, place)
+        assert loop.judge(1.0, []) == (None, None)
+        stall, _ = loop.judge(1.0, [computed])
+
+    assert stall is not None
+    assert (stall.reason, stall.place) == (StallReason.GIL, place)
+
+
+def test_a_loop_that_lost_the_gil_in_the_middle_of_its_work_is_not_to_blame() -> None:
+    place = Place("users.py", 1, "M.crunch")
+    computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
+    with asyncio.Runner() as runner:
+        loop = Watched(runner.get_loop())
+        seen(loop, Place("users.py", 9, "M.innocent"))
+        blamed, _ = loop.judge(1.0, [computed])
+        loop.starved_s = 0.9
+        cleared, _ = loop.judge(1.0, [computed])
+
+    assert blamed is not None
+    assert (blamed.reason, blamed.place.line) == (StallReason.BLOCKED, 9)
+    assert cleared is not None
+    assert (cleared.reason, cleared.place) == (StallReason.GIL, place)
+
+
+# In processes.
+
+APPLICATION = """
+import time
+import ingress as serve
+from fastapi import FastAPI
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class Model:
+    @app.get("/blocking")
+    async def blocking(self) -> str:
+        time.sleep(0.3)  # here
+        return "x"
+
+    @app.get("/free")
+    async def free(self) -> str:
+        return "x"
+
+model = Model.bind()
+"""
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+@pytest.mark.parametrize("command", ["uvicorn", "ingress run"])
+def test_sigusr1_logs_what_stood_still(tmp_path: Path, command: str, separate: str) -> None:
+    write_module(tmp_path, "users", APPLICATION)
+    uvicorn = [*UVICORN, "--loop", "asyncio", "users:model"]
+    line = uvicorn if command == "uvicorn" else [*INGRESS, "run", "users:model", "--port", "0"]
+    with process(line, tmp_path, environment(tmp_path, separate=separate)) as server:
+        assert get(server.port, "/free").status == 200
+        server.signal(signal.SIGUSR1)
+        server.wait_for("no event loop stood still lately")
+        assert get(server.port, "/blocking").status == 200
+        server.wait_for(r"stood still for \d+ ms in Model.blocking")
+        server.signal(signal.SIGUSR1)
+        server.wait_for(r"that stood still lately:\n.*in Model.blocking .*users.py:13: `time.sleep")
+        assert get(server.port, "/free").status == 200
+
+
+def test_a_process_that_was_stopped_and_goes_on_reports_nothing(tmp_path: Path) -> None:
+    write_module(tmp_path, "users", APPLICATION)
+    environ = environment(tmp_path)
+    with process([*UVICORN, "users:model"], tmp_path, environ) as server:
+        port = server.port
+        for _ in range(3):
+            assert get(port, "/free").status == 200
+            server.signal(signal.SIGSTOP)
+            stat = Path(f"/proc/{server.process.pid}/stat")
+            wait_until(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "T")  # type: ignore[misc]
+            time.sleep(0.3)  # three times the threshold
+            server.signal(signal.SIGCONT)
+        assert get(port, "/blocking").status == 200
+        server.wait_for("in Model.blocking")
+
+        assert server.output.count("stood still") == 1
+
+
+FORKING = """
+import asyncio, os, threading, time
+import ingress as serve
+from users import model
+from ingress.loops import EventLoopThread
+from ingress.watchdog import WATCHDOG
+from tests.test_watchdog import Owner
+
+serve.run(model, route_prefix=None)
+child = os.fork()
+if child == 0:
+    home = EventLoopThread("childs")
+    go = threading.Event()
+    home.mailbox.post(WATCHDOG.watch, home.loop, Owner("Child"), 0.01)
+    home.mailbox.post(go.wait)
+    while not [stall for stall in serve.stalls() if stall.deployment == "Child"]:
+        time.sleep(0.002)
+    print("the child's loop is watched", flush=True)
+    os._exit(0)
+print("exit code", os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_child_of_a_fork_watches_its_own_loops(tmp_path: Path) -> None:
+    write_module(tmp_path, "users", APPLICATION)
+    write_module(tmp_path, "forking", FORKING)
+    with process([sys.executable, "forking.py"], tmp_path, environment(tmp_path)) as child:
+        assert child.wait() == 0
+        assert child.output.splitlines()[-2:] == ["the child's loop is watched", "exit code 0"]
+
+
+WITHOUT_UVLOOP = """
+import sys
+sys.modules["uvloop"] = None
+import ingress as serve
+from users import model
+
+print(serve.run(model, route_prefix=None).blocking.remote().result())
+serve.shutdown()
+(stall,) = serve.stalls()
+print(stall.method, stall.place.line)
+"""
+
+
+def test_loops_of_asyncio_in_threads_of_ours_are_watched(tmp_path: Path) -> None:
+    write_module(tmp_path, "users", APPLICATION)
+    write_module(tmp_path, "without", WITHOUT_UVLOOP)
+    with process([sys.executable, "without.py"], tmp_path, environment(tmp_path)) as child:
+        assert child.wait() == 0
+        assert child.output.splitlines()[-1] == "Model.blocking 13"
+
+
+# The examples.
+
+LINES = {
+    "blocking_cpu": "time.sleep(1)",
+    "blocking_echo": "time.sleep(1)",
+    "blocking_http": "resp = requests.get(url())",
+    "blocking_stream": "time.sleep(1)",
+}
+FREE = ("async_http", "async_io_bound", "async_stream")
+
+
+def test_each_blocking_example_is_reported_and_no_async_one_is(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import import_module
+
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "500")  # a client of httpx takes 0.1 s to make
+    with ExitStack() as stack:
+        slow = stack.enter_context(slow_server.running())
+        monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
+        handles = {}
+        for name in (*LINES, *FREE):
+            module = import_module(f"app_examples.{name}")
+            handles[name] = serve.run(module.app, name=name, route_prefix=None)
+        streams = {
+            name: handles[name].options(stream=True).remote(None)
+            for name in ("blocking_stream", "async_stream")
+        }
+        responses = [handles[name].remote(None) for name in handles if name not in streams]
+        for stream in streams.values():
+            next(stream)
+            stream.cancel()
+        for response in responses:
+            response.result(timeout_s=PATIENCE_S)
+        wait_until(lambda: len({each.application for each in serve.stalls()} & {*LINES}) == 4)
+        serve.shutdown()
+
+    found = {each.application: each for each in gate.over()}
+    assert {*found} == {*LINES}
+    for name, stall in found.items():
+        source = Path(stall.place.file).read_text().splitlines()
+        assert Path(stall.place.file).stem == name
+        assert source[stall.place.line - 1].strip() == LINES[name]
