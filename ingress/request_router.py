@@ -28,12 +28,21 @@ class PowerOfTwoChoicesRequestRouter:
     and more the router takes one that is idle while there is one.
     """
 
-    def choose(self, candidates: Sequence[R]) -> R:
-        """Return one of `candidates`, of which there is at least one."""
+    def choose(self, candidates: Sequence[R], awake: R | None = None) -> R:
+        """Return one of `candidates`, of which there is at least one.
+
+        `awake` is one of the candidates that is at work, so that one call more wakes no thread: it
+        stands for one of the two, and wins a tie.
+        """
         count = len(candidates)
         if count == 1:
             return candidates[0]
         first = int(random() * count)
+        if awake is not None:
+            other = candidates[first]
+            if other is awake:
+                other = candidates[first - 1]
+            return awake if awake.ongoing <= other.ongoing else other
         second = int(random() * (count - 1))
         second += second >= first
         one, other = candidates[first], candidates[second]

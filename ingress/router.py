@@ -53,6 +53,7 @@ class Router:
         self._lock = threading.Lock()
         self._available: list[Replica] = []  # the replicas with a free slot, in no order
         self._idle: OrderedDict[Replica, None] = OrderedDict()  # with all free; next is the last
+        self._last: Replica | None = None  # who was chosen last
         self._waiting: OrderedDict[Call, None] = OrderedDict()
         self._resting: set[Call] = set()  # who will try another replica after a pause
         self._holders: set[Call] = set()  # who has a slot
@@ -206,6 +207,8 @@ class Router:
             if replica.position >= 0:
                 self._remove_available(replica)
             self._idle.pop(replica, None)
+            if self._last is replica:
+                self._last = None
             replica.position = _REMOVED
             self.replicas.remove(replica)
 
@@ -231,7 +234,10 @@ class Router:
         elif self._idle and len(self.replicas) >= _MANY and call.runner is None:
             replica = next(reversed(self._idle))  # none has fewer requests
         else:
-            replica = self._policy.choose(available)
+            awake = self._last
+            if awake is not None and (not awake.ongoing or awake.position < 0 or call.runner):
+                awake = None  # asleep, or not available
+            replica = self._last = self._policy.choose(available, awake)
         if not replica.ongoing:
             del self._idle[replica]
         replica.ongoing += 1

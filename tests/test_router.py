@@ -295,6 +295,33 @@ def served(router: Router, replicas: list[FakeReplica], calls: int) -> list[Fake
     return order
 
 
+def test_of_two_replicas_none_ever_has_two_calls_more_than_the_other() -> None:
+    router, (one, other) = routed(40, 40)
+    for _ in range(80):
+        router.assign(make_call())
+        assert abs(one.ongoing - other.ongoing) <= 1
+
+
+def test_calls_that_come_together_go_to_a_replica_at_work_if_none_has_fewer() -> None:
+    router, replicas = routed(*[100] * 8)
+    calls = [make_call() for _ in range(400)]
+    for call in calls:
+        router.assign(call)
+
+    assert all(35 <= replica.ongoing <= 65 for replica in replicas), "as even as by two choices"
+    changes = sum(one.runner is not other.runner for one, other in itertools.pairwise(calls))
+    assert changes < 300, "seven in eight without a preference: 350"
+
+
+def test_calls_one_at_a_time_go_to_all_replicas() -> None:
+    router, replicas = routed(*[100] * 8)
+
+    found = Counter(map(id, served(router, replicas, 800)))
+
+    assert len(found) == 8
+    assert min(found.values()) > 50, "a hundred or so each"
+
+
 def test_of_many_idle_replicas_each_has_its_turn_of_several_calls() -> None:
     router, replicas = routed(*[2] * 128)
     order = served(router, replicas, 128 * 16 * 8)
