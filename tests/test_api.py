@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -197,3 +199,32 @@ def test_a_bad_flag_is_named_when_the_engine_starts(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="RAY_SERVE_RUN_SYNC_IN_THREADPOOL must be 0 or 1, got 'y"):
         serve.run(bind(Echo))
     assert serve.status().applications == {}
+
+
+def test_what_only_declares_does_not_import_what_runs() -> None:
+    code = (
+        "import sys, ingress as serve\n"
+        "app = serve.deployment(lambda: None, name='one').bind()\n"
+        "print('ingress.engines.local' in sys.modules)\n"
+        "serve.status()\n"
+        "print('ingress.engines.local' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
+
+
+def test_first_uses_in_many_threads_make_one_engine() -> None:
+    code = (
+        "import sys, threading, ingress.engines as engines\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "found, gate = [], threading.Barrier(8)\n"
+        "def use():\n"
+        "    gate.wait()\n"
+        "    found.append(engines.current_engine())\n"
+        "threads = [threading.Thread(target=use) for _ in range(8)]\n"
+        "for each in threads: each.start()\n"
+        "for each in threads: each.join()\n"
+        "print(len(found), len(set(map(id, found))))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["8", "1"]

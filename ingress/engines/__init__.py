@@ -1,20 +1,65 @@
-"""Which engine runs applications: `local` is this process."""
+"""Which engine runs applications: `local` is this process.
+
+It is imported when something runs for the first time: what only declares deployments, as a test or
+a command line does, takes little longer to import than FastAPI.
+"""
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from threading import RLock
+from typing import TYPE_CHECKING, Any
 
-from ingress.declaration import Application
-from ingress.engines.hosting import Hosting
-from ingress.engines.local import LocalEngine
+from starlette.types import Receive, Scope, Send
+
+from ingress.declaration import Application, ApplicationHost
+
+if TYPE_CHECKING:
+    from ingress.engines.local import LocalEngine
 
 __all__ = ["current_engine"]
 
-_local = LocalEngine()
-Application._host = Hosting(_local)
-atexit.register(_local.shutdown, timeout_s=0.0)  # nobody is left to wait for an answer
+_local: LocalEngine | None = None
+_making = RLock()
 
 
 def current_engine() -> LocalEngine:
     """Return the engine that `ingress.api` speaks to."""
+    global _local
+    if _local is None:
+        from ingress.engines.local import LocalEngine
+
+        with _making:  # first requests may come in several threads
+            if _local is None:
+                engine = LocalEngine()
+                atexit.register(engine.shutdown, timeout_s=0.0)  # nobody is left to wait
+                _local = engine
     return _local
+
+
+class _FirstUse:
+    """The host until an application is used: makes the one that stays, and asks that."""
+
+    def __call__(
+        self, application: Application, scope: Scope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, None]:
+        return self._host()(application, scope, receive, send)
+
+    async def close(self, application: Application) -> None:
+        await self._host().close(application)
+
+    def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
+        return self._host().lifespan(application)
+
+    def _host(self) -> ApplicationHost:
+        from ingress.engines.hosting import Hosting
+
+        with _making:
+            if Application._host is self:
+                Application._host = Hosting(current_engine())
+        return Application._host
+
+
+Application._host = _FirstUse()
