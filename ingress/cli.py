@@ -1,4 +1,4 @@
-"""`ingress run` and `ingress openapi`: the command line.
+"""`ingress run`, `ingress explain` and `ingress openapi`: the command line.
 
 Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
 stays light.
@@ -21,11 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ingress import api
-from ingress.build import build
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
-from ingress.execution import Role, plan
+from ingress.exceptions import RayServeException
+from ingress.inspection import Level, explain
+from ingress.inspection.table import as_json, show
 from ingress.settings import Settings
 
 app = typer.Typer(
@@ -116,6 +117,54 @@ def openapi(
             raise _error(f"{problem}; give -o a path in a folder that is there") from None
 
 
+@app.command("explain")
+def explain_command(
+    target: Target,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON; its keys are in docs/explain.md.")
+    ] = False,
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="Only what moves when RAY_SERVE_RUN_SYNC_IN_THREADPOOL does."),
+    ] = False,
+    fail_on: Annotated[
+        Level | None, typer.Option(help="Exit with 1 if there is a finding of this level, for CI.")
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Print where each callable of an application runs, and why.
+
+    [dim]ingress explain main:hello[/dim]
+
+    The module is imported; nothing in it is made, called or started. A row is
+    a route, WebSocket, dependency, its teardown, background task, stream,
+    batch function, method, health check, constructor or lifespan:
+
+    [bold]runs in[/bold]  where, under the flags in the environment
+    [bold]at 1[/bold]     where, at the other value of RAY_SERVE_RUN_SYNC_IN_THREADPOOL
+    [bold]threads[/bold]  how many of them, for each replica
+
+    [bold]event loop[/bold]    the replica's one thread: while a def runs in it, nothing else does
+    [bold]threadpool[/bold]    a worker thread of the replica
+    [bold]AnyIO thread[/bold]  a thread for what Starlette and FastAPI run themselves
+
+    In CI, so that no def gets onto the event loop:
+
+    [dim]ingress explain main:hello --fail-on warn[/dim]
+    """
+    application = _load(target, app_dir)
+    try:
+        explanation = explain(application, _settings())
+    except (TypeError, ValueError, RayServeException) as error:
+        raise _error(str(error)) from None
+    if as_json_:
+        typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
+    else:
+        show(explanation, console, diff=diff)
+    if fail_on is not None and explanation.count(fail_on):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line: the console script `ingress`."""
     app()
@@ -200,10 +249,10 @@ def _graceful_s(application: Application) -> int:
 
 def _print_plan(application: Application, settings: Settings) -> None:
     """Print where each deployment and each route runs."""
-    flag = settings.run_sync_in_threadpool
+    explanation = explain(application, settings)
     deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
     callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
-    for each in build(application, "default").deployments:
+    for each in explanation.deployments:
         config = each.deployment.config
         queue = config.max_queued_requests
         deployments.add_row(
@@ -212,18 +261,10 @@ def _print_plan(application: Application, settings: Settings) -> None:
             str(config.max_ongoing_requests),
             "no limit" if queue < 0 else str(queue),
         )
-        target = each.deployment.func_or_class
-        if each.is_asgi:
-            for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
-                made = plan(route.func, Role.ENDPOINT, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
-                methods = "WS" if route.is_websocket else " ".join(route.methods)
-                callables.add_row(
-                    f"{methods} {route.path}", made.name, made.kind.value, made.mode.value
-                )
-        elif each.deployment is application.deployment:
-            call = target.__call__ if isinstance(target, type) else target
-            made = plan(call, Role.METHOD, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
-            callables.add_row("any /", made.name, made.kind.value, made.mode.value)
+    for row in explanation.rows:
+        if row.is_route:
+            where = row.places[settings.run_sync_in_threadpool].where
+            callables.add_row(row.what, row.name, row.kind, where)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
 
 

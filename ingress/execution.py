@@ -10,6 +10,8 @@ is what happens.
     LIFECYCLE  __init__, __del__   event loop    event loop
     BATCH      @serve.batch        event loop    threadpool
     UNLOAD     a model's __del__   event loop    threadpool
+    STREAM     a response's body   event loop    threadpool
+    FRAMEWORK  Starlette calls it  event loop    a thread of AnyIO's
 
 A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
 returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here.
@@ -45,6 +47,10 @@ class Role(Enum):
     LIFECYCLE = "lifecycle"
     BATCH = "batch"
     UNLOAD = "unload"
+    STREAM = "stream"
+    """What a `StreamingResponse` iterates, which `responses.take_over_stream` sees to."""
+    FRAMEWORK = "framework"
+    """What Starlette and FastAPI call themselves: its plan says where, and is never run."""
 
 
 class Kind(Enum):
@@ -65,6 +71,7 @@ class ExecutionMode(Enum):
 
     EVENT_LOOP = "event loop"
     THREADPOOL = "threadpool"
+    ANYIO = "AnyIO thread"
 
 
 class ThreadPool(Protocol):
@@ -223,13 +230,17 @@ def plan(
     if written.is_async:
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
     elif role is Role.LIFECYCLE:
-        mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
+        mode, reason = ExecutionMode.EVENT_LOOP, "start and stop run on the loop"
     elif role is Role.ENDPOINT:
         mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
     elif role is Role.BATCH:
         mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
     elif role is Role.UNLOAD:
         mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
+    elif role is Role.STREAM:
+        mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
+    elif role is Role.FRAMEWORK:
+        mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
     else:
         mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
         reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"

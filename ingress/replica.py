@@ -41,6 +41,7 @@ from ingress.user_code import UserCode
 from ingress.watchdog import WATCHDOG
 
 ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
+ANYIO_DEFAULT = 40  # what a loop that we borrow has of them already
 
 logger = logging.getLogger("ingress")
 
@@ -58,6 +59,16 @@ _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.
 _TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDisconnect)
+
+
+def worker_threads(max_ongoing: int) -> int:
+    """Return how many worker threads a replica may have."""
+    return max_ongoing + RESERVED_THREADS
+
+
+def anyio_threads(max_ongoing: int) -> int:
+    """Return how many of AnyIO's threads a replica brings to its loop."""
+    return max_ongoing + ANYIO_RESERVE
 
 
 class Replica:
@@ -107,7 +118,7 @@ class Replica:
             else BorrowedLoop(name, borrowed, on_dead)
         )
         self.loop = self._home.loop
-        self._pool = WorkerPool(self._home, max_ongoing + RESERVED_THREADS)
+        self._pool = WorkerPool(self._home, worker_threads(max_ongoing))
         self._executor: LoopExecutor | None = None
         if borrowed is None:  # a borrowed loop's executor is its lender's, see `LocalEngine`
             # Source: Ray 2.60.0, replica.py: 5 threads for the default of one CPU.
@@ -151,7 +162,7 @@ class Replica:
         # AnyIO's threads are for what Starlette and FastAPI run themselves: `yield` dependencies,
         # background tasks, files. A request is in one of them at a time, so none waits for long.
         limiter = current_default_thread_limiter()
-        self._anyio_threads = self.max_ongoing + ANYIO_RESERVE
+        self._anyio_threads = anyio_threads(self.max_ongoing)
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
         # Not before: a constructor may take its time.
