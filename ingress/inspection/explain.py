@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -141,12 +141,17 @@ class _Planner:
 
     def rows(self, *, is_ingress: bool) -> Iterator[Row]:
         owner = self._target if inspect.isclass(self._target) else None
+        seen = set()
         for part in self._parts(is_ingress=is_ingress):
             yield self._row(part)
-            if part.what == "teardown":
-                continue  # the same function once more
             for mention in mentions(part.func, owner):
-                yield self._mentioned(part, mention.use, mention.func, mention.text)
+                # What an endpoint returns is FastAPI's, and what others return is their callers'.
+                if mention.use is Use.RETURNED and part.role is not Role.METHOD:
+                    continue
+                key = (mention, part.role is Role.FRAMEWORK)
+                if key not in seen:
+                    seen.add(key)
+                    yield self._mentioned(part, mention.use, mention.func, mention.text)
 
     # What there is.
 
@@ -189,7 +194,8 @@ class _Planner:
         role = Role.STREAM if is_ours else Role.FRAMEWORK
         if func is None:
             return self._unknown(use.value, text, role)
-        return self._row(Part(use.value, func, role))
+        row = self._row(Part(use.value, func, role))
+        return replace(row, name=text) if use is Use.FILE else row
 
     def _row(self, part: Part, planned: Any = None) -> Row:
         """Make the row of a part, which runs where it is planned, or where `planned` is."""

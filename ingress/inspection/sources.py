@@ -121,7 +121,7 @@ class _Names:
             is_known = _is_generator_function(mention.func)
             yield mention if is_known else Mention(Use.STREAM, None, mention.text)
         elif _is_one(called, (FileResponse,)):
-            yield Mention(Use.FILE, called, called.__name__)
+            yield Mention(Use.FILE, open, called.__name__)
 
     def _mention(self, use: Use, node: ast.expr | None) -> Mention:
         if node is None:
