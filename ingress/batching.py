@@ -115,22 +115,22 @@ def warn_of_capacity(deployment: str, func_or_class: Any, max_ongoing: int) -> N
     owners = func_or_class.__mro__[::-1] if inspect.isclass(func_or_class) else ()
     members = {name: value for owner in owners for name, value in vars(owner).items()}
     for member in members.values() or (func_or_class,):
-        batcher = batcher_of(member)
-        if batcher is not None:
+        batcher = getattr(member, "__ingress_batcher__", None)
+        if isinstance(batcher, Batcher):
             batcher.warn_of_capacity(deployment, max_ongoing)
 
 
-def batcher_of(member: Any) -> Batcher | None:
-    """Return what `@batch` made of a function, `None` if it was not decorated."""
+def handler_of(member: Any) -> Handler | None:
+    """Return the user's function behind what `@batch` made of it, `None` for anything else."""
     batcher = getattr(member, "__ingress_batcher__", None)
-    return batcher if isinstance(batcher, Batcher) else None
+    return batcher._handler if isinstance(batcher, Batcher) else None
 
 
 class Batcher:
     """One decorated function. Thread-safe: each loop has queues of its own."""
 
     def __init__(self, handler: Handler, limits: Limits) -> None:
-        self.handler = handler
+        self._handler = handler
         self._limits = limits
         parameters = list(inspect.signature(handler.func).parameters.values())
         self._has_receiver = bool(parameters) and parameters[0].name in RECEIVERS
@@ -149,9 +149,9 @@ class Batcher:
 
     def decorated(self) -> Callable[..., Any]:
         """Return what takes the place of the user's function."""
-        func: Any = self.handler.func
+        func: Any = self._handler.func
         wrapper: Any
-        if self.handler.streams:
+        if self._handler.streams:
 
             @wraps(func)
             async def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -243,7 +243,7 @@ class Batcher:
             try:
                 bound = self._signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{self.handler.name}(): {error}") from None
+                raise TypeError(f"{self._handler.name}(): {error}") from None
             # Without the defaults: a list of them would be none of what the handler expects.
             args, kwargs = bound.args, bound.kwargs
             names = frozenset(kwargs)
@@ -257,7 +257,7 @@ class Batcher:
         if queue is None:
             self._forget_closed_loops()
             queue = self._queues[key] = BatchQueue(
-                self.handler,
+                self._handler,
                 instance,
                 replica,
                 loop,
@@ -278,16 +278,16 @@ class Batcher:
                 self._queues.pop(key, None)
 
     def warn_of_capacity(self, deployment: str, max_ongoing: int) -> None:
-        size, concurrent = self._limits.max_batch_size, self.handler.max_concurrent_batches
+        size, concurrent = self._limits.max_batch_size, self._handler.max_concurrent_batches
         # With a `batch_size_fn` the size is no number of calls.
-        if self.handler.batch_size_fn is None and size * concurrent > max_ongoing:
+        if self._handler.batch_size_fn is None and size * concurrent > max_ongoing:
             # The words are Ray 2.60.0's.
             logger.warning(
                 "'%s' of deployment '%s': `max_batch_size` (%d) * `max_concurrent_batches` (%d) is "
                 "larger than `max_ongoing_requests` (%d). This means the replica will never "
                 "achieve the configured `max_batch_size` concurrently. Please update "
                 "`max_ongoing_requests` to be >= `max_batch_size` * `max_concurrent_batches`.",
-                *(self.handler.name, deployment, size, concurrent, max_ongoing),
+                *(self._handler.name, deployment, size, concurrent, max_ongoing),
             )
 
 

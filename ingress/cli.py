@@ -21,10 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ingress import api
+from ingress.build import build
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
+from ingress.execution import Role, plan
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
 from ingress.settings import Settings
@@ -249,10 +251,10 @@ def _graceful_s(application: Application) -> int:
 
 def _print_plan(application: Application, settings: Settings) -> None:
     """Print where each deployment and each route runs."""
-    explanation = explain(application, settings)
+    flag = settings.run_sync_in_threadpool
     deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
     callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
-    for each in explanation.deployments:
+    for each in build(application, "default").deployments:
         config = each.deployment.config
         queue = config.max_queued_requests
         deployments.add_row(
@@ -261,10 +263,18 @@ def _print_plan(application: Application, settings: Settings) -> None:
             str(config.max_ongoing_requests),
             "no limit" if queue < 0 else str(queue),
         )
-    for row in explanation.rows:
-        if row.is_route:
-            where = row.places[settings.run_sync_in_threadpool].where
-            callables.add_row(row.what, row.name, row.kind, where)
+        target = each.deployment.func_or_class
+        if each.is_asgi:
+            for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
+                made = plan(route.func, Role.ENDPOINT, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
+                methods = "WS" if route.is_websocket else " ".join(route.methods)
+                callables.add_row(
+                    f"{methods} {route.path}", made.name, made.kind.value, made.mode.value
+                )
+        elif each.deployment is application.deployment:
+            call = target.__call__ if isinstance(target, type) else target
+            made = plan(call, Role.METHOD, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
+            callables.add_row("any /", made.name, made.kind.value, made.mode.value)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
 
 

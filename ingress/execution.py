@@ -70,8 +70,8 @@ class ExecutionMode(Enum):
     """Where a call runs; the values are the words users read."""
 
     EVENT_LOOP = "event loop"
-    THREADPOOL = "threadpool"
     ANYIO = "AnyIO thread"
+    THREADPOOL = "threadpool"
 
 
 class ThreadPool(Protocol):
@@ -229,18 +229,18 @@ def plan(
     warns = False
     if written.is_async:
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
+    elif role is Role.FRAMEWORK:
+        mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
+    elif role is Role.STREAM:
+        mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
     elif role is Role.LIFECYCLE:
-        mode, reason = ExecutionMode.EVENT_LOOP, "start and stop run on the loop"
+        mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
     elif role is Role.ENDPOINT:
         mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
     elif role is Role.BATCH:
         mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
     elif role is Role.UNLOAD:
         mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
-    elif role is Role.STREAM:
-        mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
-    elif role is Role.FRAMEWORK:
-        mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
     else:
         mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
         reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"

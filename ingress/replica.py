@@ -41,7 +41,7 @@ from ingress.user_code import UserCode
 from ingress.watchdog import WATCHDOG
 
 ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
-ANYIO_DEFAULT = 40  # what a loop that we borrow has of them already
+ANYIO_DEFAULT = 40  # those of a loop that is not ours
 
 logger = logging.getLogger("ingress")
 
@@ -59,11 +59,6 @@ _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.
 _TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDisconnect)
-
-
-def worker_threads(max_ongoing: int) -> int:
-    """Return how many worker threads a replica may have."""
-    return max_ongoing + RESERVED_THREADS
 
 
 def anyio_threads(max_ongoing: int) -> int:
@@ -118,7 +113,7 @@ class Replica:
             else BorrowedLoop(name, borrowed, on_dead)
         )
         self.loop = self._home.loop
-        self._pool = WorkerPool(self._home, worker_threads(max_ongoing))
+        self._pool = WorkerPool(self._home, max_ongoing + RESERVED_THREADS)
         self._executor: LoopExecutor | None = None
         if borrowed is None:  # a borrowed loop's executor is its lender's, see `LocalEngine`
             # Source: Ray 2.60.0, replica.py: 5 threads for the default of one CPU.

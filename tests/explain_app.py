@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ingress as serve
 from tests.conformance.observe import TIMEOUT_S, Served
+from tests.servers import bind
 
 FOLDER = tempfile.gettempdir()
 
@@ -210,7 +211,7 @@ async def raw(scope: Scope, receive: Receive, send: Send) -> None:
 
 api.add_route("/starlette-def", starlette_def)
 api.add_route("/starlette-async", starlette_async)
-api.add_route("/endpoint", Endpoint)
+api.add_route("/endpoint", Endpoint)  # type: ignore[arg-type]
 api.mount("/sub", sub)
 api.mount("/static", StaticFiles(directory=FOLDER))
 api.mount("/raw", raw)
@@ -391,7 +392,7 @@ def partial_task(number: int) -> None:
 api.include_router(router)
 api.include_router(started)
 
-app = Gateway.bind(Plain.bind(), function.bind())
+app = bind(Gateway, bind(Plain), bind(function))
 
 PATHS = [
     "/def", "/async", "/lines", "/async-lines", "/tasks", "/task-not-known", "/stream",

@@ -57,10 +57,13 @@ def _inner_parts(app: Any, routes: Sequence[BaseRoute], prefix: str, seen: set[A
     for middleware in getattr(app, "user_middleware", ()):
         cls: Any = middleware.cls
         func = middleware.kwargs.get("dispatch") or getattr(cls, "dispatch", None)
-        if func is None and not inspect.isclass(cls):  # it makes one, when the app is built
-            yield Part("middleware", cls, Role.LIFECYCLE)
-        else:
-            yield Part("middleware", func or cls.__call__, Role.FRAMEWORK)
+        role = Role.FRAMEWORK
+        if func is None and inspect.isclass(cls):
+            func = cls.__call__
+        elif func is None:  # it makes one, when the app is built
+            func, role = cls, Role.LIFECYCLE
+        if not _is_frameworks(func):
+            yield Part("middleware", func, role)
     for served in served_routes(routes):
         yield from _route_parts(served, prefix, seen)
     for handler in dict.fromkeys(getattr(app, "exception_handlers", {}).values()):

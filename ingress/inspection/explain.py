@@ -1,6 +1,6 @@
 """Where each callable of an application runs: what `ingress explain` prints.
 
-    Application -> build -> members, asgi.parts, sources -> execution.plan, at flag 0 and 1 -> Row
+    Application -> build -> members -> sources -> execution.plan, at flag 0 and at 1 -> Row
 
 The plan of a row is the one a replica would make, by the same function from the same role, so the
 two cannot disagree. Classes are looked at and apps are bound; nothing of the user's is made,
@@ -17,16 +17,14 @@ from typing import Any
 
 from ingress import execution
 from ingress.asgi import Part
-from ingress.batching import batcher_of
 from ingress.build import BuiltDeployment, build
 from ingress.declaration import Application
 from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role
+from ingress.inspection.members import parts_of
 from ingress.inspection.sources import Use, mentions
-from ingress.replica import ANYIO_DEFAULT, anyio_threads, worker_threads
+from ingress.replica import ANYIO_DEFAULT, anyio_threads
 from ingress.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.user_code import public_methods
-
-_HOOKS = {name: name for name in ("check_health", "reconfigure")}
+from ingress.threads import RESERVED_THREADS
 
 
 class Level(StrEnum):
@@ -80,11 +78,6 @@ class Row:
     findings: tuple[Finding, ...]
 
     @property
-    def is_route(self) -> bool:
-        """Whether clients come to it: what it is says its path then."""
-        return " /" in self.what
-
-    @property
     def moves(self) -> bool:
         """Whether the flag decides where it runs."""
         return self.places[0].where != self.places[1].where
@@ -134,55 +127,24 @@ class _Planner:
     def __init__(self, built: BuiltDeployment, settings: Settings, anyio_limit: int) -> None:
         self._name = built.name
         self._built = built
-        self._target: Any = built.deployment.func_or_class
         self._settings = settings
-        self._worker_limit = worker_threads(built.deployment.config.max_ongoing_requests)
+        self._worker_limit = built.deployment.config.max_ongoing_requests + RESERVED_THREADS
         self._anyio_limit = anyio_limit
 
     def rows(self, *, is_ingress: bool) -> Iterator[Row]:
-        owner = self._target if inspect.isclass(self._target) else None
+        target: Any = self._built.deployment.func_or_class
+        owner = target if inspect.isclass(target) else None
         seen = set()
-        for part in self._parts(is_ingress=is_ingress):
+        for part in parts_of(self._built, is_ingress=is_ingress):
             yield self._row(part)
             for mention in mentions(part.func, owner):
                 # What an endpoint returns is FastAPI's, and what others return is their callers'.
                 if mention.use is Use.RETURNED and part.role is not Role.METHOD:
                     continue
-                key = (mention, part.role is Role.FRAMEWORK)
+                key = (mention.key, part.role is Role.FRAMEWORK)
                 if key not in seen:
                     seen.add(key)
                     yield self._mentioned(part, mention.use, mention.func, mention.text)
-
-    # What there is.
-
-    def _parts(self, *, is_ingress: bool) -> list[Part]:
-        target = self._target
-        call = "any /" if is_ingress else "call"
-        if not inspect.isclass(target):
-            parts = list(_unwrapped(call, target))
-            return [*parts, *_inner_parts(target, parts)]
-        parts = self._app_parts()
-        served = {id(part.func) for part in parts}
-        if inspect.isfunction(target.__init__):
-            parts.insert(0, Part("constructor", target.__init__, Role.LIFECYCLE))
-        calls = ["__call__"] if any("__call__" in vars(base) for base in target.__mro__) else []
-        for name in [*calls, *public_methods(target)]:
-            member = getattr(target, name)
-            if id(getattr(member, "__func__", member)) in served or inspect.isclass(member):
-                continue
-            parts += _unwrapped(call if name == "__call__" else _HOOKS.get(name, "method"), member)
-        parts += _inner_parts(target, parts)
-        if hasattr(target, "__del__"):
-            parts.append(Part("__del__", target.__del__, Role.LIFECYCLE))
-        return parts
-
-    def _app_parts(self) -> list[Part]:
-        if not self._built.is_asgi:
-            return []
-        parts: list[Part] = self._target.__ingress_spec__.bind(self._target).parts()
-        return parts
-
-    # What is said of it.
 
     def _mentioned(self, part: Part, use: Use, func: Any, text: str) -> Row:
         if use is Use.RETURNED:
@@ -213,7 +175,7 @@ class _Planner:
             file,
             line,
             (self._place(plans[0], part), self._place(plans[1], part)),
-            tuple(self._findings(plans[self._flag], kind)),
+            () if part.what == "teardown" else tuple(self._findings(plans[self._flag], kind)),
         )
 
     def _unknown(self, what: str, text: str, role: Role) -> Row:
@@ -282,49 +244,6 @@ class _Planner:
                 "runs in AnyIO's threads, which all that Starlette and FastAPI run themselves on "
                 f"this loop share: {self._anyio_limit} at most, apart from the replica's own",
             )
-
-
-def _unwrapped(what: str, member: Any) -> Iterator[Part]:
-    """Yield a method, or what a decorator of ours hides, which runs in its place."""
-    decorated = list(_decorated(what, member))
-    yield from decorated or [Part(what, member, Role.METHOD)]
-
-
-def _decorated(what: str, member: Any) -> Iterator[Part]:
-    if (batcher := batcher_of(member)) is not None:
-        handler = batcher.handler
-        what_it_is = f"{what}, batch".removeprefix(", ")
-        yield Part(what_it_is, handler.func, Role.BATCH, handler.max_concurrent_batches)
-    if (loader := getattr(member, "__ingress_loader__", None)) is not None:
-        yield Part("model loader", loader, Role.METHOD)
-        model = _returned_class(loader)
-        if hasattr(model, "__del__"):
-            yield Part("model __del__", model.__del__, Role.UNLOAD)
-
-
-def _returned_class(func: Any) -> Any:
-    try:
-        return inspect.get_annotations(func, eval_str=True).get("return")
-    except Exception:  # an annotation may be any expression, of names that are not there
-        return None
-
-
-def _inner_parts(target: Any, parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield what user code calls through a decorator of ours, and no handle can call.
-
-    It is private in the class, or stands in a module and is named by a function known so far.
-    """
-    members: dict[str, Any] = {}
-    for base in reversed(target.__mro__) if inspect.isclass(target) else ():
-        members.update(vars(base))
-    functions = [getattr(each, "__func__", each) for each in members.values()]
-    found = [each for name, each in members.items() if name.startswith("_") and name != "__call__"]
-    for function in filter(inspect.isfunction, [*functions, *(part.func for part in parts)]):
-        function = inspect.unwrap(function)
-        names = function.__code__.co_names
-        found += [function.__globals__[name] for name in names if name in function.__globals__]
-    for each in {id(member): member for member in found}.values():
-        yield from _decorated("", getattr(each, "__func__", each))
 
 
 def _a_def() -> None: ...

@@ -25,7 +25,7 @@ from typing import Any
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, StreamingResponse
 
-from ingress.execution import Kind, kind
+from ingress.execution import Kind, code_of, kind
 
 _CLASSES = (BackgroundTask, FileResponse, StreamingResponse)
 
@@ -47,6 +47,11 @@ class Mention:
     func: Callable[..., Any] | None
     text: str
 
+    @property
+    def key(self) -> Any:
+        """The same for two that are of the same code."""
+        return self.use, code_of(self.func) if self.func is not None else None, self.text
+
 
 def mentions(func: Callable[..., Any], owner: Any = None) -> Iterator[Mention]:
     """Yield what `func` hands over; `owner` is the class its `self` is an instance of."""
@@ -62,8 +67,8 @@ def mentions(func: Callable[..., Any], owner: Any = None) -> Iterator[Mention]:
     seen = set()
     for node in _inside(tree.body[0]):
         for mention in names.read(node):
-            if mention not in seen:
-                seen.add(mention)
+            if mention.key not in seen:
+                seen.add(mention.key)
                 yield mention
 
 

@@ -16,6 +16,9 @@ from ingress.build import BuiltDeployment
 from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
 from ingress.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
 
+READABLE = 100
+"""How long a line of prose may be."""
+
 _STYLES = {"event loop": "cyan", "threadpool": "green", "AnyIO thread": "yellow"}
 
 
@@ -41,10 +44,9 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
     for finding, where in _grouped(rows):
         style = "red" if finding.level is Level.WARN else "dim"
         head = Text(f"{finding.level} ", style) + Text(f"{finding.id}: ", "bold")
-        console.print(head + finding.text, soft_wrap=not console.is_terminal)
-        for row in where:
-            place = f" ({_short(row.file)}:{row.line})" if row.file else ""
-            console.print(Text(f"  {row.name}{place}"), soft_wrap=True)
+        console.print(head + finding.text, width=min(console.width, READABLE))
+        for name in dict.fromkeys(map(_named, where)):  # a dependency and its teardown are one
+            console.print(Text(f"  {name}"), soft_wrap=True)
     if any(row.findings for row in rows):
         console.print()
     console.print(_summary(explanation), highlight=False, soft_wrap=True)
@@ -126,10 +128,8 @@ def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     replicas = config.replica_count
     is_own = explanation.settings.run_user_code_in_separate_thread
     loop = f"event loop {each.name}#N" if is_own else "the server's event loop"
-    return Text(each.name, "bold") + (
-        f"  {replicas} replica{'s' * (replicas > 1)}, {config.max_ongoing_requests} requests at "
-        f"once each, {loop}"
-    )
+    many = f"{_count(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
+    return Text(each.name, "bold") + f"  {many}, {loop}"
 
 
 def _grouped(rows: Iterable[Row]) -> Iterator[tuple[Finding, list[Row]]]:
@@ -156,6 +156,9 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _short(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+def _named(row: Row) -> str:
+    if not row.file:
+        return row.name
+    path, here = Path(row.file), Path.cwd()
+    file = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{row.name} ({file}:{row.line})"
