@@ -86,7 +86,7 @@ class BoundRoutes:
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, with what they are to `execution`."""
-        return list(app_parts(self.app, self._router))
+        return app_parts(self.app, self._router, self.targets)
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema. Raises `TypeError` if the app is not a FastAPI."""

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ingress.asgi import Part
+from ingress.asgi import IngressSpec, Part
 from ingress.batching import handler_of
 from ingress.build import BuiltDeployment
 from ingress.execution import Role
@@ -29,10 +29,13 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
     """
     target: Any = built.deployment.func_or_class
     call = "any /" if is_ingress else "call"
+    parts: list[Part] = []
     if not inspect.isclass(target):
-        parts = list(_unwrapped(call, target))
+        parts += _unwrapped(call, target)
         return [*parts, *_inner_parts(target, parts)]
-    parts = target.__ingress_spec__.bind(target).parts() if built.is_asgi else []
+    if built.is_asgi:
+        spec: IngressSpec = target.__ingress_spec__  # type: ignore[attr-defined]
+        parts += spec.bind(target).parts()
     served = {id(part.func) for part in parts}
     if inspect.isfunction(target.__init__):
         parts.insert(0, Part("constructor", target.__init__, Role.LIFECYCLE))
@@ -42,7 +45,7 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
             continue
         what = call if name == "__call__" else name if name in _HOOKS else "method"
         parts += _unwrapped(what, member)
-    parts += _inner_parts(target, parts)
+    parts += list(_inner_parts(target, parts))
     if hasattr(target, "__del__"):
         parts.append(Part("__del__", target.__del__, Role.LIFECYCLE))
     return parts
