@@ -3,7 +3,7 @@
     route, WebSocket                     ENDPOINT if it is bound, else FRAMEWORK
     dependency, its teardown             ENDPOINT if a replica plans it, else FRAMEWORK; once an app
     middleware, exception handler        FRAMEWORK
-    start-up, shutdown, lifespan         LIFECYCLE
+    start-up, shutdown, lifespan         LIFESPAN
     what is mounted                      FRAMEWORK: no replica binds it
 
 Nothing is called: a part is read off the very objects that answer requests.
@@ -134,7 +134,7 @@ def _middleware_parts(middleware: Any) -> Iterator[Part]:
     if func is None and inspect.isclass(cls):
         func = cls.__call__
     elif func is None:  # it makes one, when the app is built
-        func, role = cls, Role.LIFECYCLE
+        func, role = cls, Role.LIFESPAN
     if not _is_frameworks(func):
         yield Part("middleware", func, role)
 
@@ -143,7 +143,7 @@ def _lifespan_parts(context: Any) -> Iterator[Part]:
     """Yield what a lifespan runs; FastAPI nests those of included routers in one of its own."""
     func = inspect.unwrap(context)
     if not _is_frameworks(func) and not _is_frameworks(type(context)):
-        yield Part("lifespan", func, Role.LIFECYCLE)
+        yield Part("lifespan", func, Role.LIFESPAN)
     elif inspect.isfunction(func):
         for cell in func.__closure__ or ():
             yield from _lifespan_parts(cell.cell_contents)
@@ -151,7 +151,7 @@ def _lifespan_parts(context: Any) -> Iterator[Part]:
         router = getattr(context, "_router", None)
         for what in ("startup", "shutdown"):
             for handler in getattr(router, f"on_{what}", ()):
-                yield Part(what, handler, Role.LIFECYCLE)
+                yield Part(what, handler, Role.LIFESPAN)
 
 
 def _is_frameworks(value: Any) -> bool:
