@@ -19,6 +19,7 @@ from ingress.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
 READABLE = 100
 """How long a line of prose may be."""
 
+_STYLE_OF = {Level.NOTE: "dim", Level.WARN: "red"}
 _STYLES = {"event loop": "cyan", "threadpool": "green", "AnyIO thread": "yellow"}
 
 
@@ -29,21 +30,13 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
     """
     rows = _chosen(explanation, diff=diff)
     built = {each.name: each for each in explanation.deployments}
-    tables = [
-        (built[name], _table(list(group), explanation, diff=diff))
-        for name, group in groupby(rows, key=attrgetter("deployment"))
-    ]
-    if not console.is_terminal:  # a file, or a pipe to `grep`: a row is a line
-        wide = console.options.update(width=10_000)
-        widths = [console.measure(table, options=wide).maximum for _, table in tables]
-        console = Console(width=max([console.width, *widths]), file=console.file)
-    for each, table in tables:
-        console.print(_title(each, explanation), highlight=False)
-        console.print(table)
+    for name, group in groupby(rows, key=attrgetter("deployment")):
+        console.print(_title(built[name], explanation), highlight=False)
+        _print_table(list(group), explanation, console, diff=diff)
         console.print()
     for finding, where in _grouped(rows):
-        style = "red" if finding.level is Level.WARN else "dim"
-        head = Text(f"{finding.level} ", style) + Text(f"{finding.id}: ", "bold")
+        head = Text(f"{finding.level} ", _STYLE_OF[finding.level])
+        head += Text(f"{finding.id}: ", "bold")
         console.print(head + finding.text, width=min(console.width, READABLE))
         for name in dict.fromkeys(map(_named, where)):  # a dependency and its teardown are one
             console.print(Text(f"  {name}"), soft_wrap=True)
@@ -96,27 +89,51 @@ def _chosen(explanation: Explanation, *, diff: bool) -> list[Row]:
     return [row for row in explanation.rows if row.moves or not diff]
 
 
-def _table(rows: Iterable[Row], explanation: Explanation, *, diff: bool) -> Table:
+def _print_table(
+    rows: list[Row], explanation: Explanation, console: Console, *, diff: bool
+) -> None:
+    columns = _columns(rows, explanation, diff=diff)
+    unlimited = console.options.update(width=10_000)
+    for left_out in ((), ("why",), ("why", "findings")):
+        table = Table(box=None, pad_edge=False)
+        shown = {head: cells for head, cells in columns.items() if head not in left_out}
+        for head in shown:
+            table.add_column(head, overflow="fold")
+        for cells in zip(*shown.values(), strict=True):
+            table.add_row(*cells)
+        width = console.measure(table, options=unlimited).maximum
+        if width <= console.width or not console.is_terminal:
+            break
+    if not console.is_terminal:  # a file, or a pipe to `grep`: a row is a line
+        console = Console(file=console.file, width=max(width, console.width))
+    console.print(table)
+
+
+def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[str, list[Text]]:
     flag = int(explanation.settings.run_sync_in_threadpool)
-    places = ("at 0", "at 1") if diff else ("runs in", f"at {1 - flag}")
-    table = Table("what", "code", "written", *places, "threads", "why", box=None, pad_edge=False)
-    for row in rows:
-        now, other = row.places[flag], row.places[1 - flag]
-        first, second = row.places if diff else (now, other)
-        table.add_row(
-            Text(row.what),
-            Text(row.name, _style_of(row)),
-            Text(row.kind),
-            _where(first),
-            _where(second) if row.moves else Text("the same", "dim"),
-            Text("-" if now.threads is None else str(now.threads)),
-            Text(now.reason, "dim"),
-        )
-    return table
-
-
-def _style_of(row: Row) -> str:
-    return "red" if any(each.level is Level.WARN for each in row.findings) else "bold"
+    here = [row.places[flag] for row in rows]
+    if diff:
+        places = {f"at {at}": [_where(row.places[at]) for row in rows] for at in (0, 1)}
+    else:
+        places = {
+            "runs in": list(map(_where, here)),
+            f"at {1 - flag}": [
+                _where(row.places[1 - flag]) if row.moves else Text("same", "dim") for row in rows
+            ],
+        }
+    columns = {
+        "what": [Text(row.what) for row in rows],
+        "code": [Text(row.name, "bold") for row in rows],
+        "written": [Text(row.kind) for row in rows],
+        **places,
+        "threads": [Text("-" if each.threads is None else str(each.threads)) for each in here],
+        "why": [Text(each.reason, "dim") for each in here],
+        "findings": [
+            Text(" ").join(Text(each.id, _STYLE_OF[each.level]) for each in row.findings)
+            for row in rows
+        ],
+    }
+    return {head: cells for head, cells in columns.items() if any(map(str, cells))}
 
 
 def _where(place: Place) -> Text:
