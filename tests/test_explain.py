@@ -398,6 +398,14 @@ def adds_named(tasks: BackgroundTasks) -> None:
     tasks.add_task(lambda: None)
 
 
+owner = Owner()
+
+
+def adds_of_object(tasks: BackgroundTasks) -> None:
+    tasks.add_task(owner.task)
+    tasks.add_task(owner.static_task)
+
+
 def streams_unknown(items: Any) -> Any:
     return StreamingResponse(items)
 
@@ -417,6 +425,7 @@ def hides(tasks: BackgroundTasks) -> Any:
     ("func", "found"),
     [
         (Owner.adds, [(Use.TASK, Owner.task), (Use.TASK, Owner.static_task), (Use.TASK, None)]),
+        (adds_of_object, [(Use.TASK, Owner.task), (Use.TASK, Owner.static_task)]),
         (streams_unknown, [(Use.STREAM, None)]),
         (streams_call, [(Use.STREAM, a_generator)]),
         (hides, []),

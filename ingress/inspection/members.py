@@ -19,6 +19,7 @@ from ingress.build import BuiltDeployment
 from ingress.execution import Role
 from ingress.user_code import public_methods
 
+_BOUND = (staticmethod, classmethod)
 _HOOKS = ("check_health", "reconfigure")
 
 
@@ -88,11 +89,12 @@ def _inner_parts(target: Any, parts: Iterable[Part]) -> Iterator[Part]:
     members: dict[str, Any] = {}
     for base in reversed(target.__mro__) if inspect.isclass(target) else ():
         members.update(vars(base))
-    functions = [getattr(each, "__func__", each) for each in members.values()]
+    functions = [each.__func__ if isinstance(each, _BOUND) else each for each in members.values()]
     found = [each for name, each in members.items() if name.startswith("_") and name != "__call__"]
     for function in filter(inspect.isfunction, [*functions, *(part.func for part in parts)]):
         function = inspect.unwrap(function)
         names = function.__code__.co_names
         found += [function.__globals__[name] for name in names if name in function.__globals__]
-    for each in {id(member): member for member in found}.values():
-        yield from _decorated("", getattr(each, "__func__", each))
+    plain = (each.__func__ if isinstance(each, _BOUND) else each for each in found)
+    for each in dict.fromkeys(filter(inspect.isfunction, plain)):
+        yield from _decorated("", each)

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, StreamingResponse
 
+from ingress.batching import RECEIVERS
 from ingress.execution import Kind, code_of, kind
 
 _CLASSES = (BackgroundTask, FileResponse, StreamingResponse)
@@ -98,7 +99,8 @@ class _Names:
     def __init__(self, function: FunctionType, owner: Any) -> None:
         self._function = function
         self._owner = owner
-        self._self = next(iter(inspect.signature(function).parameters), None)
+        first = next(iter(inspect.signature(function).parameters), None)
+        self._self = first if first in RECEIVERS else None
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._cells = dict(cells)
 
@@ -139,12 +141,8 @@ class _Names:
         if isinstance(node, ast.Name):
             return self._named(node.id)
         if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == self._self:
-                found = inspect.getattr_static(self._owner, node.attr, None)
-                return getattr(found, "__func__", found)  # of a `staticmethod`
-            base = self.find(node.value)
-            is_plain = isinstance(base, (ModuleType, type))
-            return inspect.getattr_static(base, node.attr, None) if is_plain else None
+            is_self = isinstance(node.value, ast.Name) and node.value.id == self._self
+            return _attribute(self._owner if is_self else self.find(node.value), node.attr)
         if isinstance(node, (ast.Lambda, ast.GeneratorExp)):
             name = "<lambda>" if isinstance(node, ast.Lambda) else "<genexpr>"
             return self._inner(name)
@@ -179,6 +177,16 @@ class _Names:
         inner = FunctionType(code, self._function.__globals__, name, None, cells)
         inner.__qualname__ = code.co_qualname
         return inner
+
+
+def _attribute(base: Any, name: str) -> Any:
+    """Return an attribute without running code of the user's; of an object, what its class has."""
+    if base is None:
+        return None
+    found = inspect.getattr_static(base, name, None)
+    if isinstance(found, (staticmethod, classmethod)):
+        return found.__func__
+    return found
 
 
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:
