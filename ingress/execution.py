@@ -12,7 +12,7 @@ is what happens.
     UNLOAD     a model's __del__   event loop    threadpool
     STREAM     a response's body   event loop    threadpool
     FRAMEWORK  Starlette calls it  event loop    a thread of AnyIO's
-    LIFESPAN   on start-up, say    event loop    event loop
+    ASGI       apps, middleware    event loop    event loop
 
 A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
 returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here.
@@ -52,8 +52,8 @@ class Role(Enum):
     """What a `StreamingResponse` iterates, which `responses.take_over_stream` sees to."""
     FRAMEWORK = "framework"
     """What Starlette and FastAPI call themselves: its plan says where, and is never run."""
-    LIFESPAN = "lifespan"
-    """The same when an app starts and stops, or is put together."""
+    ASGI = "ASGI"
+    """The same of apps and middleware, and of what starts and stops them."""
 
 
 class Kind(Enum):
@@ -234,8 +234,8 @@ def plan(
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
     elif role is Role.FRAMEWORK:
         mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
-    elif role is Role.LIFESPAN:
-        mode, reason = ExecutionMode.EVENT_LOOP, "Starlette starts apps on the loop"
+    elif role is Role.ASGI:
+        mode, reason = ExecutionMode.EVENT_LOOP, "ASGI calls it on the loop"
     elif role is Role.STREAM:
         mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
     elif role is Role.LIFECYCLE:

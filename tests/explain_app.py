@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -56,8 +56,8 @@ class PureMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self.app(scope, receive, send)
 
 
 async def dispatched(request: Request, call_next: Callable[..., Any]) -> Any:
@@ -205,8 +205,8 @@ def sub_items() -> Iterator[str]:
     yield "1"
 
 
-async def raw(scope: Scope, receive: Receive, send: Send) -> None:
-    await PlainTextResponse("ok")(scope, receive, send)
+def raw(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    return PlainTextResponse("ok")(scope, receive, send)
 
 
 api.add_route("/starlette-def", starlette_def)

@@ -369,6 +369,18 @@ def test_the_methods_of_a_base_and_of_another_class_are_told_apart() -> None:
     assert rows["GET /"].places[0].where == "event loop"
 
 
+def test_what_a_class_inherits_from_a_library_is_left_out() -> None:
+    class Base:
+        def ours(self) -> None: ...
+
+    class K(threading.Thread, Base):  # type: ignore[misc]
+        def run(self) -> None: ...
+
+    rows = explain(bind(serve.deployment(K)), Settings()).rows
+
+    assert [row.name.rpartition(".")[2] for row in rows] == ["__init__", "ours", "run"]
+
+
 # What a function hands over.
 
 

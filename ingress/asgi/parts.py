@@ -2,9 +2,9 @@
 
     route, WebSocket                     ENDPOINT if it is bound, else FRAMEWORK
     dependency, its teardown             ENDPOINT if a replica plans it, else FRAMEWORK; once an app
-    middleware, exception handler        FRAMEWORK
-    start-up, shutdown, lifespan         LIFESPAN
-    what is mounted                      FRAMEWORK: no replica binds it
+    exception handler                    FRAMEWORK
+    the routes of a mounted app          FRAMEWORK: no replica binds them
+    an app, middleware, start-up         ASGI
 
 Nothing is called: a part is read off the very objects that answer requests.
 """
@@ -48,7 +48,7 @@ def app_parts(app: Any, router: Router, targets: Iterable[Target]) -> list[Part]
     `targets` is what a replica makes plans for.
     """
     if not isinstance(app, Starlette):
-        return [Part("ASGI app", app, Role.FRAMEWORK)]
+        return [Part("ASGI app", app, Role.ASGI)]
     lifespan = dict.fromkeys(_lifespan_parts(app.router.lifespan_context))
     return [*lifespan, *_Routes(targets).parts(app, router.routes)]
 
@@ -124,26 +124,23 @@ class _Routes:
         elif isinstance(app, StaticFiles):
             yield Part(f"files {where}", app.lookup_path, Role.FRAMEWORK)
         else:
-            yield Part(f"mount {where}", app, Role.FRAMEWORK)
+            yield Part(f"mount {where}", app, Role.ASGI)
 
 
 def _middleware_parts(middleware: Any) -> Iterator[Part]:
     cls: Any = middleware.cls
     func = middleware.kwargs.get("dispatch") or getattr(cls, "dispatch", None)
-    role = Role.FRAMEWORK
-    if func is None and inspect.isclass(cls):
-        func = cls.__call__
-    elif func is None:  # it makes one, when the app is built
-        func, role = cls, Role.LIFESPAN
+    if func is None:  # a class of middleware, or what makes one
+        func = cls.__call__ if inspect.isclass(cls) else cls
     if not _is_frameworks(func):
-        yield Part("middleware", func, role)
+        yield Part("middleware", func, Role.ASGI)
 
 
 def _lifespan_parts(context: Any) -> Iterator[Part]:
     """Yield what a lifespan runs; FastAPI nests those of included routers in one of its own."""
     func = inspect.unwrap(context)
     if not _is_frameworks(func) and not _is_frameworks(type(context)):
-        yield Part("lifespan", func, Role.LIFESPAN)
+        yield Part("lifespan", func, Role.ASGI)
     elif inspect.isfunction(func):
         for cell in func.__closure__ or ():
             yield from _lifespan_parts(cell.cell_contents)
@@ -151,7 +148,7 @@ def _lifespan_parts(context: Any) -> Iterator[Part]:
         router = getattr(context, "_router", None)
         for what in ("startup", "shutdown"):
             for handler in getattr(router, f"on_{what}", ()):
-                yield Part(what, handler, Role.LIFESPAN)
+                yield Part(what, handler, Role.ASGI)
 
 
 def _is_frameworks(value: Any) -> bool:

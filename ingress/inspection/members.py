@@ -4,13 +4,17 @@
     what `@batch` and `@multiplexed` hide, which runs in the place of what one sees
     `__del__`
 
-A class is looked at, never made: what an instance gets in its constructor is not known here.
+A class is looked at, never made: what an instance gets in its constructor is not known here. A
+method that it inherits from a library is left out, though a handle can call it: most have dozens.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ingress.asgi import IngressSpec, Part
@@ -20,6 +24,7 @@ from ingress.execution import Role
 from ingress.user_code import public_methods
 
 _BOUND = (staticmethod, classmethod)
+_INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 _HOOKS = ("check_health", "reconfigure")
 
 
@@ -44,6 +49,8 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
         member = getattr(target, name)
         if id(getattr(member, "__func__", member)) in served or inspect.isclass(member):
             continue
+        if name != "__call__" and name not in _HOOKS and _is_of_a_library(target, name):
+            continue
         what = call if name == "__call__" else name if name in _HOOKS else "method"
         parts += _unwrapped(what, member)
     parts += list(_inner_parts(target, parts))
@@ -55,6 +62,15 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
 def _calls(cls: type) -> list[str]:
     # Not `hasattr`: the class itself can be called.
     return ["__call__"] if any("__call__" in vars(base) for base in cls.__mro__) else []
+
+
+def _is_of_a_library(cls: type, name: str) -> bool:
+    definer = next((base for base in cls.__mro__ if name in vars(base)), cls)
+    package = definer.__module__.partition(".")[0]
+    if package == cls.__module__.partition(".")[0]:
+        return False
+    file = getattr(sys.modules.get(definer.__module__), "__file__", None)
+    return file is None or any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
 
 
 def _unwrapped(what: str, member: Any) -> Iterator[Part]:
