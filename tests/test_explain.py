@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,9 +22,11 @@ from anyio.to_thread import current_default_thread_limiter
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI
 from fastapi.responses import StreamingResponse
 from rich.console import Console
+from typer.testing import CliRunner
 
 import ingress as serve
 from app_examples import slow_server
+from ingress import cli
 from ingress.execution import code_of
 from ingress.inspection import Explanation, Level, Row, explain
 from ingress.inspection.sources import Use, mentions
@@ -32,7 +34,7 @@ from ingress.inspection.table import as_json, show
 from ingress.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD, Settings
 from tests import explain_app
 from tests.conformance.observe import TIMEOUT_S, Served, served
-from tests.servers import INGRESS, PATIENCE_S, ROOT, bind, environment, write_module
+from tests.servers import ROOT, bind, write_module
 from tests.test_app_examples import EXAMPLES, application
 
 pytestmark = [
@@ -486,16 +488,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ingress(folder: Path, *arguments: str, sync: str = "0") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*INGRESS, "explain", *arguments],
-        cwd=folder,
-        env=environment(folder, sync=sync),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+def ingress(folder: Path, *arguments: str, sync: str = "0") -> Any:
+    """Run `ingress explain` in this process, and forget what it imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setenv(SYNC_IN_THREADPOOL, sync)
+        patch.delenv(USER_CODE_IN_SEPARATE_THREAD, raising=False)
+        patch.setenv("COLUMNS", "100")
+        try:
+            return CliRunner().invoke(cli.app, ["explain", *arguments])
+        finally:
+            for path in folder.glob("*.py"):
+                sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.parametrize(
@@ -504,7 +509,7 @@ def ingress(folder: Path, *arguments: str, sync: str = "0") -> subprocess.Comple
 def test_fail_on_is_for_ci(folder: Path, sync: str, level: str, code: int) -> None:
     result = ingress(folder, "app:model", "--fail-on", level, sync=sync)
 
-    assert (result.returncode, result.stderr) == (code, "")
+    assert (result.exit_code, result.stderr) == (code, "")
 
 
 def test_json_has_each_row(folder: Path) -> None:
@@ -562,7 +567,7 @@ def test_what_cannot_be_bound_is_one_line_with_the_fix(folder: Path) -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")
     assert "must take the same parameters" in line
-    assert result.returncode == 1
+    assert result.exit_code == 1
 
 
 def test_help_tells_what_a_row_is(folder: Path) -> None:
