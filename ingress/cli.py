@@ -130,7 +130,8 @@ def explain_command(
         typer.Option("--diff", help="Only what moves when RAY_SERVE_RUN_SYNC_IN_THREADPOOL does."),
     ] = False,
     fail_on: Annotated[
-        Level | None, typer.Option(help="Exit with 1 if there is a finding of this level, for CI.")
+        Level | None,
+        typer.Option(help="Exit with 1 if there is such a finding, or a graver one, for CI."),
     ] = None,
     app_dir: AppDir = Path("."),
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,12 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
     With `diff` only the rows whose place the flag decides.
     """
     rows = _chosen(explanation, diff=diff)
-    built = {each.name: each for each in explanation.deployments}
-    for name, group in groupby(rows, key=attrgetter("deployment")):
-        console.print(_title(built[name], explanation), highlight=False)
-        _print_table(list(group), explanation, console, diff=diff)
-        console.print()
+    for each in explanation.deployments:
+        own = [row for row in rows if row.deployment == each.name]
+        if own or not diff:
+            console.print(_title(each, explanation), highlight=False)
+            _print_table(own, explanation, console, diff=diff)
+            console.print()
     for finding, where in _grouped(rows):
         head = Text(f"{finding.level} ", _STYLE_OF[finding.level])
         head += Text(f"{finding.id}: ", "bold")
@@ -133,7 +132,7 @@ def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[s
             for row in rows
         ],
     }
-    return {head: cells for head, cells in columns.items() if any(map(str, cells))}
+    return {head: cells for head, cells in columns.items() if head != "findings" or any(cells)}
 
 
 def _where(place: Place) -> Text:
