@@ -34,9 +34,7 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
             _print_table(own, explanation, console, diff=diff)
             console.print()
     for finding, where in _grouped(rows):
-        head = Text(f"{finding.level} ", _STYLE_OF[finding.level])
-        head += Text(f"{finding.id}: ", "bold")
-        console.print(head + finding.text, width=min(console.width, READABLE))
+        console.print(_said(finding), width=min(console.width, READABLE))
         for name in dict.fromkeys(map(_named, where)):  # a dependency and its teardown are one
             console.print(Text(f"  {name}"), soft_wrap=True)
     if any(row.findings for row in rows):
@@ -74,10 +72,12 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "line": row.line,
         "places": {str(flag): _place_as_json(place) for flag, place in enumerate(row.places)},
         "moves": row.moves,
-        "findings": [
-            {"id": each.id, "level": each.level.value, "text": each.text} for each in row.findings
-        ],
+        "findings": [_finding_as_json(each) for each in row.findings],
     }
+
+
+def _finding_as_json(finding: Finding) -> dict[str, str]:
+    return {"id": finding.id, "level": finding.level.value, "text": finding.text}
 
 
 def _place_as_json(place: Place) -> dict[str, Any]:
@@ -170,6 +170,11 @@ def _summary(explanation: Explanation) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _said(finding: Finding) -> Text:
+    head = Text(f"{finding.level} ", _STYLE_OF[finding.level]) + Text(f"{finding.id}: ", "bold")
+    return head + finding.text
 
 
 def _named(row: Row) -> str:
