@@ -375,7 +375,7 @@ def test_what_a_class_inherits_from_a_library_is_left_out() -> None:
     class Base:
         def ours(self) -> None: ...
 
-    class K(threading.Thread, Base):  # type: ignore[misc]
+    class K(threading.Thread, Base):
         def run(self) -> None: ...
 
     rows = explain(bind(serve.deployment(K)), Settings()).rows
