@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ingress.asgi import IngressSpec, Part
+from ingress.asgi import Part
 from ingress.batching import handler_of
 from ingress.build import BuiltDeployment
 from ingress.execution import Role
@@ -39,9 +39,8 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
     if not inspect.isclass(target):
         parts += _unwrapped(call, target)
         return [*parts, *_inner_parts(target, parts)]
-    if built.is_asgi:
-        spec: IngressSpec = target.__ingress_spec__  # type: ignore[attr-defined]
-        parts += spec.bind(target).parts()
+    if built.bound_app is not None:
+        parts += built.bound_app.parts()
     served = {id(part.func) for part in parts}
     if inspect.isfunction(target.__init__):
         parts.insert(0, Part("constructor", target.__init__, Role.LIFECYCLE))
