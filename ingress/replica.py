@@ -41,7 +41,6 @@ from ingress.user_code import UserCode
 from ingress.watchdog import WATCHDOG
 
 ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
-ANYIO_DEFAULT = 40  # those of a loop that is not ours
 
 logger = logging.getLogger("ingress")
 
@@ -59,11 +58,6 @@ _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 # What we told user code ourselves, when it comes back after the answer.
 _TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDisconnect)
-
-
-def anyio_threads(max_ongoing: int) -> int:
-    """Return how many of AnyIO's threads a replica brings to its loop."""
-    return max_ongoing + ANYIO_RESERVE
 
 
 class Replica:
@@ -157,7 +151,7 @@ class Replica:
         # AnyIO's threads are for what Starlette and FastAPI run themselves: `yield` dependencies,
         # background tasks, files. A request is in one of them at a time, so none waits for long.
         limiter = current_default_thread_limiter()
-        self._anyio_threads = anyio_threads(self.max_ongoing)
+        self._anyio_threads = self.max_ongoing + ANYIO_RESERVE
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
         # Not before: a constructor may take its time.

@@ -22,9 +22,11 @@ from ingress.declaration import Application
 from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.inspection.members import parts_of
 from ingress.inspection.sources import Use, mentions
-from ingress.replica import ANYIO_DEFAULT, anyio_threads
+from ingress.replica import ANYIO_RESERVE
 from ingress.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.threads import RESERVED_THREADS
+
+_ANYIO_DEFAULT = 40  # threads that AnyIO has for a loop that is not ours
 
 
 class Level(StrEnum):
@@ -115,10 +117,10 @@ def _anyio_limit(
 ) -> int:
     """Return how many of AnyIO's threads there are on a replica's loop."""
     if settings.run_user_code_in_separate_thread:
-        return anyio_threads(each.deployment.config.max_ongoing_requests)
+        return each.deployment.config.max_ongoing_requests + ANYIO_RESERVE
     configs = [one.deployment.config for one in everyone]  # they all share the loop they borrow
-    shares = (c.replica_count * anyio_threads(c.max_ongoing_requests) for c in configs)
-    return ANYIO_DEFAULT + sum(shares)
+    shares = (c.replica_count * (c.max_ongoing_requests + ANYIO_RESERVE) for c in configs)
+    return _ANYIO_DEFAULT + sum(shares)
 
 
 class _Planner:
