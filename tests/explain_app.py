@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ingress as serve
-from tests.conformance.observe import TIMEOUT_S, Served
+from tests.conformance.observe import TIMEOUT_S, Served, wait_until
 from tests.servers import bind
 
 FOLDER = tempfile.gettempdir()
@@ -410,6 +410,7 @@ def call_everything(it: Served) -> None:
     for path in ("/ws", "/def-ws"):
         with it.client.websocket_connect(path) as socket:  # type: ignore[union-attr]
             assert socket.receive()["type"] == "websocket.close"
+            wait_until(lambda: it.ongoing() == 0)
     asyncio.run(_call_by_handle())
     it.handle.method.remote().result(timeout_s=TIMEOUT_S)
 
