@@ -18,8 +18,10 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from ingress.asgi import BoundApp
 from ingress.config import options_not_acted_on
 from ingress.declaration import Application, Deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
@@ -34,7 +36,7 @@ class HandleSlot:
     deployment_name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BuiltDeployment:
     """One deployment under its name in the application, with slots for handles in its arguments."""
 
@@ -47,6 +49,15 @@ class BuiltDeployment:
     def is_asgi(self) -> bool:
         """Whether the class carries an ASGI app, put there by `@ingress(app)`."""
         return hasattr(self.deployment.func_or_class, "__ingress_spec__")
+
+    @cached_property
+    def bound_app(self) -> BoundApp | None:
+        """The class's app with the routes declared until it is first asked for, bound to the class.
+
+        `None` if there is none. Raises what is wrong with the routes.
+        """
+        cls: Any = self.deployment.func_or_class
+        return cls.__ingress_spec__.bind(cls) if self.is_asgi else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""`ingress run` and `ingress openapi`: the command line.
+"""`ingress run`, `ingress explain` and `ingress openapi`: the command line.
 
 Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
 stays light.
@@ -29,7 +29,10 @@ from ingress.build import build
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
+from ingress.exceptions import RayServeException
 from ingress.execution import Role, plan
+from ingress.inspection import Level, explain
+from ingress.inspection.table import as_json, show
 from ingress.lanes import lanes_of
 from ingress.settings import OMP_NUM_THREADS, Settings
 
@@ -130,6 +133,55 @@ def openapi(
         except OSError as error:
             problem = f"cannot write {str(output)!r}: {error.strerror}"
             raise _error(f"{problem}; give -o a path in a folder that is there") from None
+
+
+@app.command("explain")
+def explain_command(
+    target: Target,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON; its keys are in docs/explain.md.")
+    ] = False,
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="Only what moves when RAY_SERVE_RUN_SYNC_IN_THREADPOOL does."),
+    ] = False,
+    fail_on: Annotated[
+        Level | None,
+        typer.Option(help="Exit with 1 if there is such a finding, or a graver one, for CI."),
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Print where each callable of an application runs, and why.
+
+    [dim]ingress explain main:hello[/dim]
+
+    The module is imported; nothing in it is made, called or started. A row is
+    a route, WebSocket, dependency, its teardown, background task, stream,
+    batch function, method, health check, constructor or lifespan:
+
+    [bold]runs in[/bold]  where, under the flags in the environment
+    [bold]at 1[/bold]     where, at the other value of RAY_SERVE_RUN_SYNC_IN_THREADPOOL
+    [bold]threads[/bold]  how many of them, for each replica
+
+    [bold]event loop[/bold]    the replica's one thread: while a def runs in it, nothing else does
+    [bold]threadpool[/bold]    a worker thread of the replica
+    [bold]AnyIO thread[/bold]  a thread for what Starlette and FastAPI run themselves
+
+    In CI, so that no def gets onto the event loop:
+
+    [dim]ingress explain main:hello --fail-on warn[/dim]
+    """
+    application = _load(target, app_dir)
+    try:
+        explanation = explain(application, _settings())
+    except (TypeError, ValueError, RayServeException) as error:
+        raise _error(str(error)) from None
+    if as_json_:
+        typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
+    else:
+        show(explanation, console, diff=diff)
+    if fail_on is not None and explanation.count(fail_on):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ class Controller:
     ) -> None:
         config = built.deployment.config
         cls = built.deployment.func_or_class
-        bound_app = cls.__ingress_spec__.bind(cls) if built.is_asgi else None  # type: ignore[attr-defined]
+        bound_app = built.bound_app
         deployment_id = DeploymentID(built.name, running.name)
         router = Router(
             deployment_id,

@@ -10,6 +10,9 @@ is what happens.
     LIFECYCLE  __init__, __del__   event loop    event loop
     BATCH      @serve.batch        event loop    threadpool
     UNLOAD     a model's __del__   event loop    threadpool
+    STREAM     a response's body   event loop    threadpool
+    FRAMEWORK  Starlette calls it  event loop    a thread of AnyIO's
+    ASGI       apps, middleware    event loop    event loop
 
 `@serve.method` says otherwise for one METHOD, ENDPOINT or BATCH `def`: on the loop, in threads with
 a limit of their own (a lane), or in the serial thread. That is one thread for all of them, and what
@@ -53,12 +56,19 @@ class Role(Enum):
     LIFECYCLE = "lifecycle"
     BATCH = "batch"
     UNLOAD = "unload"
+    STREAM = "stream"
+    """What a `StreamingResponse` iterates, which `responses.take_over_stream` sees to."""
+    FRAMEWORK = "framework"
+    """What Starlette and FastAPI call themselves: its plan says where, and is never run."""
+    ASGI = "ASGI"
+    """The same of apps and middleware, and of what starts and stops them."""
 
 
 class ExecutionMode(Enum):
     """Where a call runs; the values are the words users read."""
 
     EVENT_LOOP = "event loop"
+    ANYIO = "AnyIO thread"
     THREADPOOL = "threadpool"
     SERIAL = "serial thread"
 
@@ -262,6 +272,12 @@ def plan(
     lane = ""
     if written.is_async:
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
+    elif role is Role.FRAMEWORK:
+        mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
+    elif role is Role.ASGI:
+        mode, reason = ExecutionMode.EVENT_LOOP, "ASGI calls it on the loop"
+    elif role is Role.STREAM:
+        mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
     elif role is Role.LIFECYCLE:
         mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
         if lanes is not None and lanes.is_serial:

@@ -81,6 +81,7 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
             models: Models = replica._models
             return await models.get(func, owner, model_id, limit)
 
+        load.__ingress_loader__ = func  # type: ignore[attr-defined]  # for `inspection`
         return load
 
     return decorate if func is None else decorate(func)

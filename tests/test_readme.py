@@ -57,7 +57,7 @@ def test_every_block_has_a_test() -> None:
     assert [language for language, _ in BLOCKS if language not in ("python", "console")] == ["text"]
     assert len(named) == 3
     assert len(PYTHON) == 4
-    assert len(CONSOLE) == 4
+    assert len(CONSOLE) == 5
 
 
 def test_the_first_application_answers_what_curl_shows(tmp_path: Path) -> None:
@@ -75,6 +75,24 @@ def test_the_first_application_answers_what_curl_shows(tmp_path: Path) -> None:
         where = httpx.get(f"{server.url}/where").json()
 
     assert re.fullmatch(r"Hello#[01]-worker-\d+", where)
+
+
+def test_where_the_first_application_runs_is_printed_and_not_typed(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(python_block("hello"))
+    (session,) = [text for text in CONSOLE if text.startswith("$ ingress explain")]
+    command, _, shown = session.partition("\n")
+
+    done = subprocess.run(
+        [*INGRESS, *shlex.split(command)[2:]],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+
+    assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()
 
 
 def test_deployments_call_each_other(readme_module: object) -> None:

@@ -7,6 +7,7 @@
     template      the path template of the route that was found
     lean          a route without the exit stacks it does not need
     dependencies  `Depends(...)` on the replica's threads and instance
+    parts         what it consists of, for `ingress explain`
     methods       whose function it is, and what runs for it
     state         `app.state`, one per replica
     replica_app   the ASGI app of one replica
@@ -17,6 +18,7 @@
 Only these modules touch FastAPI's route internals.
 """
 
+from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import ASGI, ReplicaApp
 from ingress.asgi.routes import RouteInfo
 from ingress.asgi.spec import BoundApp, IngressSpec, ingress
@@ -26,6 +28,7 @@ __all__ = [
     "ASGI",
     "BoundApp",
     "IngressSpec",
+    "Part",
     "ReplicaApp",
     "RouteInfo",
     "ingress",

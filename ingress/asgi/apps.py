@@ -17,6 +17,7 @@ from starlette.websockets import WebSocket
 
 from ingress.asgi.guard import Guard, guarded
 from ingress.asgi.methods import Methods, Target
+from ingress.asgi.parts import Part, app_parts
 from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
 from ingress.asgi.state import ReplicaState, view_of
@@ -45,6 +46,7 @@ class BoundRoutes:
         self.targets: list[Target] = []
         self.infos: list[RouteInfo] = []
         self._custom_schema: dict[str, Any] | None = None
+        self._router: Any = None
         if not isinstance(app, Starlette):
             return
         methods = Methods(cls)
@@ -81,6 +83,10 @@ class BoundRoutes:
             if "openapi" in vars(app):
                 clone.openapi = self._custom_openapi
         return clone  # type: ignore[no-any-return]
+
+    def parts(self) -> list[Part]:
+        """Return the user's callables in the app, with what they are to `execution`."""
+        return app_parts(self.app, self._router, self.targets)
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema. Raises `TypeError` if the app is not a FastAPI."""

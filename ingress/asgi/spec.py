@@ -26,10 +26,11 @@ from starlette.types import ASGIApp
 
 from ingress.asgi.apps import BoundRoutes, docs_path
 from ingress.asgi.methods import Methods
+from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.asgi.routes import RouteInfo, check_routes
 from ingress.context import ReplicaContext
-from ingress.execution import kind
+from ingress.execution import Role, kind
 
 C = TypeVar("C", bound=type)
 
@@ -82,6 +83,14 @@ class BoundApp:
     def routes(self) -> list[RouteInfo]:
         """Return the routes in declared order; none of an app that is not a Starlette."""
         return [] if self._routes is None else list(self._routes.infos)
+
+    def parts(self) -> list[Part]:
+        """Return the user's callables in the app; of one that each replica builds, its builder."""
+        if self._routes is not None:
+            return self._routes.parts()
+        build = getattr(self._cls, BUILDER_METHOD, self._builder)
+        assert build is not None  # the decorator has seen to it
+        return [Part("app builder", build, Role.LIFECYCLE)]
 
     @property
     def docs_path(self) -> str | None:

@@ -1,0 +1,156 @@
+"""The user's code in an app, as its replicas serve it: what `explain` asks `execution` about.
+
+    route, WebSocket                     ENDPOINT if it is bound, else FRAMEWORK
+    dependency, its teardown             ENDPOINT if a replica plans it, else FRAMEWORK; once an app
+    exception handler                    FRAMEWORK
+    the routes of a mounted app          FRAMEWORK: no replica binds them
+    an app, middleware, start-up         ASGI
+
+Nothing is called: a part is read off the very objects that answer requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
+from starlette.routing import BaseRoute, Host, Mount, Router, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+
+from ingress.asgi.dependencies import Lifted
+from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
+from ingress.asgi.routes import served_routes
+from ingress.execution import Role, kind
+
+_FRAMEWORKS = ("fastapi", "starlette", "ingress")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One callable of the user's: what it is to them, and what it is to `execution`.
+
+    `at_once` is how many calls of it run at a time, if something other than threads says so.
+    """
+
+    what: str
+    func: Callable[..., Any]
+    role: Role
+    at_once: int | None = None
+
+
+def app_parts(app: Any, router: Router, targets: Iterable[Target]) -> list[Part]:
+    """Return the parts of an app whose routes are bound in `router`, in the order of a request.
+
+    `targets` is what a replica makes plans for.
+    """
+    if not isinstance(app, Starlette):
+        return [Part("ASGI app", app, Role.ASGI)]
+    lifespan = dict.fromkeys(_lifespan_parts(app.router.lifespan_context))
+    return [*lifespan, *_Routes(targets).parts(app, router.routes)]
+
+
+class _Routes:
+    """One walk over the routes of an app and of what is mounted there."""
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        self._planned = {id(target.func) for target in targets}
+        self._seen: set[Any] = set()
+
+    def parts(self, app: Any, routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[Part]:
+        """Yield all but the lifespan, which Starlette does not run for an app that is mounted."""
+        for middleware in getattr(app, "user_middleware", ()):
+            yield from _middleware_parts(middleware)
+        for served in served_routes(routes):
+            yield from self._route(served, prefix)
+        for handler in dict.fromkeys(getattr(app, "exception_handlers", {}).values()):
+            if not _is_frameworks(handler):
+                yield Part("error handler", handler, Role.FRAMEWORK)
+
+    def _route(self, served: Any, prefix: str) -> Iterator[Part]:
+        original = getattr(served, "original_route", served)
+        if isinstance(original, (Mount, Host)):
+            yield from self._mounted(original, prefix)
+            return
+        endpoint = getattr(served, "endpoint", None)
+        if endpoint is None or getattr(endpoint, "__module__", None) == "fastapi.applications":
+            return  # FastAPI's documentation
+        path = prefix + served.path
+        methods = " ".join(sorted(getattr(served, "methods", None) or ())) or "any"
+        what = f"{'WS' if isinstance(original, WebSocketRoute) else methods} {path}"
+        func = getattr(endpoint, "__ingress_func__", None)
+        if func is not None:
+            yield Part(what, func, Role.ENDPOINT)
+        elif inspect.isclass(endpoint) and issubclass(endpoint, HTTPEndpoint):
+            for name in ("get", "head", "post", "put", "patch", "delete", "options"):
+                if hasattr(endpoint, name):
+                    yield Part(f"{name.upper()} {path}", getattr(endpoint, name), Role.FRAMEWORK)
+        else:
+            called = getattr(endpoint, "dispatch", endpoint)  # of Starlette's `WebSocketEndpoint`
+            yield Part(what, called, Role.FRAMEWORK)
+        if (dependant := getattr(served, "dependant", None)) is not None:
+            yield from self._dependencies(dependant)
+
+    def _dependencies(self, dependant: Any) -> Iterator[Part]:
+        """Yield the dependencies, innermost first as they are called, each once an app."""
+        for each in dependant.dependencies:
+            yield from self._dependencies(each)
+            call = each.call
+            is_lifted = isinstance(call, Lifted)
+            # A mounted app calls the original of what is lifted here, which equals it.
+            is_hashable = getattr(type(call), "__hash__", None) is not None
+            key = (call if is_hashable else id(call), is_lifted)
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            func = call._func if is_lifted else call
+            is_planned = is_lifted and id(func) in self._planned
+            if not is_planned and kind_for_fastapi(func) is not kind(func):
+                func = inspect.unwrap(func)  # FastAPI looks at what is wrapped
+            role = Role.ENDPOINT if is_planned else Role.FRAMEWORK
+            at_once = getattr(getattr(each, "concurrency", None), "max_concurrency", None)
+            yield Part("dependency", func, role, at_once)
+            if kind(func) in GENERATORS:
+                yield Part("teardown", func, role)
+
+    def _mounted(self, mount: Any, prefix: str) -> Iterator[Part]:
+        where = prefix + getattr(mount, "path", "") + getattr(mount, "host", "")
+        app = getattr(mount, "_base_app", mount.app)
+        if isinstance(app, (Starlette, Router)):
+            yield from self.parts(app, app.routes, where)
+        elif isinstance(app, StaticFiles):
+            yield Part(f"files {where}", app.lookup_path, Role.FRAMEWORK)
+        else:
+            yield Part(f"mount {where}", app, Role.ASGI)
+
+
+def _middleware_parts(middleware: Any) -> Iterator[Part]:
+    cls: Any = middleware.cls
+    func = middleware.kwargs.get("dispatch") or getattr(cls, "dispatch", None)
+    if func is None:  # a class of middleware, or what makes one
+        func = cls.__call__ if inspect.isclass(cls) else cls
+    if not _is_frameworks(func):
+        yield Part("middleware", func, Role.ASGI)
+
+
+def _lifespan_parts(context: Any) -> Iterator[Part]:
+    """Yield what a lifespan runs; FastAPI nests those of included routers in one of its own."""
+    func = inspect.unwrap(context)
+    if not _is_frameworks(func) and not _is_frameworks(type(context)):
+        yield Part("lifespan", func, Role.ASGI)
+    elif inspect.isfunction(func):
+        for cell in func.__closure__ or ():
+            yield from _lifespan_parts(cell.cell_contents)
+    else:
+        router = getattr(context, "_router", None)
+        for what in ("startup", "shutdown"):
+            for handler in getattr(router, f"on_{what}", ()):
+                yield Part(what, handler, Role.ASGI)
+
+
+def _is_frameworks(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return module.partition(".")[0] in _FRAMEWORKS

@@ -1,0 +1,254 @@
+"""Where each callable of an application runs: what `ingress explain` prints.
+
+    Application -> build -> members -> sources -> execution.plan, at flag 0 and at 1 -> Row
+
+The plan of a row is the one a replica would make, by the same function from the same role, so the
+two cannot disagree. Classes are looked at and apps are bound; nothing of the user's is made,
+called or started.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from ingress import execution
+from ingress.asgi import Part
+from ingress.build import BuiltDeployment, build
+from ingress.declaration import Application
+from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role
+from ingress.inspection.members import parts_of
+from ingress.inspection.sources import Use, mentions
+from ingress.replica import ANYIO_RESERVE
+from ingress.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.threads import RESERVED_THREADS
+
+_ANYIO_DEFAULT = 40  # threads that AnyIO has for a loop that is not ours
+
+
+class Level(StrEnum):
+    """How much a finding matters, in rising order; the values are the words users read."""
+
+    NOTE = "note"
+    WARN = "warn"
+
+    @property
+    def gravity(self) -> int:
+        return list(Level).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is to be said of a row. `id` is short and does not change."""
+
+    id: str
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a callable runs. `thread` is the name of its thread, `N` for a number.
+
+    `threads` is how many of them there are at most, for each replica; `None` for no limit.
+    """
+
+    where: str
+    thread: str
+    threads: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One callable: what it is, how it is written, and where it runs at flag 0 and at 1.
+
+    `func` is `None` where only the running code knows it; `findings` hold for the flag as it is.
+    """
+
+    deployment: str
+    what: str
+    name: str
+    kind: str
+    func: Callable[..., Any] | None
+    file: str
+    line: int
+    places: tuple[Place, Place]
+    findings: tuple[Finding, ...]
+
+    @property
+    def moves(self) -> bool:
+        """Whether the flag decides where it runs."""
+        return self.places[0].where != self.places[1].where
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The rows of an application, deployment by deployment, as they are at these settings."""
+
+    settings: Settings
+    deployments: tuple[BuiltDeployment, ...]
+    rows: tuple[Row, ...]
+
+    def count(self, level: Level) -> int:
+        """Return how many findings there are of this level or a graver one."""
+        findings = (each for row in self.rows for each in row.findings)
+        return sum(each.level.gravity >= level.gravity for each in findings)
+
+
+def explain(application: Application, settings: Settings) -> Explanation:
+    """Return where each callable of `application` runs.
+
+    Raises what `build` and the binding of a FastAPI app raise.
+    """
+    built = build(application, "default")
+    rows: list[Row] = []
+    for each in built.deployments:
+        planner = _Planner(each, settings, _anyio_limit(each, built.deployments, settings))
+        rows += planner.rows(is_ingress=each is built.ingress)
+    return Explanation(settings, built.deployments, tuple(rows))
+
+
+def _anyio_limit(
+    each: BuiltDeployment, everyone: Iterable[BuiltDeployment], settings: Settings
+) -> int:
+    """Return how many of AnyIO's threads there are on a replica's loop."""
+    if settings.run_user_code_in_separate_thread:
+        return each.deployment.config.max_ongoing_requests + ANYIO_RESERVE
+    configs = [one.deployment.config for one in everyone]  # they all share the loop they borrow
+    shares = (c.replica_count * (c.max_ongoing_requests + ANYIO_RESERVE) for c in configs)
+    return _ANYIO_DEFAULT + sum(shares)
+
+
+class _Planner:
+    """Makes the rows of one deployment."""
+
+    def __init__(self, built: BuiltDeployment, settings: Settings, anyio_limit: int) -> None:
+        self._name = built.name
+        self._built = built
+        self._settings = settings
+        self._worker_limit = built.deployment.config.max_ongoing_requests + RESERVED_THREADS
+        self._anyio_limit = anyio_limit
+
+    def rows(self, *, is_ingress: bool) -> Iterator[Row]:
+        target: Any = self._built.deployment.func_or_class
+        owner = target if inspect.isclass(target) else None
+        seen = set()
+        for part in parts_of(self._built, is_ingress=is_ingress):
+            yield self._row(part)
+            for mention in mentions(part.func, owner):
+                # What an endpoint returns is FastAPI's, and what others return is their callers'.
+                if mention.use is Use.RETURNED and part.role is not Role.METHOD:
+                    continue
+                key = (mention.key, part.role is Role.FRAMEWORK)
+                if key not in seen:
+                    seen.add(key)
+                    yield self._mentioned(part, mention.use, mention.func, mention.text)
+
+    def _mentioned(self, part: Part, use: Use, func: Any, text: str) -> Row:
+        if use is Use.RETURNED:
+            made = Part("generator", func, part.role)
+            is_async = execution.kind(func) is Kind.ASYNC_GENERATOR
+            # Iterated where the function that returned it ran.
+            return self._row(made, func if is_async else part.func)
+        is_ours = use is Use.STREAM and part.role is not Role.FRAMEWORK
+        role = Role.STREAM if is_ours else Role.FRAMEWORK
+        if func is None:
+            return self._unknown(use.value, text, role)
+        row = self._row(Part(use.value, func, role))
+        return replace(row, name=text) if use is Use.FILE else row
+
+    def _row(self, part: Part, planned: Any = None) -> Row:
+        """Make the row of a part, which runs where it is planned, or where `planned` is."""
+        func = part.func
+        plans = self._plans(planned or func, part.role)
+        kind = execution.kind(func)
+        code = execution.code_of(func) or execution.code_of(getattr(func, "__init__", func))
+        file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+        return Row(
+            self._name,
+            part.what,
+            execution.name_of(func),
+            kind.value,
+            func,
+            file,
+            line,
+            (self._place(plans[0], part), self._place(plans[1], part)),
+            () if part.what == "teardown" else tuple(self._findings(plans[self._flag], kind)),
+        )
+
+    def _unknown(self, what: str, text: str, role: Role) -> Row:
+        """Make the row of what only the running code knows."""
+        either = [self._row(Part(what, func, role)) for func in (_a_def, _an_async_def)]
+        of_def, of_async = (row.places[self._flag] for row in either)
+        place = Place(
+            f"{of_def.where} or {of_async.where}",
+            f"{of_def.thread} or {of_async.thread}",
+            of_def.threads,
+            f"def or async def: {of_def.reason}",
+        )
+        return Row(
+            self._name, what, text, "not known", None, "", 0, (place, place), either[0].findings
+        )
+
+    @property
+    def _flag(self) -> int:
+        return int(self._settings.run_sync_in_threadpool)
+
+    def _plans(self, func: Any, role: Role) -> tuple[ExecutionPlan, ExecutionPlan]:
+        no_pool: Any = None  # nothing is run
+        off, on = (
+            execution.plan(func, role, sync_in_threadpool=flag, pool=no_pool)
+            for flag in (False, True)
+        )
+        return off, on
+
+    def _place(self, plan: ExecutionPlan, part: Part) -> Place:
+        threads: int | None
+        if plan.mode is ExecutionMode.EVENT_LOOP:
+            is_own = self._settings.run_user_code_in_separate_thread
+            thread, threads = (f"{self._name}#N" if is_own else "the server's"), 1
+        elif plan.mode is ExecutionMode.THREADPOOL:
+            thread, threads = f"{self._name}#N-worker-N", self._worker_limit
+        else:
+            thread = "AnyIO worker thread"
+            # FastAPI gives each exit a limiter of its own: one must always be able to let go.
+            threads = None if part.what == "teardown" else self._anyio_limit
+        if part.at_once is not None and threads is not None:
+            threads = min(threads, part.at_once)
+        return Place(plan.mode.value, thread, threads, plan.reason)
+
+    def _findings(self, plan: ExecutionPlan, kind: Kind) -> Iterator[Finding]:
+        is_on_loop = plan.mode is ExecutionMode.EVENT_LOOP
+        if plan.warns:
+            yield Finding(
+                "def-on-loop",
+                Level.WARN,
+                "a def that runs on the event loop: until it returns, no other request of this "
+                "replica makes progress. Make it `async def` if nothing in it waits or computes "
+                f"for long; else set {SYNC_IN_THREADPOOL}=1 once it is thread-safe",
+            )
+        elif is_on_loop and kind is Kind.GENERATOR and plan.kind.is_async:
+            yield Finding(
+                "generator-on-loop",
+                Level.WARN,
+                f"a def generator that {plan.name}, an async def, returns: it runs on the event "
+                "loop whatever the flag, and holds up everybody until its next item. Make it an "
+                "async generator, or return it from a def",
+            )
+        elif plan.mode is ExecutionMode.ANYIO:
+            yield Finding(
+                "anyio",
+                Level.NOTE,
+                "runs in AnyIO's threads, which all that Starlette and FastAPI run themselves on "
+                f"this loop share: {self._anyio_limit} at most, apart from the replica's own",
+            )
+
+
+def _a_def() -> None: ...
+
+
+async def _an_async_def() -> None: ...
