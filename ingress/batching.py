@@ -120,12 +120,6 @@ def warn_of_capacity(deployment: str, func_or_class: Any, max_ongoing: int) -> N
             batcher.warn_of_capacity(deployment, max_ongoing)
 
 
-def handler_of(member: Any) -> Handler | None:
-    """Return the user's function behind what `@batch` made of it, `None` for anything else."""
-    batcher = getattr(member, "__ingress_batcher__", None)
-    return batcher._handler if isinstance(batcher, Batcher) else None
-
-
 class Batcher:
     """One decorated function. Thread-safe: each loop has queues of its own."""
 

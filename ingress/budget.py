@@ -235,8 +235,8 @@ def _called(built: BuiltDeployment) -> Iterator[tuple[Any, Role, int | None]]:
             yield handler.func, Role.BATCH, handler.max_concurrent_batches
         elif not built.is_asgi:
             yield func, Role.METHOD, None
-    if built.is_asgi:
-        for route in target.__ingress_spec__.bind(target).routes():
+    if built.bound_app is not None:
+        for route in built.bound_app.routes():
             yield route.func, Role.ENDPOINT, None
 
 

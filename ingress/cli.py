@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +29,8 @@ from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
-from ingress.execution import Role, plan
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
-from ingress.lanes import lanes_of
 from ingress.settings import OMP_NUM_THREADS, Settings
 
 app = typer.Typer(
@@ -278,11 +275,10 @@ def _graceful_s(application: Application) -> int:
 
 def _print_plan(application: Application, settings: Settings, budget: ThreadBudget) -> None:
     """Print where each deployment and each route runs."""
-    flag = settings.run_sync_in_threadpool
-    no_pool: Any = None
+    explanation = explain(application, settings)
     deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
     callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
-    for each in build(application, "default").deployments:
+    for each in explanation.deployments:
         config = each.deployment.config
         queue = config.max_queued_requests
         deployments.add_row(
@@ -291,18 +287,10 @@ def _print_plan(application: Application, settings: Settings, budget: ThreadBudg
             str(config.max_ongoing_requests),
             "no limit" if queue < 0 else str(queue),
         )
-        target = each.deployment.func_or_class
-        lanes = lanes_of(target, config.max_ongoing_requests, config.lanes)
-        placed: Any = partial(plan, sync_in_threadpool=flag, pool=no_pool, lanes=lanes)
-        if each.is_asgi:
-            for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
-                made = placed(route.func, Role.ENDPOINT)
-                methods = "WS" if route.is_websocket else " ".join(route.methods)
-                callables.add_row(f"{methods} {route.path}", made.name, made.kind.value, made.where)
-        elif each.deployment is application.deployment:
-            call = target.__call__ if isinstance(target, type) else target
-            made = placed(call, Role.METHOD)
-            callables.add_row("any /", made.name, made.kind.value, made.where)
+    for row in explanation.rows:
+        if row.is_route:
+            place = row.places[settings.run_sync_in_threadpool]
+            callables.add_row(row.what, row.name, row.kind, place.where)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
     console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:

@@ -68,9 +68,9 @@ class ExecutionMode(Enum):
     """Where a call runs; the values are the words users read."""
 
     EVENT_LOOP = "event loop"
-    ANYIO = "AnyIO thread"
     THREADPOOL = "threadpool"
     SERIAL = "serial thread"
+    ANYIO = "AnyIO thread"
 
 
 class ThreadPool(Protocol):
@@ -295,7 +295,7 @@ def plan(
         reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"
         warns = not sync_in_threadpool and not _is_builtin(func)
     made = ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
-    if mode is not ExecutionMode.EVENT_LOOP:
+    if mode in (ExecutionMode.THREADPOOL, ExecutionMode.SERIAL):
         _take_threads(made, lane, lanes)
     return made
 

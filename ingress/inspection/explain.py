@@ -17,14 +17,15 @@ from typing import Any
 
 from ingress import execution
 from ingress.asgi import Part
+from ingress.budget import ThreadBudget, thread_budget
 from ingress.build import BuiltDeployment, build
 from ingress.declaration import Application
-from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role
+from ingress.execution import SERIAL_LANE, ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.inspection.members import parts_of
 from ingress.inspection.sources import Use, mentions
+from ingress.lanes import lanes_of
 from ingress.replica import ANYIO_RESERVE
 from ingress.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.threads import RESERVED_THREADS
 
 _ANYIO_DEFAULT = 40  # threads that AnyIO has for a loop that is not ours
 
@@ -53,11 +54,13 @@ class Finding:
 class Place:
     """Where a callable runs. `thread` is the name of its thread, `N` for a number.
 
-    `threads` is how many of them there are at most, for each replica; `None` for no limit.
+    `lane` is "" for the threads of all. `threads` is how many there are at most, for each replica;
+    `None` for no limit.
     """
 
     where: str
     thread: str
+    lane: str
     threads: int | None
     reason: str
 
@@ -80,6 +83,11 @@ class Row:
     findings: tuple[Finding, ...]
 
     @property
+    def is_route(self) -> bool:
+        """Whether clients come to it: a path says what it is then."""
+        return " /" in self.what
+
+    @property
     def moves(self) -> bool:
         """Whether the flag decides where it runs."""
         return self.places[0].where != self.places[1].where
@@ -87,16 +95,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The rows of an application, deployment by deployment, as they are at these settings."""
+    """The rows of an application, deployment by deployment, as they are at these settings.
+
+    `findings` are about all of it.
+    """
 
     settings: Settings
     deployments: tuple[BuiltDeployment, ...]
     rows: tuple[Row, ...]
+    budget: ThreadBudget
+    findings: tuple[Finding, ...]
 
     def count(self, level: Level) -> int:
         """Return how many findings there are of this level or a graver one."""
-        findings = (each for row in self.rows for each in row.findings)
-        return sum(each.level.gravity >= level.gravity for each in findings)
+        found = [*self.findings, *(each for row in self.rows for each in row.findings)]
+        return sum(each.level.gravity >= level.gravity for each in found)
 
 
 def explain(application: Application, settings: Settings) -> Explanation:
@@ -109,7 +122,9 @@ def explain(application: Application, settings: Settings) -> Explanation:
     for each in built.deployments:
         planner = _Planner(each, settings, _anyio_limit(each, built.deployments, settings))
         rows += planner.rows(is_ingress=each is built.ingress)
-    return Explanation(settings, built.deployments, tuple(rows))
+    budget = thread_budget(built, settings)
+    findings = [Finding("oversubscription", Level.WARN, budget.warning)] if budget.warning else []
+    return Explanation(settings, built.deployments, tuple(rows), budget, tuple(findings))
 
 
 def _anyio_limit(
@@ -130,7 +145,9 @@ class _Planner:
         self._name = built.name
         self._built = built
         self._settings = settings
-        self._worker_limit = built.deployment.config.max_ongoing_requests + RESERVED_THREADS
+        config = built.deployment.config
+        target = built.deployment.func_or_class
+        self._lanes = lanes_of(target, config.max_ongoing_requests, config.lanes)
         self._anyio_limit = anyio_limit
 
     def rows(self, *, is_ingress: bool) -> Iterator[Row]:
@@ -158,7 +175,12 @@ class _Planner:
         role = Role.STREAM if is_ours else Role.FRAMEWORK
         if func is None:
             return self._unknown(use.value, text, role)
-        row = self._row(Part(use.value, func, role))
+        made = Part(use.value, func, role)
+        maker = self._plans(part.func, part.role)[self._flag]
+        has_threads = maker.lane or maker.mode is ExecutionMode.SERIAL
+        if is_ours and has_threads and not execution.kind(func).is_async:
+            return self._row(replace(made, role=part.role), part.func)  # they iterate it, too
+        row = self._row(made)
         return replace(row, name=text) if use is Use.FILE else row
 
     def _row(self, part: Part, planned: Any = None) -> Row:
@@ -187,6 +209,7 @@ class _Planner:
         place = Place(
             f"{of_def.where} or {of_async.where}",
             f"{of_def.thread} or {of_async.thread}",
+            "",
             of_def.threads,
             f"def or async def: {of_def.reason}",
         )
@@ -201,25 +224,26 @@ class _Planner:
     def _plans(self, func: Any, role: Role) -> tuple[ExecutionPlan, ExecutionPlan]:
         no_pool: Any = None  # nothing is run
         off, on = (
-            execution.plan(func, role, sync_in_threadpool=flag, pool=no_pool)
+            execution.plan(func, role, sync_in_threadpool=flag, pool=no_pool, lanes=self._lanes)
             for flag in (False, True)
         )
         return off, on
 
     def _place(self, plan: ExecutionPlan, part: Part) -> Place:
-        threads: int | None
+        threads = plan.limit
         if plan.mode is ExecutionMode.EVENT_LOOP:
             is_own = self._settings.run_user_code_in_separate_thread
             thread, threads = (f"{self._name}#N" if is_own else "the server's"), 1
-        elif plan.mode is ExecutionMode.THREADPOOL:
-            thread, threads = f"{self._name}#N-worker-N", self._worker_limit
-        else:
+        elif plan.mode is ExecutionMode.ANYIO:
             thread = "AnyIO worker thread"
             # FastAPI gives each exit a limiter of its own: one must always be able to let go.
             threads = None if part.what == "teardown" else self._anyio_limit
+        else:
+            lane = SERIAL_LANE if plan.mode is ExecutionMode.SERIAL else plan.lane
+            thread = f"{self._name}#N-{lane}-worker-N" if lane else f"{self._name}#N-worker-N"
         if part.at_once is not None and threads is not None:
             threads = min(threads, part.at_once)
-        return Place(plan.mode.value, thread, threads, plan.reason)
+        return Place(plan.where, thread, plan.lane, threads, plan.reason)
 
     def _findings(self, plan: ExecutionPlan, kind: Kind) -> Iterator[Finding]:
         is_on_loop = plan.mode is ExecutionMode.EVENT_LOOP
@@ -229,7 +253,9 @@ class _Planner:
                 Level.WARN,
                 "a def that runs on the event loop: until it returns, no other request of this "
                 "replica makes progress. Make it `async def` if nothing in it waits or computes "
-                f"for long; else set {SYNC_IN_THREADPOOL}=1 once it is thread-safe",
+                "for long; else give it a thread, once it is thread-safe: "
+                f"@serve.method(execution='threadpool') for one, {SYNC_IN_THREADPOOL}=1 for all. "
+                "@serve.method(execution='event_loop') leaves it here without a word",
             )
         elif is_on_loop and kind is Kind.GENERATOR and plan.kind.is_async:
             yield Finding(

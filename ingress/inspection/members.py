@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ingress.asgi import Part
-from ingress.batching import handler_of
+from ingress.batching import Batcher
 from ingress.build import BuiltDeployment
 from ingress.execution import Role
 from ingress.user_code import public_methods
@@ -79,7 +79,9 @@ def _unwrapped(what: str, member: Any) -> Iterator[Part]:
 
 
 def _decorated(what: str, member: Any) -> Iterator[Part]:
-    if (handler := handler_of(member)) is not None:
+    batcher = getattr(member, "__ingress_batcher__", None)
+    if isinstance(batcher, Batcher):
+        handler = batcher.handler
         what_it_is = f"{what}, batch".removeprefix(", ")
         yield Part(what_it_is, handler.func, Role.BATCH, handler.max_concurrent_batches)
     if (loader := getattr(member, "__ingress_loader__", None)) is not None:

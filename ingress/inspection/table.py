@@ -12,7 +12,10 @@ from rich.text import Text
 
 from ingress.build import BuiltDeployment
 from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
-from ingress.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
+from ingress.settings import (
+    SYNC_IN_THREADPOOL,
+    USER_CODE_IN_SEPARATE_THREAD,
+)
 
 READABLE = 100
 """How long a line of prose may be."""
@@ -37,8 +40,11 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
         console.print(_said(finding), width=min(console.width, READABLE))
         for name in dict.fromkeys(map(_named, where)):  # a dependency and its teardown are one
             console.print(Text(f"  {name}"), soft_wrap=True)
-    if any(row.findings for row in rows):
+    for finding in explanation.findings:
+        console.print(_said(finding), width=min(console.width, READABLE))
+    if explanation.findings or any(row.findings for row in rows):
         console.print()
+    console.print(explanation.budget.summary, highlight=False, soft_wrap=True)
     console.print(_summary(explanation), highlight=False, soft_wrap=True)
 
 
@@ -58,7 +64,13 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
             }
             for each in explanation.deployments
         ],
+        "native_threads": {
+            "cores": explanation.budget.cores,
+            "each_call": explanation.budget.threads,
+            "product": explanation.budget.product,
+        },
         "rows": [_row_as_json(row) for row in _chosen(explanation, diff=diff)],
+        "findings": [_finding_as_json(each) for each in explanation.findings],
     }
 
 
@@ -136,7 +148,7 @@ def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[s
 
 
 def _where(place: Place) -> Text:
-    return Text(place.where, _STYLES.get(place.where, ""))
+    return Text(place.where, _STYLES.get(place.where, "green"))
 
 
 def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
