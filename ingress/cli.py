@@ -17,11 +17,16 @@ from typing import Annotated, Any
 import typer
 import uvicorn
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ingress import api
 from ingress.build import build
+from ingress.check.blocking import RuffMissingError
+from ingress.check.checker import check_application, check_files
+from ingress.check.findings import Report
+from ingress.check.report import Format, rendered
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
@@ -116,6 +121,30 @@ def openapi(
             raise _error(f"{problem}; give -o a path in a folder that is there") from None
 
 
+@app.command()
+def check(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="MODULE:APP, or a file or folder to read only.")
+    ],
+    migrate: Annotated[
+        bool,
+        typer.Option("--migrate", help="Also what is not safe once each `def` runs in a thread."),
+    ] = False,
+    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.TEXT,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Find what blocks an event loop, and with --migrate what is not safe in threads.
+
+    [dim]ingress check main:hello --migrate[/dim]
+
+    Exit code 0: nothing found; 1: something; 2: it could not be checked. A line with `# noqa: ID`
+    is left out.
+    """
+    report = _check(target, migrate, app_dir)
+    typer.echo(rendered(report, format))
+    raise typer.Exit(1 if report.findings else 0)
+
+
 def main() -> None:
     """Run the command line: the console script `ingress`."""
     app()
@@ -136,6 +165,21 @@ def _serve(application: Application, options: HTTPOptions, settings: Settings) -
         highlight=False,
     )
     api.serve_until_signal()
+
+
+def _check(target: str, migrate: bool, app_dir: Path) -> Report:
+    settings = _settings()
+    try:
+        if ":" not in target and (path := app_dir / target).exists():
+            return check_files([path], settings, migrate=migrate)
+        application = _load(target, app_dir)
+        module_name = target.partition(":")[0]
+        return check_application(application, module_name, app_dir, settings, migrate=migrate)
+    except RuffMissingError as error:
+        _error(str(error))
+    except typer.Exit:
+        pass
+    raise typer.Exit(2)
 
 
 def _load(target: str, app_dir: Path) -> Application:
@@ -228,7 +272,9 @@ def _print_plan(application: Application, settings: Settings) -> None:
 
 
 def _error(message: str) -> typer.Exit:
-    Console(stderr=True).print(f"[red]Error:[/red] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(
+        f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
+    )
     return typer.Exit(1)
 
 

@@ -1,0 +1,302 @@
+"""The user's files, parsed: their functions, and what a name in them stands for."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sysconfig
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+OURS = Path(__file__).parents[1]
+_LIBRARIES = [
+    Path(path).resolve()
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+]
+_CONSUMERS = {"all", "any", "dict", "list", "max", "min", "next", "set", "sorted", "sum", "tuple"}
+_NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?", re.I)
+_CODE = re.compile(r"[A-Z]+[0-9]+")
+_FILE_NOQA = re.compile(r"^\s*#\s*(?:ruff|flake8)\s*:\s*noqa(?P<codes>\s*:.*)?\s*$", re.I | re.M)
+
+AnyDef = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(eq=False, slots=True)
+class Function:
+    """One `def` or `async def`. `cls` is the class it is a method of, or stands in one of."""
+
+    file: SourceFile
+    node: AnyDef
+    name: str
+    cls: str
+    parent: Function | None
+    children: dict[str, Function] = field(default_factory=dict)
+
+    @property
+    def is_async(self) -> bool:
+        return isinstance(self.node, ast.AsyncFunctionDef)
+
+    @property
+    def is_generator(self) -> bool:
+        return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own_nodes(self.node))
+
+    @property
+    def first_line(self) -> int:
+        """The line Python says the function begins at: that of its first decorator."""
+        return min([self.node.lineno, *(each.lineno for each in self.node.decorator_list)])
+
+    @property
+    def receiver(self) -> str:
+        """What the instance or class is called in it, "" if it has none."""
+        outer = self
+        while outer.parent is not None:
+            outer = outer.parent
+        if not outer.cls or "staticmethod" in outer.decorators:
+            return ""
+        arguments = [*outer.node.args.posonlyargs, *outer.node.args.args]
+        return arguments[0].arg if arguments else ""
+
+    @property
+    def decorators(self) -> set[str]:
+        """The last parts of its decorators' names."""
+        return {last_name(each) for each in self.node.decorator_list}
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file.shown}:{self.node.lineno})"
+
+
+class SourceFile:
+    """One parsed file. `module` is its dotted name."""
+
+    def __init__(self, path: Path, module: str, text: str) -> None:
+        self.path = path
+        self.module = module
+        self.text = text
+        self.tree = ast.parse(text, str(path))
+        self.functions: list[Function] = []
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.imports: dict[str, str] = {}
+        self._collect(self.tree, "", "", None)
+
+    @property
+    def shown(self) -> str:
+        """The path as a message shows it: below the current folder if it is there."""
+        return shown(self.path)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.split("\n")  # as `ast` counts: not at form feeds
+
+    @cached_property
+    def globals(self) -> set[str]:
+        """The names the module assigns to, at its top."""
+        found: set[str] = set()
+        for node in self.tree.body:
+            targets: list[Any] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+                targets = [node.target]
+            found |= names_in(targets)
+        return found
+
+    def function_at(self, line: int) -> Function | None:
+        """Return the innermost function whose text has the line."""
+        around = [
+            each
+            for each in self.functions
+            if each.node.lineno <= line <= (each.node.end_lineno or 0)
+        ]
+        return max(around, key=lambda each: each.node.lineno, default=None)
+
+    def allows(self, rule_id: str, *lines: int) -> bool:
+        """Whether a `# noqa` of one of these lines, or of the file, is for the rule."""
+        comments = [match["codes"] for match in _FILE_NOQA.finditer(self.text)]
+        for line in lines:
+            comments += [match["codes"] for match in _NOQA.finditer(self._line(line))]
+        return any(codes is None or rule_id in _CODE.findall(codes.upper()) for codes in comments)
+
+    def _line(self, number: int) -> str:
+        return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
+
+    def _collect(self, node: ast.AST, prefix: str, cls: str, parent: Function | None) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, AnyDef):
+                function = Function(self, child, prefix + child.name, cls, parent)
+                self.functions.append(function)
+                if parent is not None:
+                    parent.children[child.name] = function
+                self._collect(child, f"{prefix}{child.name}.", cls, function)
+            elif isinstance(child, ast.ClassDef):
+                self.classes[prefix + child.name] = child
+                self._collect(child, f"{prefix}{child.name}.", prefix + child.name, None)
+            else:
+                if isinstance(child, ast.Import):
+                    for alias in child.names:
+                        name = alias.asname or alias.name.partition(".")[0]
+                        self.imports[name] = alias.name if alias.asname else name
+                elif isinstance(child, ast.ImportFrom):
+                    base = self._base(child)
+                    for alias in child.names:
+                        self.imports[alias.asname or alias.name] = f"{base}.{alias.name}"
+                self._collect(child, prefix, cls, parent)
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        is_package = self.path.name == "__init__.py"
+        parts = self.module.split(".")
+        parts = parts[: len(parts) - node.level + is_package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+class Sources:
+    """The user's files, and what is defined in them under which full name."""
+
+    def __init__(self, files: Iterable[SourceFile]) -> None:
+        self.files = {file.path: file for file in files}
+        self._modules = {file.module: file for file in self.files.values()}
+        self._functions: dict[str, Function] = {}
+        self._at: dict[tuple[Path, int, str], Function] = {}
+        for function in self.functions():
+            self._functions[f"{function.file.module}.{function.name}"] = function
+            self._at[function.file.path, function.first_line, function.node.name] = function
+
+    def functions(self) -> Iterator[Function]:
+        for file in self.files.values():
+            yield from file.functions
+
+    def of_code(self, code: CodeType | None) -> Function | None:
+        """Return the function Python made this code of, `None` if it is not the user's."""
+        if code is None:
+            return None
+        return self._at.get((_resolved(code.co_filename), code.co_firstlineno, code.co_name))
+
+    def full_name(self, expression: ast.expr, file: SourceFile) -> str:
+        """Return what a name or attribute stands for, as `package.module.name`; "" if unknown."""
+        name = dotted(expression)
+        head, _, rest = name.partition(".")
+        if not head:
+            return ""
+        known = file.imports.get(head) or f"{file.module}.{head}"
+        return self._followed(f"{known}.{rest}" if rest else known)
+
+    def function(self, full_name: str) -> Function | None:
+        return self._functions.get(full_name)
+
+    def method(self, file: SourceFile, cls: str, name: str) -> Function | None:
+        """Return the method that a class, or a base of it in the user's files, has."""
+        candidates = (self._functions.get(f"{base}.{name}") for base in self.mro(file, cls))
+        return next((each for each in candidates if each is not None), None)
+
+    def mro(self, file: SourceFile, cls: str, depth: int = 8) -> Iterator[str]:
+        """Yield the full names of a class and its bases, depth first."""
+        yield f"{file.module}.{cls}"
+        node = file.classes.get(cls)
+        for base in [] if node is None or not depth else node.bases:
+            full = self.full_name(base, file)
+            for module, owner in self._modules.items():
+                if full.startswith(f"{module}.") and full[len(module) + 1 :] in owner.classes:
+                    yield from self.mro(owner, full[len(module) + 1 :], depth - 1)
+
+    def _followed(self, full_name: str, depth: int = 4) -> str:
+        """Follow names that a module has only imported."""
+        module, _, name = full_name.rpartition(".")
+        file = self._modules.get(module)
+        if file is not None and name in file.imports and full_name not in self._functions and depth:
+            return self._followed(file.imports[name], depth - 1)
+        return full_name
+
+
+def read(path: Path, module: str) -> SourceFile | None:
+    """Parse a file. Returns `None` for what is no Python, or of another Python's grammar."""
+    try:
+        with tokenize.open(path) as file:  # knows the encoding Python would
+            return SourceFile(_resolved(path), module, file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def is_users(path: Path) -> bool:
+    """Whether a file is neither the standard library's, nor an installed package's, nor ours."""
+    return not (
+        "site-packages" in path.parts
+        or path.is_relative_to(OURS)
+        or any(path.is_relative_to(library) for library in _LIBRARIES)
+    )
+
+
+def dotted(expression: ast.AST) -> str:
+    """Return `a.b.c` of a chain of names, "" of anything else."""
+    parts = []
+    while isinstance(expression, ast.Attribute):
+        parts.append(expression.attr)
+        expression = expression.value
+    if not isinstance(expression, ast.Name):
+        return ""
+    return ".".join([expression.id, *reversed(parts)])
+
+
+def last_name(decorator: ast.expr) -> str:
+    """Return the last part of a decorator's name, with or without arguments."""
+    func = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return dotted(func).rpartition(".")[2]
+
+
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
+    """Yield what runs when the function is called, in the order it is written.
+
+    Not the bodies of functions and classes in it, nor a generator expression that somebody else
+    may iterate.
+    """
+    for statement in node.body:
+        yield from _walk(statement, is_consumed=False)
+
+
+def _walk(node: ast.AST, *, is_consumed: bool) -> Iterator[ast.AST]:
+    yield node
+    if isinstance(node, AnyDef | ast.Lambda | ast.ClassDef):
+        return
+    if isinstance(node, ast.GeneratorExp) and not is_consumed:
+        yield from _walk(node.generators[0].iter, is_consumed=False)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, is_consumed=consumes(node, child))
+
+
+def consumes(node: ast.AST, child: ast.AST) -> bool:
+    """Whether running `node` iterates `child` here and now."""
+    if isinstance(node, ast.For | ast.comprehension):
+        return child is node.iter
+    if isinstance(node, ast.YieldFrom | ast.Starred):
+        return True
+    if isinstance(node, ast.Call):
+        name = dotted(node.func)
+        is_join = isinstance(node.func, ast.Attribute) and node.func.attr == "join"
+        return child is not node.func and (name in _CONSUMERS or is_join)
+    return False
+
+
+def shown(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+_paths: dict[str, Path] = {}
+
+
+def _resolved(path: str | Path) -> Path:
+    key = str(path)
+    if key not in _paths:
+        _paths[key] = Path(path).resolve()
+    return _paths[key]
