@@ -8,6 +8,7 @@ from pathlib import Path
 from ingress.build import build
 from ingress.check.blocking import blocking_calls
 from ingress.check.findings import Report
+from ingress.check.migration import migration_findings
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_in, sources_of, subjects_in, subjects_of
 from ingress.declaration import Application
@@ -40,4 +41,6 @@ def _check(
         notes=[f"{flag}: {count} functions run on an event loop; files read: {len(sources.files)}."]
     )
     report.add(findings)
+    if migrate:
+        report.add(migration_findings(sources, subjects))
     return report

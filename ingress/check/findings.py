@@ -36,6 +36,9 @@ class Finding:
     def key(self) -> tuple[str, int, int, str]:
         return (str(self.path), self.line, self.column, self.rule.id)
 
+    def also(self, functions: tuple[str, ...]) -> Finding:
+        return replace(self, functions=tuple(dict.fromkeys([*self.functions, *functions])))
+
     def confirmed(self, evidence: str) -> Finding:
         return replace(self, evidence=evidence)
 

@@ -56,6 +56,7 @@ class Subject:
     reason: str
     func: Callable[..., Any] | None = None
     one_at_a_time: bool = False
+    sync_wrapper: str = ""
 
     @property
     def is_lifecycle(self) -> bool:
@@ -136,7 +137,8 @@ def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
         now, at_1 = (
             _plan(stand_in, role, flag) for flag in (settings.run_sync_in_threadpool, True)
         )
-        found.append(Subject(function, role, now.mode, at_1.mode, now.reason))
+        wrapper = _sync_decorator(function, sources) if role is Role.METHOD else ""
+        found.append(Subject(function, role, now.mode, at_1.mode, now.reason, sync_wrapper=wrapper))
     return found
 
 
@@ -170,7 +172,7 @@ def _subjects(
 ) -> Iterator[Subject]:
     """Yield what is called, and what decorators have wrapped in it, as far as it is the user's."""
     one_at_a_time = built.deployment.config.max_ongoing_requests == 1
-    outer_is_async = False
+    outer_is_async, sync_wrapper = False, ""
     while func is not None:
         is_batch = hasattr(func, "__ingress_batcher__")
         now = _plan(func, role, settings.run_sync_in_threadpool)
@@ -178,10 +180,27 @@ def _subjects(
         function = sources.of_code(code_of(func))
         # An `async def` wrapper is written to move a `def` somewhere, who knows where.
         if function is not None and not (outer_is_async and not function.is_async):
-            yield Subject(function, role, now.mode, at_1.mode, now.reason, func, one_at_a_time)
+            wrapper = sync_wrapper if function.is_async and role is Role.METHOD else ""
+            yield Subject(
+                function, role, now.mode, at_1.mode, now.reason, func, one_at_a_time, wrapper
+            )
         outer_is_async = kind(func).is_async and not is_batch
-        func = getattr(func, "__wrapped__", None)
+        sync_wrapper = "" if kind(func).is_async else at_1.name
+        func = getattr(func, "__wrapped__", None) or _closed_over(func)
         role = Role.BATCH if is_batch else role
+
+
+def _closed_over(func: Any) -> Any:
+    """Return the one `async def` that a wrapper without `functools.wraps` calls, if it has one."""
+    inner = []
+    for cell in getattr(func, "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a variable that was never assigned to
+            continue
+        if inspect.isfunction(value) and kind(value).is_async:
+            inner.append(value)
+    return inner[0] if len(inner) == 1 and kind(func) is Kind.FUNCTION else None
 
 
 def _handed_on(sources: Sources) -> set[str]:
@@ -225,6 +244,17 @@ def _role(function: Function, sources: Sources) -> Role | None:
         return Role.BATCH
     is_entry = name in _HOOKS or not (name.startswith("_") or name in _handed_on(sources))
     return Role.METHOD if is_entry else None
+
+
+def _sync_decorator(function: Function, sources: Sources) -> str:
+    """Return which decorator of the user's makes an `async def` a `def`, "" if none does."""
+    for each in function.node.decorator_list if function.is_async else ():
+        func = each.func if isinstance(each, ast.Call) else each
+        decorator = sources.function(sources.full_name(func, function.file))
+        inner = [] if decorator is None else list(decorator.children.values())
+        if inner and not any(each.is_async for each in inner):
+            return inner[0].name
+    return ""
 
 
 def _is_deployment(file: SourceFile, cls: str) -> bool:
