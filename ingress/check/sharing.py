@@ -37,7 +37,7 @@ class Access:
 
 def accesses(function: Function, sources: Sources) -> Iterator[Access]:
     """Yield what is not safe in a function that several threads run at once, in its order."""
-    walk = _Walk(function, state_around(function.file, function.cls, sources))
+    walk = _Walk(function, sources)
     found = list(walk.unsafe(function.node.body))
     rewritten = {(each.node.lineno, each.place) for each in found if each.rule_id == "IG101"}
     seen = set()
@@ -58,9 +58,10 @@ def locked_nodes(function: Function, sources: Sources) -> set[ast.AST]:
 class _Walk:
     """Goes through the statements of a function in order."""
 
-    def __init__(self, function: Function, state: State) -> None:
+    def __init__(self, function: Function, sources: Sources) -> None:
         self._function = function
-        self._state = state
+        self._sources = sources
+        self._state = state_around(function.file, function.cls, sources)
         self._locals = _local_names(function)
         self._copies: dict[str, set[str]] = {}
 
@@ -157,10 +158,10 @@ class _Walk:
             place = f"self.{attribute}" if attribute else ""
         elif root in self._locals:
             return ""
-        elif root in self._function.file.classes:
+        elif root and self._sources.is_class(root, self._function.file):
             place = f"{root}.{attribute}" if attribute else ""
         else:
-            place = root if root in self._function.file.globals else ""
+            place = root if root and self._sources.is_global(root, self._function.file) else ""
         return "" if place in self._state.own else place
 
 

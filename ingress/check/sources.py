@@ -205,6 +205,25 @@ class Sources:
                 if full.startswith(f"{module}.") and full[len(module) + 1 :] in owner.classes:
                     yield from self.mro(owner, full[len(module) + 1 :], depth - 1)
 
+    def is_class(self, name: str, file: SourceFile) -> bool:
+        """Whether a name is a class of the user's."""
+        owner, name = self._home(name, file)
+        return name in owner.classes
+
+    def is_global(self, name: str, file: SourceFile) -> bool:
+        """Whether a name is one that a module of the user's assigns to."""
+        owner, name = self._home(name, file)
+        return name in owner.globals
+
+    def _home(self, name: str, file: SourceFile) -> tuple[SourceFile, str]:
+        """Return where a name was imported from, and what it is called there."""
+        for _ in range(4):
+            module, _, original = file.imports.get(name, "").rpartition(".")
+            if module not in self._modules:
+                break
+            file, name = self._modules[module], original
+        return file, name
+
     def _followed(self, full_name: str, depth: int = 4) -> str:
         """Follow names that a module has only imported."""
         module, _, name = full_name.rpartition(".")
