@@ -27,6 +27,7 @@ from ingress.check.blocking import RuffMissingError
 from ingress.check.checker import check_application, check_files
 from ingress.check.findings import Report
 from ingress.check.report import Format, rendered
+from ingress.check.trial import TrialError, tried
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
@@ -130,6 +131,15 @@ def check(
         bool,
         typer.Option("--migrate", help="Also what is not safe once each `def` runs in a thread."),
     ] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="PYTEST",
+            help="Also run these tests, and try in threads what --migrate finds.",
+            show_default=False,
+        ),
+    ] = None,
     format: Annotated[Format, typer.Option(help="How to print it.")] = Format.TEXT,
     app_dir: AppDir = Path("."),
 ) -> None:
@@ -140,8 +150,11 @@ def check(
     Exit code 0: nothing found; 1: something; 2: it could not be checked. A line with `# noqa: ID`
     is left out.
     """
-    report = _check(target, migrate, app_dir)
+    report = _check(target, migrate, run, app_dir)
     typer.echo(rendered(report, format))
+    if report.failure:
+        _error(report.failure)
+        raise typer.Exit(2)
     raise typer.Exit(1 if report.findings else 0)
 
 
@@ -167,15 +180,18 @@ def _serve(application: Application, options: HTTPOptions, settings: Settings) -
     api.serve_until_signal()
 
 
-def _check(target: str, migrate: bool, app_dir: Path) -> Report:
+def _check(target: str, migrate: bool, run: str | None, app_dir: Path) -> Report:
     settings = _settings()
+    migrate = migrate or run is not None
     try:
         if ":" not in target and (path := app_dir / target).exists():
-            return check_files([path], settings, migrate=migrate)
-        application = _load(target, app_dir)
-        module_name = target.partition(":")[0]
-        return check_application(application, module_name, app_dir, settings, migrate=migrate)
-    except RuffMissingError as error:
+            report = check_files([path], settings, migrate=migrate)
+        else:
+            application = _load(target, app_dir)
+            name = target.partition(":")[0]
+            report = check_application(application, name, app_dir, settings, migrate=migrate)
+        return report if run is None else tried(report, run)
+    except (RuffMissingError, TrialError) as error:
         _error(str(error))
     except typer.Exit:
         pass

@@ -185,7 +185,7 @@ def test_an_application_is_checked_as_its_files_are(tmp_path: Path) -> None:
     assert result.stdout.startswith(
         "app.py:10:19: ASYNC251 `time.sleep` blocks the event loop, in "
     )
-    assert "Plain._g, which Plain.f (app.py:9) calls on the event loop" in result.stdout
+    assert "Plain._g, called on the event loop by Plain.f (app.py:9)" in result.stdout
     assert result.returncode == 1
 
 

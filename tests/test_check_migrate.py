@@ -125,6 +125,8 @@ CASES = {
     ),
     "one-step": ("def f(self, k): return self.d.setdefault(k, 1)", []),
     "one-step-pop": ("def f(self, k):\n    if k in self.d: self.d.pop(k, None)", []),
+    "lazy-attribute": ("def f(self):\n    if not hasattr(self, 'm'): self.m = 1", ["2: IG102"]),
+    "getattr": ("def f(self): self.n = getattr(self, 'n', 0) + 1", ["1: IG101"]),
     "append": ("def f(self, k): self.items.append(k)", []),
     "read-only": ("def f(self, k):\n    if k in self.d: return self.d[k]\n    return None", []),
     "another-place": ("def f(self, k):\n    if k in self.d: self.last = k", []),

@@ -46,8 +46,9 @@ class OnLoop:
         name = self.function.name
         if self.calls:
             first, *others = self.calls
+            where = f"{first.caller.name} ({first.caller.file.shown}:{first.node.lineno})"
             more = f" and {len(others)} more" if others else ""
-            return f"{name}, which {first.caller} calls on the event loop{more}"
+            return f"{self.function.name}, called on the event loop by {where}{more}"
         if self.subject is not None and not self.function.is_async:
             return f"{name}, a `def` that runs on the event loop ({self.subject.reason})"
         return f"`async def` {name}"

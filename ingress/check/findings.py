@@ -26,6 +26,7 @@ class Finding:
     functions: tuple[str, ...] = ()
     place: str = ""
     fix: str = ""
+    end_line: int = 0
     evidence: str = ""
 
     def __post_init__(self) -> None:
@@ -45,10 +46,11 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """`notes` say what was looked at, and what a run dropped."""
+    """`notes` say what was looked at, and what a run dropped; `failure` why it is not all."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    failure: str = ""
 
     def add(self, findings: list[Finding]) -> None:
         """Add what is not there yet, in the order of files and lines."""

@@ -98,7 +98,7 @@ def _of_constructor(
             access.node.lineno,
             access.node.col_offset + 1,
             message,
-            (constructor.name,),
+            tuple(dict.fromkeys(each.name for each in users)),
         )
         yield from _allowed(finding, constructor, access)
 
@@ -129,6 +129,7 @@ def _finding(access: Access, function: Function, subject: Subject, message: str)
         message,
         (subject.function.name,),
         access.place,
+        end_line=access.node.end_lineno or 0,
     )
 
 

@@ -171,7 +171,15 @@ def _root(expression: ast.AST) -> tuple[str, str]:
     while isinstance(expression, ast.Subscript | ast.Attribute):
         attribute = expression.attr if isinstance(expression, ast.Attribute) else ""
         expression = expression.value
-    return (expression.id if isinstance(expression, ast.Name) else "", attribute)
+    match expression:
+        case ast.Name(id=name):
+            return name, attribute
+        case ast.Call(
+            func=ast.Name(id="getattr" | "hasattr"),
+            args=[ast.Name(id=name), ast.Constant(value=str(attribute)), *_],
+        ):
+            return name, attribute
+    return "", ""
 
 
 def _target(node: ast.AST) -> ast.AST:

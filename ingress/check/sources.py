@@ -67,9 +67,6 @@ class Function:
         """The last parts of its decorators' names."""
         return {last_name(each) for each in self.node.decorator_list}
 
-    def __str__(self) -> str:
-        return f"{self.name} ({self.file.shown}:{self.node.lineno})"
-
 
 class SourceFile:
     """One parsed file. `module` is its dotted name."""
