@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import ingress as serve
 from ingress.check.checker import check_application, check_files
 from ingress.check.findings import Report
 from ingress.settings import Settings
+from tests.checking import checked_as_application, checked_as_file, expected, found, in_class
 from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, write_module
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "app_examples").glob("*.py"))
@@ -27,21 +27,13 @@ def example(name: str, *, flag: bool = False, migrate: bool = False) -> Report:
     return check_application(application, f"app_examples.{name}", ROOT, settings, migrate=migrate)
 
 
-def checked(folder: Path, source: str, *, flag: bool = False, separate: bool = True) -> list[str]:
-    """Return `line: id` of what is found in a file that is not imported."""
-    write_module(folder, "app", source)
-    settings = Settings(run_sync_in_threadpool=flag, run_user_code_in_separate_thread=separate)
-    report = check_files([folder / "app.py"], settings, migrate=False)
-    return [f"{each.line}: {each.rule.id}" for each in report.findings]
-
-
 @pytest.mark.filterwarnings("ignore:max_concurrent_queries")
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "slow_server"])
 def test_every_blocking_example_is_reported_and_no_other(name: str) -> None:
-    found = {finding.path.stem for finding in example(name).findings}
+    reported = {finding.path.stem for finding in example(name).findings}
 
     blocks = name.startswith("blocking_") or name in OF_THE_FLAG
-    assert found == ({name} if blocks else set())
+    assert reported == ({name} if blocks else set())
 
 
 @pytest.mark.parametrize("name", ["blocking_cpu", "blocking_echo", "blocking_stream"])
@@ -56,143 +48,146 @@ def test_an_async_def_that_blocks_is_reported_at_either_flag() -> None:
         assert "`requests.get` blocks the event loop" in finding.message
 
 
-DEPLOYMENT = """
+HEAD = """
 import asyncio, time
 import ingress as serve
 from fastapi import FastAPI
 app = FastAPI()
 
 @serve.deployment
-class Plain:
+@serve.ingress(app)
+class A:
 """
 
+CASES = {
+    "async-def": "async def f(self): time.sleep(1)  #: ASYNC251",
+    "def-on-the-loop": "def f(self): time.sleep(1)  #: ASYNC251",
+    "generator": "def f(self): yield time.sleep(1)  #: ASYNC251",
+    "what-no-async-def-may-have": """
+        def f(self):
+            yield from []
+            time.sleep(1)  #: ASYNC251
+            return 3
+        """,
+    "nobody-calls-it": "def _f(self): time.sleep(1)",
+    "helper": """
+        async def f(self): self._g()
+        def _g(self): time.sleep(1)  #: ASYNC251
+        """,
+    "one-level-only": """
+        async def f(self): self._g()
+        def _g(self): self._h()
+        def _h(self): time.sleep(1)
+        """,
+    "handed-to-a-thread": """
+        async def f(self): await asyncio.to_thread(self.g)
+        def g(self): time.sleep(1)
+        """,
+    "inner-called": """
+        async def f(self):
+            def g(): time.sleep(1)  #: ASYNC251
+            g()
+        """,
+    "inner-handed-on": """
+        async def f(self):
+            def g(): time.sleep(1)
+            await asyncio.to_thread(g)
+        """,
+    "lambda": """
+        async def f(self): self._g(lambda: time.sleep(1))
+        def _g(self, h): ...
+        """,
+    "generator-iterated": """
+        async def f(self):
+            for x in self._g(): ...
+        def _g(self): yield time.sleep(1)  #: ASYNC251
+        """,
+    "generator-handed-on": """
+        async def f(self):
+            give(self._g())
+        def _g(self): yield time.sleep(1)
+        """,
+    "generator-returned-is-iterated-on-the-loop": """
+        def f(self): return self._g()
+        def _g(self): yield time.sleep(1)  #: ASYNC251
+        """,
+    "expression-returned": "async def f(self): return (time.sleep(1) for _ in 'ab')",
+    "expression-consumed": """
+        async def f(self): return sum(time.sleep(1) for _ in 'ab')  #: ASYNC251
+        """,
+    "constructor": "def __init__(self): time.sleep(1)",
+    "reconfigure": "def reconfigure(self, c): time.sleep(1)  #: ASYNC251",
+    "def-batch": """
+        @serve.batch
+        def f(self, x): time.sleep(1)
+        """,
+    "batch": """
+        @serve.batch
+        async def f(self, x): time.sleep(1)  #: ASYNC251
+        """,
+    "def-endpoint": """
+        @app.get('/')
+        def f(self): time.sleep(1)
+        """,
+    "endpoint": """
+        @app.get('/')
+        async def f(self): time.sleep(1)  #: ASYNC251
+        """,
+    "noqa": "async def f(self): time.sleep(1)  # noqa",
+    "noqa-id": "async def f(self): time.sleep(1)  # noqa: ASYNC251",
+    "noqa-other": "async def f(self): time.sleep(1)  # noqa: ASYNC210  #: ASYNC251",
+    "noqa-at-the-caller": """
+        async def f(self): self._g()  # noqa: ASYNC251
+        def _g(self): time.sleep(1)
+        """,
+    "noqa-file": """
+        async def f(self): time.sleep(1)
+        # ruff: noqa
+        """,
+}
 
-def deployment(body: str) -> str:
-    return DEPLOYMENT + "".join(f"    {line}\n" for line in body.splitlines())
 
-
-@pytest.mark.parametrize(
-    ("body", "found"),
-    [
-        pytest.param("async def f(self): time.sleep(1)", ["9: ASYNC251"], id="async-def"),
-        pytest.param("def f(self): time.sleep(1)", ["9: ASYNC251"], id="def-on-the-loop"),
-        pytest.param("def f(self): yield time.sleep(1)", ["9: ASYNC251"], id="generator"),
-        pytest.param(
-            "def f(self):\n    yield from []\n    time.sleep(1)\n    return 3",
-            ["11: ASYNC251"],
-            id="what-no-async-def-may-have",
-        ),
-        pytest.param("def _f(self): time.sleep(1)", [], id="nobody-calls-it"),
-        pytest.param(
-            "async def f(self): self._g()\ndef _g(self): time.sleep(1)",
-            ["10: ASYNC251"],
-            id="helper",
-        ),
-        pytest.param(
-            "async def f(self): self._g()\ndef _g(self): self._h()\ndef _h(self): time.sleep(1)",
-            [],
-            id="one-level-only",
-        ),
-        pytest.param(
-            "async def f(self): await asyncio.to_thread(self.g)\ndef g(self): time.sleep(1)",
-            [],
-            id="handed-to-a-thread",
-        ),
-        pytest.param(
-            "async def f(self):\n    def g(): time.sleep(1)\n    g()",
-            ["10: ASYNC251"],
-            id="inner-called",
-        ),
-        pytest.param(
-            "async def f(self):\n    def g(): time.sleep(1)\n    await asyncio.to_thread(g)",
-            [],
-            id="inner-handed-on",
-        ),
-        pytest.param(
-            "async def f(self): self._g(lambda: time.sleep(1))\ndef _g(self, h): ...",
-            [],
-            id="lambda",
-        ),
-        pytest.param(
-            "async def f(self):\n    for x in self._g(): ...\ndef _g(self): yield time.sleep(1)",
-            ["11: ASYNC251"],
-            id="generator-iterated",
-        ),
-        pytest.param(
-            "async def f(self):\n    give(self._g())\ndef _g(self): yield time.sleep(1)",
-            [],
-            id="generator-handed-on",
-        ),
-        pytest.param(
-            "def f(self): return self._g()\ndef _g(self): yield time.sleep(1)",
-            ["10: ASYNC251"],
-            id="generator-returned-is-iterated-on-the-loop",
-        ),
-        pytest.param(
-            "async def f(self): return (time.sleep(1) for _ in 'ab')", [], id="expression-returned"
-        ),
-        pytest.param(
-            "async def f(self): return sum(time.sleep(1) for _ in 'ab')",
-            ["9: ASYNC251"],
-            id="expression-consumed",
-        ),
-        pytest.param("def __init__(self): time.sleep(1)", [], id="constructor"),
-        pytest.param("def reconfigure(self, c): time.sleep(1)", ["9: ASYNC251"], id="reconfigure"),
-        pytest.param("@serve.batch\ndef f(self, x): time.sleep(1)", [], id="def-batch"),
-        pytest.param(
-            "@serve.batch\nasync def f(self, x): time.sleep(1)", ["10: ASYNC251"], id="batch"
-        ),
-        pytest.param("@app.get('/')\ndef f(self): time.sleep(1)", [], id="def-endpoint"),
-        pytest.param(
-            "@app.get('/')\nasync def f(self): time.sleep(1)", ["10: ASYNC251"], id="endpoint"
-        ),
-        pytest.param("async def f(self): time.sleep(1)  # noqa", [], id="noqa"),
-        pytest.param("async def f(self): time.sleep(1)  # noqa: ASYNC251", [], id="noqa-id"),
-        pytest.param(
-            "async def f(self): time.sleep(1)  # noqa: ASYNC210", ["9: ASYNC251"], id="noqa-other"
-        ),
-        pytest.param(
-            "async def f(self): self._g()  # noqa: ASYNC251\ndef _g(self): time.sleep(1)",
-            [],
-            id="noqa-at-the-caller",
-        ),
-        pytest.param("async def f(self): time.sleep(1)\n# ruff: noqa", [], id="noqa-file"),
-    ],
-)
+@pytest.mark.parametrize("body", CASES.values(), ids=CASES)
 def test_what_runs_on_the_loop_is_checked_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, found: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    assert checked(tmp_path, deployment(body)) == found
+    program = in_class(HEAD, body)
+    as_file = checked_as_file(tmp_path, program, Settings())
+    as_application = checked_as_application(tmp_path, monkeypatch, program, Settings())
 
-    # Python keeps what it imported, and so must each case have a module of its own.
-    name = f"app_{tmp_path.name}"
-    write_module(tmp_path, name, deployment(body) + "a = serve.ingress(app)(Plain.func_or_class)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module(name)
-    application = serve.deployment(module.a).bind()
-    report = check_application(application, name, tmp_path, Settings(), migrate=False)
-    assert [f"{each.line}: {each.rule.id}" for each in report.findings] == found
+    assert found(as_file) == found(as_application) == expected(program)
 
 
-def test_an_application_is_checked_as_its_files_are(tmp_path: Path) -> None:
-    source = (
-        deployment("def f(self): self._g()\ndef _g(self): time.sleep(1)") + "a = Plain.bind()\n"
-    )
-    write_module(tmp_path, "app", source)
+def test_a_constructor_is_checked_where_it_shares_the_loop(tmp_path: Path) -> None:
+    program = in_class(HEAD, "def __init__(self): time.sleep(1)  #: ASYNC251")
+    shared = Settings(run_user_code_in_separate_thread=False)
+
+    assert found(checked_as_file(tmp_path, program, shared)) == expected(program)
+
+
+def test_the_command_names_the_caller_of_a_helper_and_ends_with_1(tmp_path: Path) -> None:
+    body = "def f(self): self._g()\ndef _g(self): time.sleep(1)"
+    write_module(tmp_path, "app", in_class(HEAD, body))
 
     result = run(tmp_path, "app:a")
 
     assert result.stdout.startswith(
-        "app.py:10:19: ASYNC251 `time.sleep` blocks the event loop, in "
+        "app.py:11:19: ASYNC251 `time.sleep` blocks the event loop, in "
     )
-    assert "Plain._g, called on the event loop by Plain.f (app.py:9)" in result.stdout
+    assert "A._g, called on the event loop by A.f (app.py:10)" in result.stdout
     assert result.returncode == 1
 
 
-def test_a_constructor_is_checked_where_it_shares_the_loop(tmp_path: Path) -> None:
-    source = deployment("def __init__(self): time.sleep(1)")
+def test_nothing_found_ends_with_0(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", in_class(HEAD, "async def f(self): ..."))
 
-    assert checked(tmp_path, source, separate=False) == ["9: ASYNC251"]
+    result = run(tmp_path, "app:a")
+
+    assert result.stdout.splitlines() == [
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0: 1 functions run on an event loop; files read: 1.",
+        "No findings.",
+    ]
+    assert result.returncode == 0
 
 
 def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.servers import INGRESS, PATIENCE_S, environment, write_module
+
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 APP = """
 import asyncio, functools, sqlite3, threading, time
@@ -75,11 +78,12 @@ counter = Counter.bind()
 """
 
 TESTS = """
+from starlette.testclient import TestClient
 import ingress as serve
 from app import counter
 
 def test_the_application():
-    handle = serve.run(counter)
+    handle = serve.run(counter, route_prefix=None)
     try:
         counts = [handle.count.remote() for _ in range(50)]
         assert [each.result() for each in counts] == list(range(1, 51))
@@ -88,13 +92,12 @@ def test_the_application():
         assert handle.now.remote().result() > 0
         assert handle.rows.remote().result() == [(1,)]
         assert list(handle.options(stream=True).items.remote()) == [1, 2]
-        [get() for _ in range(2)]
     finally:
         serve.shutdown()
 
-def get():
-    import httpx
-    return httpx.get("http://127.0.0.1:8000/hit").raise_for_status()
+def test_an_endpoint():
+    with TestClient(counter) as client:
+        assert [client.get("/hit").json() for _ in range(2)] == [1, 2]
 """
 
 
@@ -118,7 +121,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
     # The user's tests are the proof that no request fails: they run at flag 0, and pass.
-    write_module(folder, "test_app", TESTS.replace("[get() for _ in range(2)]", "pass"))
+    write_module(folder, "test_app", TESTS)
 
     result = check(folder, "app:counter", "--run", "pytest -q -p no:cacheprovider")
 
@@ -136,8 +139,49 @@ def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
         "return asyncio.get_running_loop().time()  # no loop"
     )
     assert "created in a thread" in evidence.pop('self.db = sqlite3.connect(":memory:")')
-    assert evidence == {"self.hits += 1  # lost": "", "self.n += 1": ""}
+    assert "came too late" in evidence.pop("self.hits += 1  # lost")
+    assert evidence == {"self.n += 1": ""}, "no test calls it"
     (dropped,) = [note for note in report["notes"] if note.startswith("dropped: ")]
     assert "IG101 `self.guarded`" in dropped
-    assert "1 passed" in result.stderr
+    assert "2 passed" in result.stderr
     assert result.returncode == 1
+
+
+@pytest.mark.parametrize("command", ["make test", "", "python tests.py"])
+def test_what_is_not_pytest_is_refused_with_one_line(folder: Path, command: str) -> None:
+    result = check(folder, "app:counter", "--run", command)
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: --run takes a command of pytest's, such as 'pytest tests'; got ")
+    assert result.returncode == 2
+
+
+def test_tests_that_fail_are_told_of_and_leave_the_findings(folder: Path) -> None:
+    write_module(folder, "test_app", "def test_this():\n    assert False\n")
+
+    result = check(folder, "app:counter", "--run", "pytest -q -p no:cacheprovider")
+
+    assert "IG101" in result.stdout
+    assert "Error: pytest ended with 1: not all tests passed, or none ran" in result.stderr
+    assert result.returncode == 2
+
+
+def test_without_the_option_the_plugin_does_nothing(folder: Path) -> None:
+    write_module(
+        folder,
+        "test_app",
+        "from ingress.replica import Replica\nfrom ingress.user_code import UserCode\n"
+        "def test_this():\n    assert Replica.user_code_class is UserCode\n",
+    )
+
+    result = subprocess.run(
+        [*PYTEST, "-p", "ingress.check.plugin"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    assert "1 passed" in result.stdout

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from ingress.build import build
 from ingress.check.blocking import blocking_calls
+from ingress.check.decorated import sources_in, subjects_in
 from ingress.check.findings import Report
 from ingress.check.migration import migration_findings
 from ingress.check.sources import Sources
-from ingress.check.subjects import Subject, sources_in, sources_of, subjects_in, subjects_of
+from ingress.check.subjects import Subject, sources_of, subjects_of
 from ingress.declaration import Application
 from ingress.settings import SYNC_IN_THREADPOOL, Settings
 

@@ -16,7 +16,6 @@ from ingress.check.rules import RULES
 from ingress.check.sharing import Access, accesses, locked_nodes
 from ingress.check.sources import AnyDef, Function, Sources
 from ingress.check.subjects import Subject
-from ingress.execution import Role
 from ingress.settings import SYNC_IN_THREADPOOL
 
 
@@ -46,7 +45,7 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
         )
         access = Access("IG104", function.node, "")
         yield from _allowed(_finding(access, function, subject, message), function, access)
-    if not subject.is_threaded_at_1 or subject.role not in (Role.METHOD, Role.ENDPOINT):
+    if not subject.is_threaded_at_1:
         return
     where = _where(subject)
     for each in _with_callees(function, sources):

@@ -1,10 +1,12 @@
-"""What code there is to check, and where it runs: of an application, or of files alone.
+"""What an application calls of the user's, and where that runs: `execution.plan` is asked.
 
-    an application   its deployments are asked what they call, `execution.plan` where that runs
-    files            what is decorated as a deployment or a route is taken for one; for each, a
-                     function that is written the same way is planned in its place
+    endpoints of its FastAPI app      ENDPOINT
+    `__call__`, public methods, hooks METHOD, unless they are only given to something with threads
+    what `@batch` has decorated       BATCH
+    `__init__`, `__del__`             LIFECYCLE
 
-Every `async def` of the user's runs on an event loop, whoever calls it.
+What a decorator has wrapped is called, too. Every `async def` of the user's runs on an event loop,
+whoever calls it.
 """
 
 from __future__ import annotations
@@ -12,49 +14,36 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ingress.build import BuiltDeployment
-from ingress.check.sources import (
-    OURS,
-    Function,
-    SourceFile,
-    Sources,
-    dotted,
-    is_users,
-    last_name,
-    read,
-)
-from ingress.execution import ExecutionMode, Kind, Role, code_of, kind, plan
+from ingress.check.sources import OURS, Function, SourceFile, Sources, dotted, is_users, read
+from ingress.execution import ExecutionMode, Kind, Role, code_of, kind, name_of, plan
 from ingress.settings import Settings
 from ingress.user_code import public_methods
 
-_ROUTES = {
-    *("api_route", "delete", "get", "head", "options", "patch", "post", "put", "route"),
-    *("trace", "websocket", "websocket_route"),
-}
-_HOOKS = ("__call__", "reconfigure", "check_health")
+HOOKS = ("__call__", "reconfigure", "check_health")
 _OFFLOADS = {"to_thread", "run_in_executor", "run_in_threadpool", "run_sync", "submit", "map"}
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One function of the user's that a deployment calls, and where.
+    """One function of the user's that is called from outside, and where it runs.
 
-    `mode` is where it runs now, `mode_at_1` where with the flag at 1. `func` is what is called, if
-    that is known: a decorator's wrapper, maybe. `one_at_a_time` says that the deployment's
-    instances have one request each.
+    `mode` is where with the flag as it is, and `reason` why. `one_at_a_time` says that an instance
+    has one request at a time; `sync_wrapper` names the `def` that stands round an `async def`.
     """
 
     function: Function
     role: Role
     mode: ExecutionMode
+    mode_at_0: ExecutionMode
     mode_at_1: ExecutionMode
     reason: str
-    func: Callable[..., Any] | None = None
     one_at_a_time: bool = False
     sync_wrapper: str = ""
 
@@ -70,11 +59,34 @@ class Subject:
     @property
     def moves(self) -> bool:
         """Whether the flag takes it from the loop to a thread."""
-        return self.mode_at_1 is not ExecutionMode.EVENT_LOOP and self.role is Role.METHOD
+        return (self.mode_at_0, self.mode_at_1) == (
+            ExecutionMode.EVENT_LOOP,
+            ExecutionMode.THREADPOOL,
+        )
 
     @property
     def is_threaded_at_1(self) -> bool:
-        return not self.function.is_async and self.mode_at_1 is ExecutionMode.THREADPOOL
+        """Whether several threads may run it at once, with the flag at 1."""
+        is_threaded = self.mode_at_1 is ExecutionMode.THREADPOOL and not self.function.is_async
+        return is_threaded and self.role in (Role.METHOD, Role.ENDPOINT)
+
+
+def planned(
+    function: Function,
+    func: Callable[..., Any],
+    role: Role,
+    settings: Settings,
+    *,
+    one_at_a_time: bool = False,
+    sync_wrapper: str = "",
+) -> Subject:
+    """Return a function with where `func`, which it is the source of, runs."""
+    no_pool: Any = None  # nothing is run
+    at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool)
+    at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool)
+    now = at_1 if settings.run_sync_in_threadpool else at_0
+    modes = (now.mode, at_0.mode, at_1.mode)
+    return Subject(function, role, *modes, now.reason, one_at_a_time, sync_wrapper)
 
 
 def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir: Path) -> Sources:
@@ -102,18 +114,6 @@ def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir
     return Sources(file for file in found.values() if file is not None)
 
 
-def sources_in(paths: Iterable[Path]) -> Sources:
-    """Return the Python files of folders, hidden ones and environments left out, and files."""
-    files = []
-    for root in paths:
-        found = [root] if root.is_file() else sorted(root.rglob("*.py"))
-        for path in found:
-            below = path.relative_to(root).parts if root.is_dir() else ()
-            if not any(part.startswith(".") or part == "site-packages" for part in below):
-                files.append(read(path.resolve(), _module_name(path.resolve())))
-    return Sources(file for file in files if file is not None)
-
-
 def subjects_of(
     deployments: Iterable[BuiltDeployment], sources: Sources, settings: Settings
 ) -> list[Subject]:
@@ -124,22 +124,6 @@ def subjects_of(
         for func, role in _callables(built, sources)
         for subject in _subjects(func, role, built, sources, settings)
     ]
-
-
-def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
-    """Return what looks like called by a deployment or a FastAPI app."""
-    found = []
-    for function in sources.functions():
-        role = _role(function, sources)
-        if role is None:
-            continue
-        stand_in = _STAND_INS[_kind(function)]
-        now, at_1 = (
-            _plan(stand_in, role, flag) for flag in (settings.run_sync_in_threadpool, True)
-        )
-        wrapper = _sync_decorator(function, sources) if role is Role.METHOD else ""
-        found.append(Subject(function, role, now.mode, at_1.mode, now.reason, sync_wrapper=wrapper))
-    return found
 
 
 def _callables(
@@ -157,13 +141,13 @@ def _callables(
             yield route.func, Role.ENDPOINT
     for name in ("__init__", "__del__"):
         yield getattr(target, name, object.__init__), Role.LIFECYCLE
-    handed_on = _handed_on(sources)
-    for name in dict.fromkeys([*_HOOKS, *public_methods(target)]):
+    elsewhere = handed_on(sources)
+    for name in dict.fromkeys([*HOOKS, *public_methods(target)]):
         value = inspect.getattr_static(target, name, None)
         value = getattr(value, "__func__", value)
         if not inspect.isroutine(value) or code_of(value) in routes:
             continue
-        if name in _HOOKS or name not in handed_on:
+        if name in HOOKS or name not in elsewhere:
             yield value, Role.METHOD
 
 
@@ -172,20 +156,22 @@ def _subjects(
 ) -> Iterator[Subject]:
     """Yield what is called, and what decorators have wrapped in it, as far as it is the user's."""
     one_at_a_time = built.deployment.config.max_ongoing_requests == 1
-    outer_is_async, sync_wrapper = False, ""
+    is_in_async, wrapper = False, ""
     while func is not None:
         is_batch = hasattr(func, "__ingress_batcher__")
-        now = _plan(func, role, settings.run_sync_in_threadpool)
-        at_1 = _plan(func, role, True)
         function = sources.of_code(code_of(func))
         # An `async def` wrapper is written to move a `def` somewhere, who knows where.
-        if function is not None and not (outer_is_async and not function.is_async):
-            wrapper = sync_wrapper if function.is_async and role is Role.METHOD else ""
-            yield Subject(
-                function, role, now.mode, at_1.mode, now.reason, func, one_at_a_time, wrapper
+        if function is not None and not (is_in_async and not function.is_async):
+            yield planned(
+                function,
+                func,
+                role,
+                settings,
+                one_at_a_time=one_at_a_time,
+                sync_wrapper=wrapper if function.is_async and role is Role.METHOD else "",
             )
-        outer_is_async = kind(func).is_async and not is_batch
-        sync_wrapper = "" if kind(func).is_async else at_1.name
+        is_in_async = kind(func).is_async and not is_batch
+        wrapper = "" if kind(func).is_async else name_of(func)
         func = getattr(func, "__wrapped__", None) or _closed_over(func)
         role = Role.BATCH if is_batch else role
 
@@ -203,7 +189,8 @@ def _closed_over(func: Any) -> Any:
     return inner[0] if len(inner) == 1 and kind(func) is Kind.FUNCTION else None
 
 
-def _handed_on(sources: Sources) -> set[str]:
+@lru_cache(maxsize=8)
+def handed_on(sources: Sources) -> set[str]:
     """Return the names of methods that the user's code gives to something that runs in threads.
 
     Unless a handle calls them, too.
@@ -220,80 +207,3 @@ def _handed_on(sources: Sources) -> set[str]:
             elif isinstance(node, ast.Call) and dotted(node.func) in _OFFLOADS:
                 given |= {each.attr for each in node.args if isinstance(each, ast.Attribute)}
     return given - by_handle
-
-
-def _role(function: Function, sources: Sources) -> Role | None:
-    """Return what a function is from how it, or its class, is decorated."""
-    if function.parent is None and any(
-        isinstance(each, ast.Call)
-        and isinstance(each.func, ast.Attribute)
-        and each.func.attr in _ROUTES
-        for each in function.node.decorator_list
-    ):
-        return Role.ENDPOINT
-    name = function.node.name
-    if function.parent is not None:
-        return None
-    if not function.cls:
-        return Role.METHOD if "deployment" in function.decorators else None
-    if not _is_deployment(function.file, function.cls):
-        return None
-    if name in ("__init__", "__del__"):
-        return Role.LIFECYCLE
-    if "batch" in function.decorators:
-        return Role.BATCH
-    is_entry = name in _HOOKS or not (name.startswith("_") or name in _handed_on(sources))
-    return Role.METHOD if is_entry else None
-
-
-def _sync_decorator(function: Function, sources: Sources) -> str:
-    """Return which decorator of the user's makes an `async def` a `def`, "" if none does."""
-    for each in function.node.decorator_list if function.is_async else ():
-        func = each.func if isinstance(each, ast.Call) else each
-        decorator = sources.function(sources.full_name(func, function.file))
-        inner = [] if decorator is None else list(decorator.children.values())
-        if inner and not any(each.is_async for each in inner):
-            return inner[0].name
-    return ""
-
-
-def _is_deployment(file: SourceFile, cls: str) -> bool:
-    return "deployment" in map(last_name, file.classes[cls].decorator_list)
-
-
-def _kind(function: Function) -> Kind:
-    if function.is_generator:
-        return Kind.ASYNC_GENERATOR if function.is_async else Kind.GENERATOR
-    return Kind.COROUTINE if function.is_async else Kind.FUNCTION
-
-
-def _plan(func: Callable[..., Any], role: Role, sync_in_threadpool: bool) -> Any:
-    # Nothing is run, so there are no threads.
-    return plan(func, role, sync_in_threadpool=sync_in_threadpool, pool=None)  # type: ignore[arg-type]
-
-
-def _module_name(path: Path) -> str:
-    names = [] if path.name == "__init__.py" else [path.stem]
-    folder = path.parent
-    while (folder / "__init__.py").is_file():
-        names.append(folder.name)
-        folder = folder.parent
-    return ".".join(reversed(names)) or path.parent.name
-
-
-def _function() -> None: ...
-async def _coroutine() -> None: ...
-def _generator() -> Iterator[None]:
-    yield
-
-
-async def _async_generator() -> AsyncIterator[None]:
-    yield
-
-
-_STAND_INS: dict[Kind, Callable[..., Any]] = {
-    Kind.FUNCTION: _function,
-    Kind.COROUTINE: _coroutine,
-    Kind.GENERATOR: _generator,
-    Kind.ASYNC_GENERATOR: _async_generator,
-}

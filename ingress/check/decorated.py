@@ -1,0 +1,139 @@
+"""What a deployment or a FastAPI app calls, told from how it is decorated: nothing is imported.
+
+For where each runs, `execution.plan` is asked about a function that is written the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ingress.check.sources import Function, SourceFile, Sources, last_name, read
+from ingress.check.subjects import HOOKS, Subject, handed_on, planned
+from ingress.execution import Kind, Role
+from ingress.settings import Settings
+
+_ROUTES = {
+    *("api_route", "delete", "get", "head", "options", "patch", "post", "put", "route"),
+    *("trace", "websocket", "websocket_route"),
+}
+
+
+def sources_in(paths: Iterable[Path]) -> Sources:
+    """Return the Python files of folders, hidden ones and environments left out, and files."""
+    files = []
+    for root in paths:
+        found = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        for path in found:
+            below = path.relative_to(root).parts if root.is_dir() else ()
+            if not any(part.startswith(".") or part == "site-packages" for part in below):
+                files.append(read(path.resolve(), _module_name(path.resolve())))
+    return Sources(file for file in files if file is not None)
+
+
+def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
+    """Return what looks like called by a deployment or a FastAPI app."""
+    found = []
+    for function in sources.functions():
+        role = _role(function, sources)
+        if role is not None:
+            wrapper = _sync_decorator(function, sources) if role is Role.METHOD else ""
+            found.append(
+                planned(
+                    function,
+                    _STAND_INS[_kind(function)],
+                    role,
+                    settings,
+                    one_at_a_time=_one_at_a_time(function),
+                    sync_wrapper=wrapper,
+                )
+            )
+    return found
+
+
+def _role(function: Function, sources: Sources) -> Role | None:
+    """Return what a function is from how it, or its class, is decorated."""
+    if any(map(_is_route, function.node.decorator_list)):
+        return Role.ENDPOINT
+    name = function.node.name
+    if function.parent is not None:
+        return None
+    if not function.cls:
+        return Role.METHOD if "deployment" in function.decorators else None
+    if not _is_deployment(function.file, function.cls):
+        return None
+    if name in ("__init__", "__del__"):
+        return Role.LIFECYCLE
+    if "batch" in function.decorators:
+        return Role.BATCH
+    is_entry = name in HOOKS or not (name.startswith("_") or name in handed_on(sources))
+    return Role.METHOD if is_entry else None
+
+
+def _is_route(decorator: ast.expr) -> bool:
+    """Whether it is `@app.get(...)`, whatever the app is called."""
+    func = decorator.func if isinstance(decorator, ast.Call) else None
+    return isinstance(func, ast.Attribute) and func.attr in _ROUTES
+
+
+def _sync_decorator(function: Function, sources: Sources) -> str:
+    """Return which decorator of the user's makes an `async def` a `def`, "" if none does."""
+    for each in function.node.decorator_list if function.is_async else ():
+        func = each.func if isinstance(each, ast.Call) else each
+        decorator = sources.function(sources.full_name(func, function.file))
+        inner = [] if decorator is None else list(decorator.children.values())
+        if inner and not any(each.is_async for each in inner):
+            return inner[0].name
+    return ""
+
+
+def _is_deployment(file: SourceFile, cls: str) -> bool:
+    return "deployment" in map(last_name, file.classes[cls].decorator_list)
+
+
+def _one_at_a_time(function: Function) -> bool:
+    """Whether its deployment says `max_ongoing_requests=1`."""
+    cls = function.file.classes.get(function.cls)
+    calls = (
+        [] if cls is None else [each for each in cls.decorator_list if isinstance(each, ast.Call)]
+    )
+    return any(
+        keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
+        for call in calls
+        for keyword in call.keywords
+    )
+
+
+def _kind(function: Function) -> Kind:
+    if function.is_generator:
+        return Kind.ASYNC_GENERATOR if function.is_async else Kind.GENERATOR
+    return Kind.COROUTINE if function.is_async else Kind.FUNCTION
+
+
+def _module_name(path: Path) -> str:
+    names = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        names.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(names)) or path.parent.name
+
+
+def _function() -> None: ...
+async def _coroutine() -> None: ...
+def _generator() -> Iterator[None]:
+    yield
+
+
+async def _async_generator() -> AsyncIterator[None]:
+    yield
+
+
+_STAND_INS: dict[Kind, Callable[..., Any]] = {
+    Kind.FUNCTION: _function,
+    Kind.COROUTINE: _coroutine,
+    Kind.GENERATOR: _generator,
+    Kind.ASYNC_GENERATOR: _async_generator,
+}
