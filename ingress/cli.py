@@ -11,6 +11,7 @@ import json
 import logging.config
 import math
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +24,8 @@ from rich.text import Text
 
 from ingress import api
 from ingress.build import build
-from ingress.check.blocking import RuffMissingError
-from ingress.check.checker import check_application, check_files
-from ingress.check.findings import Report
+from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
-from ingress.check.trial import TrialError, tried
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
@@ -181,6 +179,10 @@ def _serve(application: Application, options: HTTPOptions, settings: Settings) -
 
 
 def _check(target: str, migrate: bool, run: str | None, app_dir: Path) -> Report:
+    # Here, because the other commands need not wait for it.
+    from ingress.check.checker import check_application, check_files
+    from ingress.check.trial import tried
+
     settings = _settings()
     migrate = migrate or run is not None
     try:
@@ -191,10 +193,12 @@ def _check(target: str, migrate: bool, run: str | None, app_dir: Path) -> Report
             name = target.partition(":")[0]
             report = check_application(application, name, app_dir, settings, migrate=migrate)
         return report if run is None else tried(report, run)
-    except (RuffMissingError, TrialError) as error:
+    except CheckError as error:
         _error(str(error))
-    except typer.Exit:
+    except typer.Exit:  # `_load` has said it
         pass
+    except Exception:  # what the user's module raises when it is imported, say
+        traceback.print_exc()
     raise typer.Exit(2)
 
 

@@ -30,10 +30,11 @@ def example(name: str, *, flag: bool = False, migrate: bool = False) -> Report:
 @pytest.mark.filterwarnings("ignore:max_concurrent_queries")
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "slow_server"])
 def test_every_blocking_example_is_reported_and_no_other(name: str) -> None:
-    reported = {finding.path.stem for finding in example(name).findings}
-
+    report = example(name, migrate=True)
     blocks = name.startswith("blocking_") or name in OF_THE_FLAG
-    assert reported == ({name} if blocks else set())
+
+    assert {finding.path.stem for finding in report.findings} == ({name} if blocks else set())
+    assert not any(finding.rule.id.startswith("IG") for finding in report.findings)
 
 
 @pytest.mark.parametrize("name", ["blocking_cpu", "blocking_echo", "blocking_stream"])
@@ -215,6 +216,15 @@ def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedPr
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+def test_a_module_that_cannot_be_imported_shows_why_and_ends_with_2(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", "raise ValueError('at import')\n")
+
+    result = run(tmp_path, "app:a")
+
+    assert "ValueError: at import" in result.stderr
+    assert result.returncode == 2
 
 
 @pytest.mark.parametrize("target", ["nothing:app", "app:nothing", "nothing.py"])

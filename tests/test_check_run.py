@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ingress.check.tracing import Trace, traced_class
 from tests.servers import INGRESS, PATIENCE_S, environment, write_module
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -74,6 +76,9 @@ class Counter:
     def rows(self):
         return self.db.execute("select 1").fetchall()
 
+    def __del__(self):
+        print("the instance ended with", self.n)
+
 counter = Counter.bind()
 """
 
@@ -101,6 +106,34 @@ def test_an_endpoint():
 """
 
 
+def test_a_write_is_too_late_if_another_thread_wrote_since_it_read() -> None:
+    class Plain:
+        n = 0
+
+    trace = Trace(frozenset({"n"}))
+    instance = traced_class(Plain, trace)()
+    read, written = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        trace.begin_call()
+        n = instance.n
+        read.set()
+        written.wait()
+        instance.n = n + 1
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    read.wait()
+    trace.begin_call()
+    instance.n += 1
+    written.set()
+    thread.join()
+
+    assert instance.n == 1
+    lost = {line: writes.lost for (_, line, _), writes in trace.writes.items()}
+    assert sorted(lost.values()) == [0, 1]
+
+
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*INGRESS, "check", *arguments, "--format", "json"],
@@ -123,7 +156,7 @@ def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
     # The user's tests are the proof that no request fails: they run at flag 0, and pass.
     write_module(folder, "test_app", TESTS)
 
-    result = check(folder, "app:counter", "--run", "pytest -q -p no:cacheprovider")
+    result = check(folder, "app:counter", "--run", "pytest -sq -p no:cacheprovider")
 
     report = json.loads(result.stdout)
     evidence: dict[str, Any] = {}
@@ -143,6 +176,7 @@ def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
     assert evidence == {"self.n += 1": ""}, "no test calls it"
     (dropped,) = [note for note in report["notes"] if note.startswith("dropped: ")]
     assert "IG101 `self.guarded`" in dropped
+    assert "the instance ended with 50\n" in result.stderr, "a rehearsal is undone"
     assert "2 passed" in result.stderr
     assert result.returncode == 1
 

@@ -1,9 +1,11 @@
 """IG103 to IG106: what a `def` may do on an event loop and not in a thread.
 
-asyncio.create_task(...), self.loop.call_soon(...), self.event.set()    IG103
-an `async def` below a decorator that knows only `def`                  IG104
-return self._predict_async(x)                                           IG105
-self.db = sqlite3.connect(...) in the constructor, used in a method     IG106
+    asyncio.create_task(...), self.loop.call_soon(...), self.event.set()    IG103
+    an `async def` below a decorator that knows only `def`                  IG104
+    return self._predict_async(x)                                           IG105
+    self.db = sqlite3.connect(...) in the constructor, used in a method     IG106
+
+IG104 is found where decorators are looked through: `subjects` and `decorated`.
 """
 
 from __future__ import annotations

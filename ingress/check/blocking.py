@@ -21,17 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from ingress.check.calls import Call, calls_of
-from ingress.check.findings import Finding, rule_of
+from ingress.check.findings import CheckError, Finding, rule_of, shown
 from ingress.check.sources import Function, SourceFile, Sources, own_nodes
 from ingress.check.subjects import Subject
 from ingress.execution import Role
 from ingress.settings import SYNC_IN_THREADPOOL
 
 _PREFIX = "async "
-
-
-class RuffMissingError(RuntimeError):
-    """ruff is not installed, or did not do what we asked of it."""
 
 
 @dataclass(slots=True)
@@ -46,9 +42,9 @@ class OnLoop:
         name = self.function.name
         if self.calls:
             first, *others = self.calls
-            where = f"{first.caller.name} ({first.caller.file.shown}:{first.node.lineno})"
+            where = f"{first.caller.name} ({shown(first.caller.file.path)}:{first.node.lineno})"
             more = f" and {len(others)} more" if others else ""
-            return f"{self.function.name}, called on the event loop by {where}{more}"
+            return f"{name}, called on the event loop by {where}{more}"
         if self.subject is not None and not self.function.is_async:
             return f"{name}, a `def` that runs on the event loop ({self.subject.reason})"
         return f"`async def` {name}"
@@ -84,7 +80,7 @@ def blocking_calls(
 ) -> tuple[list[Finding], int]:
     """Return what blocks, and how many functions were looked at.
 
-    Raises `RuffMissingError`.
+    Raises `CheckError` without ruff.
     """
     functions = on_loop(sources, subjects, constructors=constructors)
     copies: dict[SourceFile, str] = {
@@ -181,7 +177,7 @@ def _rewritten(file: SourceFile, functions: list[Function]) -> str:
 def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
     """Return ruff's diagnostics of the copies, each with the file it is about."""
     if importlib.util.find_spec("ruff") is None:
-        raise RuffMissingError(
+        raise CheckError(
             "ingress check needs ruff; install it: python -m pip install 'fastapi-ingress[check]'"
         )
     with tempfile.TemporaryDirectory(prefix="ingress-check-") as folder:
@@ -190,21 +186,20 @@ def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
             copy = Path(folder, f"{number}.py")
             copy.write_text(text, encoding="utf-8")
             originals[str(copy.resolve())] = file
-        version = f"py3{sys.version_info.minor}"
         # Without the project's configuration: what blocks is no matter of taste. Its comments hold.
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--exit-zero"]
-        command += [
-            "--quiet",
-            "--output-format=json",
-            "--select=ASYNC2",
-            "--target-version",
-            version,
-        ]
+        options = ["--quiet", "--output-format=json", "--select=ASYNC2"]
+        options += [f"--target-version=py3{sys.version_info.minor}"]
         done = subprocess.run(
-            [*command, folder], capture_output=True, text=True, encoding="utf-8", check=False
+            [*command, *options, folder],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
         )
     if done.returncode != 0:
-        raise RuffMissingError(f"ruff failed: {done.stderr.strip()}")
+        raise CheckError(f"ruff failed: {done.stderr.strip()}")
+    # A copy that ruff cannot parse has a diagnostic, too, without one of our codes.
     return [
         (originals[str(Path(each["filename"]).resolve())], each)
         for each in json.loads(done.stdout or "[]")

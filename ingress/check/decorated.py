@@ -96,9 +96,8 @@ def _is_deployment(file: SourceFile, cls: str) -> bool:
 def _one_at_a_time(function: Function) -> bool:
     """Whether its deployment says `max_ongoing_requests=1`."""
     cls = function.file.classes.get(function.cls)
-    calls = (
-        [] if cls is None else [each for each in cls.decorator_list if isinstance(each, ast.Call)]
-    )
+    decorators = [] if cls is None else cls.decorator_list
+    calls = [each for each in decorators if isinstance(each, ast.Call)]
     return any(
         keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
         for call in calls

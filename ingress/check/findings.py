@@ -10,12 +10,16 @@ from ingress.check.rules import RULES, Rule
 UNKNOWN_FIX = "move the call to a thread: await asyncio.to_thread(...)"
 
 
+class CheckError(RuntimeError):
+    """It could not be checked; the message says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line that breaks a rule. `line` and `column` count from 1.
 
-    `functions` are those that get there: `Class.method`, the ones a run can call. `place` is the
-    attribute it is about, for what a run can see. `evidence` is what a run saw, "" without one.
+    `functions` are those that get there, as `Class.method`. `place` is the state it is about, such
+    as `self.cache`. `fix` is for this one, "" for the rule's. `evidence` is what a run saw.
     """
 
     rule: Rule
@@ -29,9 +33,9 @@ class Finding:
     end_line: int = 0
     evidence: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.fix:
-            object.__setattr__(self, "fix", self.rule.fix)
+    @property
+    def advice(self) -> str:
+        return self.fix or self.rule.fix
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -60,6 +64,12 @@ class Report:
                 known.add(finding.key)
                 self.findings.append(finding)
         self.findings.sort(key=lambda finding: finding.key)
+
+
+def shown(path: Path) -> str:
+    """Return a path as CI systems look for it: below the current folder if it is there."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def rule_of(rule_id: str, title: str) -> Rule:

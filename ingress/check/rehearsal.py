@@ -157,11 +157,13 @@ class RehearsingUserCode(UserCode):
         try:
             instance.__class__ = traced_class(cls, trace)
         except TypeError:
-            return  # a class that cannot be subclassed, or exchanged
+            pass  # a class that cannot be subclassed or exchanged, or a function: it tells nothing
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
             deadline = monotonic() + BUDGET_S
             for _ in range(ROUNDS):
+                if monotonic() > deadline:
+                    break
                 if state is not None:
                     fresh = {name: _copied(value) for name, value in self._state.items()}
                     state.clear()
@@ -170,7 +172,8 @@ class RehearsingUserCode(UserCode):
                     self._round(recording, trace, deadline)
         finally:
             sys.setswitchinterval(interval)
-            instance.__class__ = cls
+            if type(instance) is not cls:
+                instance.__class__ = cls
             if state is not None and before is not None:
                 state.clear()
                 state.update(before)

@@ -1,7 +1,4 @@
-"""A report as text, as JSON, as SARIF 2.1.0 and as GitHub's annotations.
-
-Paths are below the current folder where they can be: that is what CI systems look for.
-"""
+"""A report as text, as JSON, as SARIF 2.1.0 and as GitHub's annotations."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from ingress.check.findings import Finding, Report
-from ingress.check.sources import shown
+from ingress.check.findings import Finding, Report, shown
 
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -33,7 +29,7 @@ def _text(report: Report) -> str:
         lines += [
             f"{shown(each.path)}:{each.line}:{each.column}: {each.rule.id} {each.message}",
             *([f"    confirmed: {each.evidence}"] if each.evidence else []),
-            f"    fix: {each.fix}",
+            f"    fix: {each.advice}",
             f"    {each.rule.page}",
         ]
     count = len(report.findings)
@@ -51,7 +47,7 @@ def _json(report: Report) -> str:
             "column": each.column,
             "message": each.message,
             "functions": list(each.functions),
-            "fix": each.fix,
+            "fix": each.advice,
             "page": each.rule.page,
             "evidence": each.evidence,
         }
@@ -110,7 +106,7 @@ def _level(finding: Finding) -> str:
 
 def _message(finding: Finding) -> str:
     evidence = f" Confirmed: {finding.evidence}." if finding.evidence else ""
-    return f"{finding.message}.{evidence} Fix: {finding.fix}"
+    return f"{finding.message}.{evidence} Fix: {finding.advice}"
 
 
 def _uri(finding: Finding) -> str:

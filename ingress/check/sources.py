@@ -81,11 +81,6 @@ class SourceFile:
         self.imports: dict[str, str] = {}
         self._collect(self.tree, "", "", None)
 
-    @property
-    def shown(self) -> str:
-        """The path as a message shows it: below the current folder if it is there."""
-        return shown(self.path)
-
     @cached_property
     def lines(self) -> list[str]:
         return self.text.split("\n")  # as `ast` counts: not at form feeds
@@ -100,7 +95,12 @@ class SourceFile:
                 targets = node.targets
             elif isinstance(node, ast.AnnAssign | ast.AugAssign):
                 targets = [node.target]
-            found |= names_in(targets)
+            nodes = (node for target in targets for node in ast.walk(target))
+            found |= {
+                each.id
+                for each in nodes
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
         return found
 
     def function_at(self, line: int) -> Function | None:
@@ -197,10 +197,19 @@ class Sources:
         yield f"{file.module}.{cls}"
         node = file.classes.get(cls)
         for base in [] if node is None or not depth else node.bases:
-            full = self.full_name(base, file)
-            for module, owner in self._modules.items():
-                if full.startswith(f"{module}.") and full[len(module) + 1 :] in owner.classes:
-                    yield from self.mro(owner, full[len(module) + 1 :], depth - 1)
+            if home := self.class_called(self.full_name(base, file)):
+                yield from self.mro(*home, depth - 1)
+
+    def class_called(self, full_name: str) -> tuple[SourceFile, str] | None:
+        """Return the file and the name in it of a class of the user's."""
+        module, dot, name = full_name.rpartition(".")
+        while dot:
+            file = self._modules.get(module)
+            if file is not None and name in file.classes:
+                return file, name
+            module, dot, outer = module.rpartition(".")
+            name = f"{outer}.{name}"  # the class may stand in another
+        return None
 
     def is_class(self, name: str, file: SourceFile) -> bool:
         """Whether a name is a class of the user's."""
@@ -301,11 +310,6 @@ def consumes(node: ast.AST, child: ast.AST) -> bool:
         is_join = isinstance(node.func, ast.Attribute) and node.func.attr == "join"
         return child is not node.func and (name in _CONSUMERS or is_join)
     return False
-
-
-def shown(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 _paths: dict[str, Path] = {}

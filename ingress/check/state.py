@@ -106,36 +106,35 @@ def _assignments(
         for name, value in _assigned(node):
             yield name, value, file, None
     for full_name in sources.mro(file, cls) if cls else ():
-        for owner in sources.files.values():
-            prefix = f"{owner.module}."
-            name_of_class = full_name.removeprefix(prefix)
-            if not full_name.startswith(prefix) or name_of_class not in owner.classes:
-                continue
-            for statement in owner.classes[name_of_class].body:
-                for name, value in _assigned(statement):
-                    yield f"self.{name}", value, owner, None
-            for method in owner.functions:
-                if method.cls == name_of_class and method.receiver:
-                    for inner in ast.walk(method.node):
-                        for name, value in _assigned(inner):
-                            head, _, rest = name.partition(".")
-                            if head == method.receiver and rest:
-                                yield f"self.{rest}", value, owner, method
+        home = sources.class_called(full_name)
+        if home is None:
+            continue
+        owner, name_of_class = home
+        for statement in owner.classes[name_of_class].body:
+            for name, value in _assigned(statement):
+                yield f"self.{name}", value, owner, None
+        for method in owner.functions:
+            if method.cls == name_of_class and method.receiver:
+                for inner in ast.walk(method.node):
+                    for name, value in _assigned(inner):
+                        head, _, rest = name.partition(".")
+                        if head == method.receiver and rest:
+                            yield f"self.{rest}", value, owner, method
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yield the plain names and attributes a statement assigns to, with the value."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            values = node.value
-            if isinstance(target, ast.Tuple) and isinstance(values, ast.Tuple):
-                pairs = [*zip(target.elts, values.elts, strict=False)]
-            else:
-                pairs = [(target, values)]
-            for each, value in pairs:
+            for each, value in _pairs(target, node.value):
                 if name := dotted(each):
                     yield name, value
-    elif (
-        isinstance(node, ast.AnnAssign) and node.value is not None and (name := dotted(node.target))
-    ):
+    elif isinstance(node, ast.AnnAssign) and node.value and (name := dotted(node.target)):
         yield name, node.value
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Return what is assigned to what: `a, b = 1, 2` are two."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return [*zip(target.elts, value.elts, strict=False)]
+    return [(target, value)]

@@ -27,7 +27,10 @@ from ingress.settings import Settings
 from ingress.user_code import public_methods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
-_OFFLOADS = {"to_thread", "run_in_executor", "run_in_threadpool", "run_sync", "submit", "map"}
+_OFFLOADS = {
+    *("BackgroundTask", "add_task", "map", "run_in_executor", "run_in_threadpool", "run_sync"),
+    *("submit", "to_thread"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def _callables(
     for name in dict.fromkeys([*HOOKS, *public_methods(target)]):
         value = inspect.getattr_static(target, name, None)
         value = getattr(value, "__func__", value)
-        if not inspect.isroutine(value) or code_of(value) in routes:
+        if not callable(value) or inspect.isclass(value) or code_of(value) in routes:
             continue
         if name in HOOKS or name not in elsewhere:
             yield value, Role.METHOD
@@ -190,7 +193,7 @@ def _closed_over(func: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def handed_on(sources: Sources) -> set[str]:
+def handed_on(sources: Sources) -> frozenset[str]:
     """Return the names of methods that the user's code gives to something that runs in threads.
 
     Unless a handle calls them, too.
@@ -199,11 +202,12 @@ def handed_on(sources: Sources) -> set[str]:
     by_handle: set[str] = set()
     for file in sources.files.values():
         for node in ast.walk(file.tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in _OFFLOADS:
-                    given |= {each.attr for each in node.args if isinstance(each, ast.Attribute)}
-                elif node.func.attr in ("remote", "options"):
-                    by_handle.add(dotted(node.func.value).rpartition(".")[2])
-            elif isinstance(node, ast.Call) and dotted(node.func) in _OFFLOADS:
-                given |= {each.attr for each in node.args if isinstance(each, ast.Attribute)}
-    return given - by_handle
+            if not isinstance(node, ast.Call):
+                continue
+            owner, _, called = dotted(node.func).rpartition(".")
+            if called in _OFFLOADS:
+                names = (dotted(each).partition(".") for each in node.args)
+                given |= {name for head, _, name in names if head == "self"}
+            elif called in ("remote", "options"):
+                by_handle.add(owner.rpartition(".")[2])
+    return frozenset(given - by_handle)

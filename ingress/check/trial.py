@@ -1,9 +1,11 @@
 """`--run`: run the user's tests, and let what was seen decide what `--migrate` has found.
 
-confirmed   an update was lost, a check was out of date when its act came, or a thread was told
-            that it has no event loop, or is not the object's own
-dropped     the line ran in several threads at once, often enough, and nothing was lost
-neither     no test called it in pytest's own process, or it is not about an attribute
+    confirmed   an update was lost, a check was out of date when its act came, or a thread was told
+                that it has no event loop, or is not the object's own
+    dropped     the line ran in several threads at once, often enough, and nothing was lost
+    neither     no test called it in pytest's own process, or it is not about an attribute
+
+What is tried, and when, is `rehearsal`'s.
 """
 
 from __future__ import annotations
@@ -17,18 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingress.check.findings import Finding, Report
+from ingress.check.findings import CheckError, Finding, Report, shown
 from ingress.check.plugin import WATCHED
-from ingress.check.sources import shown
 
 ENOUGH_WRITES = 4
 _RACES = ("IG101", "IG102")
 _ERRORS = {"IG103": "event loop", "IG106": "same thread"}
 """What the text of an error has that proves a finding: asyncio's words, and SQLite's."""
-
-
-class TrialError(RuntimeError):
-    """The command is not one of pytest's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Seen:
 def tried(report: Report, command: str) -> Report:
     """Run the tests, and return the report with what that decides.
 
-    Raises `TrialError` for a command that is not pytest's.
+    Raises `CheckError` for a command that is not pytest's.
     """
     words = _pytest(command)
     with tempfile.TemporaryDirectory(prefix="ingress-check-") as folder:
@@ -68,7 +65,7 @@ def _pytest(command: str) -> list[str]:
         return [sys.executable, "-m", "pytest", *words[1:]]  # the one with our plugin
     if words[1:3] == ["-m", "pytest"]:
         return words
-    raise TrialError(f"--run takes a command of pytest's, such as 'pytest tests'; got {command!r}")
+    raise CheckError(f"--run takes a command of pytest's, such as 'pytest tests'; got {command!r}")
 
 
 def _can_be_tried(finding: Finding) -> bool:
