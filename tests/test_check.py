@@ -52,7 +52,7 @@ def test_an_async_def_that_blocks_is_reported_at_either_flag() -> None:
 HEAD = """
 import asyncio, time
 import ingress as serve
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 app = FastAPI()
 
 @serve.deployment
@@ -125,6 +125,11 @@ CASES = {
     "batch": """
         @serve.batch
         async def f(self, x): time.sleep(1)  #: ASYNC251
+        """,
+    "def-dependency": """
+        def dep(self): time.sleep(1)
+        @app.get('/')
+        def f(self, x=Depends(dep)): ...
         """,
     "def-endpoint": """
         @app.get('/')

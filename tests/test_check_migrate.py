@@ -18,7 +18,7 @@ from tests.checking import (
 
 HEAD = """
 import asyncio, sqlite3, threading, time, functools
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 import ingress as serve
 
 app, COUNT, SEEN, LOCK, LOCAL = FastAPI(), 0, {}, threading.Lock(), threading.local()
@@ -68,6 +68,12 @@ CASES = {
     "endpoint": """
         @app.get('/')
         def f(self): self.n += 1  #: IG101
+        """,
+    "dependency": """
+        def dep(self):
+            self.n += 1  #: IG101
+        @app.get('/')
+        def f(self, x=Depends(dep)): ...
         """,
     "generator": """
         def f(self):

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ingress.check.tracing import Trace, traced_class
+from ingress.check.tracing import Trace, traced_class, traced_state
 from tests.servers import INGRESS, PATIENCE_S, environment, write_module
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -132,6 +134,71 @@ def test_a_write_is_too_late_if_another_thread_wrote_since_it_read() -> None:
     assert instance.n == 1
     lost = {line: writes.lost for (_, line, _), writes in trace.writes.items()}
     assert sorted(lost.values()) == [0, 1]
+
+
+CONTAINERS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": ({"k": 1}, lambda c: "k" in c, lambda c: c.pop("k")),
+    "another-key": ({"k": 1}, lambda c: len(c), lambda c: c.update(j=1)),
+    "defaultdict": (defaultdict(int, k=1), lambda c: c["k"], lambda c: c.__setitem__("k", 2)),
+    "counter": (Counter("aab"), lambda c: c["a"], lambda c: c.__setitem__("a", 2)),
+    "ordered": (OrderedDict(k=1), lambda c: bool(c), lambda c: c.popitem()),
+    "list": ([1], lambda c: bool(c), lambda c: c.pop()),
+    "set": ({1}, lambda c: 1 in c, lambda c: c.remove(1)),
+    "deque": (deque([1], maxlen=3), lambda c: len(c), lambda c: c.popleft()),
+}
+
+
+@pytest.mark.parametrize(("value", "ask", "act"), CONTAINERS.values(), ids=CONTAINERS)
+def test_an_act_on_a_container_is_too_late_if_another_thread_acted_since_it_was_asked(
+    value: Any, ask: Callable[[Any], Any], act: Callable[[Any], Any]
+) -> None:
+    trace = Trace(frozenset({"c"}))
+    traced = traced_state({"c": value, "other": value}, trace)
+    container = traced["c"]
+    assert container == value
+    assert isinstance(container, type(value))
+    assert traced["other"] is value
+    expected = value.copy()
+    act(expected)
+
+    def work() -> None:
+        trace.begin_call()
+        ask(container)
+        act(container)
+        acted.append(container == expected)  # here: who compares has read
+
+    acted: list[bool] = []
+    trace.begin_call()
+    ask(container)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert acted == [True]
+    assert [writes.lost for writes in trace.writes.values()] == [0]
+    try:
+        act(container)
+    except (KeyError, IndexError):
+        pass  # as it may be, too late
+
+    assert [writes.lost for writes in trace.writes.values()] == [1]
+
+
+def test_an_act_on_another_key_is_not_too_late() -> None:
+    trace = Trace(frozenset({"c"}))
+    container = traced_state({"c": {}}, trace)["c"]
+
+    def work() -> None:
+        trace.begin_call()
+        container["a"] = 1
+
+    trace.begin_call()
+    assert "b" not in container
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    container["b"] = 1
+
+    assert [writes.lost for writes in trace.writes.values()] == [0, 0]
 
 
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

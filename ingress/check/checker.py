@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ingress.build import build
 from ingress.check.blocking import blocking_calls
-from ingress.check.decorated import sources_in, subjects_in
+from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.findings import Report
 from ingress.check.migration import migration_findings
 from ingress.check.sources import Sources
@@ -22,7 +22,11 @@ def check_application(
     """Check what an imported application runs, and every `async def` next to it."""
     deployments = build(application, "default").deployments
     sources = sources_of(module_name, deployments, app_dir)
-    return _check(sources, subjects_of(deployments, sources, settings), settings, migrate=migrate)
+    dependencies = dependencies_in(sources, settings)
+    elsewhere = {each.function for each in dependencies}  # FastAPI's to call, not a handle's
+    called = subjects_of(deployments, sources, settings)
+    subjects = [each for each in called if each.function not in elsewhere]
+    return _check(sources, subjects + dependencies, settings, migrate=migrate)
 
 
 def check_files(paths: Sequence[Path], settings: Settings, *, migrate: bool) -> Report:

@@ -1,4 +1,8 @@
-"""What a deployment or a FastAPI app calls, told from how it is decorated: nothing is imported.
+"""What a deployment or a FastAPI app calls, told from the source: nothing is imported.
+
+    below `@app.get(...)`, in `Depends(...)`      ENDPOINT
+    in a class below `@serve.deployment`          METHOD, BATCH or LIFECYCLE
+    anything else                                 nothing calls it from outside
 
 For where each runs, `execution.plan` is asked about a function that is written the same way.
 """
@@ -10,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ingress.check.sources import Function, SourceFile, Sources, last_name, read
+from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name, read
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
 from ingress.execution import Kind, Role
 from ingress.settings import Settings
@@ -35,22 +39,48 @@ def sources_in(paths: Iterable[Path]) -> Sources:
 
 def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
     """Return what looks like called by a deployment or a FastAPI app."""
-    found = []
+    roles = {function: _role(function, sources) for function in sources.functions()}
+    roles |= dict.fromkeys(_dependencies(sources), Role.ENDPOINT)
+    return [_subject(function, role, sources, settings) for function, role in roles.items() if role]
+
+
+def dependencies_in(sources: Sources, settings: Settings) -> list[Subject]:
+    """Return what stands in a `Depends(...)`."""
+    found = dict.fromkeys(_dependencies(sources))
+    return [_subject(function, Role.ENDPOINT, sources, settings) for function in found]
+
+
+def _subject(function: Function, role: Role, sources: Sources, settings: Settings) -> Subject:
+    return planned(
+        function,
+        _STAND_INS[_kind(function)],
+        role,
+        settings,
+        one_at_a_time=_one_at_a_time(function),
+        sync_wrapper=_sync_decorator(function, sources) if role is Role.METHOD else "",
+    )
+
+
+def _dependencies(sources: Sources) -> Iterator[Function]:
+    """Yield the functions that parameters and decorators name in `Depends(...)`."""
     for function in sources.functions():
-        role = _role(function, sources)
-        if role is not None:
-            wrapper = _sync_decorator(function, sources) if role is Role.METHOD else ""
-            found.append(
-                planned(
-                    function,
-                    _STAND_INS[_kind(function)],
-                    role,
-                    settings,
-                    one_at_a_time=_one_at_a_time(function),
-                    sync_wrapper=wrapper,
-                )
-            )
-    return found
+        for node in ast.walk(function.node.args):
+            yield from _depended_on(node, function, sources)
+        for decorator in function.node.decorator_list:
+            for node in ast.walk(decorator):
+                yield from _depended_on(node, function, sources)
+
+
+def _depended_on(node: ast.AST, user: Function, sources: Sources) -> Iterator[Function]:
+    if not isinstance(node, ast.Call) or last_name(node) not in ("Depends", "Security"):
+        return
+    for argument in node.args[:1]:
+        # A method of the class is named without it.
+        in_class = f"{user.file.module}.{user.cls}.{dotted(argument)}"
+        full_name = sources.full_name(argument, user.file)
+        found = sources.function(in_class) or sources.function(full_name)
+        if found is not None:
+            yield found
 
 
 def _role(function: Function, sources: Sources) -> Role | None:

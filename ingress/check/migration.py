@@ -49,7 +49,7 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
         return
     where = _where(subject)
     for each in _with_callees(function, sources):
-        via = "" if each is function else f", which {function.name} calls"
+        via = "" if each is function else f", called by {function.name}"
         for access in accesses(each, sources):
             if subject.one_at_a_time and access.place.startswith("self."):
                 continue

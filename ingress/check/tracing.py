@@ -29,7 +29,8 @@ _READ_KEY = ("__contains__", "__getitem__", "get", "index", "count")
 _READ_ALL = ("__iter__", "__len__", "copy", "items", "keys", "values")
 _WRITE_KEY = ("__delitem__", "__setitem__", "add", "discard", "pop", "remove", "setdefault")
 _WRITE_ALL = (
-    *("append", "appendleft", "clear", "extend", "insert", "popitem", "popleft", "update"),
+    *("append", "appendleft", "clear", "extend", "insert", "move_to_end", "popitem", "popleft"),
+    "update",
 )
 CONTAINERS = (dict, OrderedDict, Counter, defaultdict, list, set, deque)
 
