@@ -248,6 +248,21 @@ def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
     assert result.returncode == 1
 
 
+def test_what_the_tests_leave_running_is_tried_too(folder: Path) -> None:
+    write_module(
+        folder,
+        "test_app",
+        "import ingress as serve\nfrom app import counter\n"
+        "def test_this():\n    serve.run(counter, route_prefix=None).count.remote().result()\n",
+    )
+
+    result = check(folder, "app:counter", "--run", "python -m pytest -q -p no:cacheprovider")
+
+    findings = {each["line"]: each for each in json.loads(result.stdout)["findings"]}
+    line = next(at for at, text in enumerate(APP.splitlines(), 1) if "self.n = n + 1" in text)
+    assert "came too late" in findings[line]["evidence"]
+
+
 @pytest.mark.parametrize("command", ["make test", "", "python tests.py"])
 def test_what_is_not_pytest_is_refused_with_one_line(folder: Path, command: str) -> None:
     result = check(folder, "app:counter", "--run", command)

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ingress import api
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, Watched
 from ingress.replica import Replica
 from ingress.user_code import UserCode
@@ -40,6 +41,7 @@ def pytest_unconfigure(config: Any) -> None:
     folder = config.getoption("--ingress-rehearsal")
     if folder is None or Replica.user_code_class is UserCode:
         return
+    api.shutdown()  # what the tests have left running has its rehearsal now
     Replica.user_code_class = UserCode
     outcome = RehearsingUserCode.outcome
     writes = [

@@ -61,10 +61,12 @@ def tried(report: Report, command: str) -> Report:
 
 def _pytest(command: str) -> list[str]:
     words = shlex.split(command)
-    if words and Path(words[0]).name in ("pytest", "py.test"):
-        return [sys.executable, "-m", "pytest", *words[1:]]  # the one with our plugin
-    if words[1:3] == ["-m", "pytest"]:
-        return words
+    program = Path(words[0]).name if words else ""
+    # This Python's, wherever the words point: it is the one that has our plugin.
+    if program in ("pytest", "py.test"):
+        return [sys.executable, "-m", "pytest", *words[1:]]
+    if program.startswith("python") and words[1:3] == ["-m", "pytest"]:
+        return [sys.executable, *words[1:]]
     raise CheckError(f"--run takes a command of pytest's, such as 'pytest tests'; got {command!r}")
 
 
