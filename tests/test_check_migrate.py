@@ -17,7 +17,9 @@ from tests.checking import (
 )
 
 HEAD = """
-import asyncio, sqlite3, threading, time, functools
+import asyncio, decimal, functools, sqlite3, threading, time
+try: from selenium import webdriver
+except ImportError: ...
 from fastapi import Depends, FastAPI
 import ingress as serve
 
@@ -46,7 +48,7 @@ CASES = {
     "by-a-local": """
         def f(self):
             n = self.n
-            time.sleep(0)
+            print(n)
             self.n = n + 1  #: IG101
         """,
     "of-a-key": "def f(self): self.hits['a'] += 1  #: IG101",
@@ -253,9 +255,27 @@ CASES = {
         """,
     "local-filled": """
         def __init__(self):
-            self.own = threading.local()  #: IG106
-            self.own.n = 1
+            self.own = threading.local()
+            self.own.n = 1  #: IG106
         def f(self): return self.own.n
+        """,
+    "local-of-the-module-filled": """
+        def __init__(self): LOCAL.n = 1  #: IG106
+        def f(self): return LOCAL.n
+        """,
+    "local-filled-where-it-is-used": """
+        def __init__(self): self.own = threading.local()
+        def f(self):
+            self.own.n = 1
+            return self.own.n
+        """,
+    "browser": """
+        def __init__(self): self.browser = webdriver.Firefox()  #: IG106
+        def f(self): return self.browser.title
+        """,
+    "precision": """
+        def __init__(self): decimal.getcontext().prec = 50  #: IG106
+        def f(self): return decimal.Decimal(1) / 3
         """,
 }
 

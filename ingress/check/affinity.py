@@ -37,10 +37,11 @@ _PRIMITIVE_METHODS = {
 }
 _AWAITABLES = {"asyncio.sleep", "asyncio.to_thread", "asyncio.wait", "asyncio.wait_for"}
 _AFFINE = {
-    "sqlite3.connect": "a SQLite connection",
     "playwright.sync_api.sync_playwright": "a Playwright driver",
+    "selenium.webdriver": "a browser driver",
+    "sqlite3.connect": "a SQLite connection",
+    "win32com.client": "a COM object",
 }
-_AFFINE_MODULES = {"selenium.webdriver.": "a browser driver", "win32com.client.": "a COM object"}
 _THREAD_STATE = {
     "decimal.getcontext": "decimal's context",
     "decimal.setcontext": "decimal's context",
@@ -81,17 +82,16 @@ def affine_objects(
     """Yield what a constructor makes for its own thread, with what it is and who uses it."""
     users = list(users)
     for made in state_around(constructor.file, constructor.cls, sources).made:
-        if made.function is not constructor:
-            continue
-        what = _affine(made, constructor)
+        found = _affine(made, constructor)
         user = next((each for each in users if _uses(each, made.place)), None)
-        if what and user is not None:
-            yield Access("IG106", made.call, made.place), f"{what} that {user.name} uses"
+        if found is not None and user is not None:
+            where, what = found
+            yield Access("IG106", where, made.place), f"makes {what} that {user.name} uses"
     for node in own_nodes(constructor.node):
         if isinstance(node, ast.Call) and users:
             name = sources.full_name(node.func, constructor.file)
             if name in _THREAD_STATE:
-                yield Access("IG106", node, ""), f"{_THREAD_STATE[name]}, of this thread only,"
+                yield Access("IG106", node, ""), f"sets {_THREAD_STATE[name]}, each thread's own,"
 
 
 def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State) -> str:
@@ -126,33 +126,48 @@ def _ready_for_no_loop(function: Function) -> set[ast.AST]:
     }
 
 
-def _affine(made: Made, constructor: Function) -> str:
-    if made.full_name == "sqlite3.connect":
-        allowed = [each.value for each in made.call.keywords if each.arg == "check_same_thread"]
-        if any(isinstance(each, ast.Constant) and each.value is False for each in allowed):
-            return ""
+def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
+    """Return what is bound to the constructor's thread, and where; `None` if nothing is."""
     if made.full_name == "threading.local":
-        # What is set here is there in this thread only.
-        return "a threading.local() filled here" if _fills(constructor, made.place) else ""
-    for module, what in _AFFINE_MODULES.items():
-        if made.full_name.startswith(module):
-            return what
-    return _AFFINE.get(made.full_name, "")
+        # Made anywhere: what is put into it here is there in this thread only.
+        filled = _stores(constructor, made.place)
+        return (filled[0], "an attribute of a threading.local()") if filled else None
+    if made.function is not constructor or _is_shareable(made.call):
+        return None
+    for name, what in _AFFINE.items():
+        if made.full_name == name or made.full_name.startswith(f"{name}."):
+            return made.call, what
+    return None
 
 
-def _fills(constructor: Function, place: str) -> bool:
-    prefix = constructor.receiver + place.removeprefix("self") + "."
+def _is_shareable(call: ast.Call) -> bool:
+    """Whether it is `sqlite3.connect(..., check_same_thread=False)`."""
     return any(
-        isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and dotted(node).startswith(prefix)
-        for node in own_nodes(constructor.node)
+        each.arg == "check_same_thread" and ast.unparse(each.value) == "False"
+        for each in call.keywords
     )
+
+
+def _stores(function: Function, place: str) -> list[ast.Attribute]:
+    """Return where a function puts something into a place's attributes."""
+    return [
+        node
+        for node in own_nodes(function.node)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and dotted(node).startswith(f"{_written(place, function)}.")
+    ]
 
 
 def _uses(function: Function, place: str) -> bool:
-    name = function.receiver + place.removeprefix("self")
+    name = _written(place, function)
     return any(
-        isinstance(node, ast.Attribute) and dotted(node) == name
+        isinstance(node, ast.Attribute | ast.Name) and dotted(node) == name
         for node in own_nodes(function.node)
     )
+
+
+def _written(place: str, function: Function) -> str:
+    """Return a place as a function writes it: `self` may have another name there."""
+    head, dot, rest = place.partition(".")
+    return f"{function.receiver if head == 'self' else head}{dot}{rest}"

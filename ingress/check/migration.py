@@ -88,7 +88,7 @@ def _of_constructor(
     ]
     for access, what in affine_objects(constructor, users, sources):
         message = (
-            f"{constructor.name} makes {what} in the event loop's thread; at "
+            f"{constructor.name} {what} in the event loop's thread; at "
             f"{SYNC_IN_THREADPOOL}=1 methods run in others"
         )
         finding = Finding(
