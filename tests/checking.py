@@ -43,6 +43,19 @@ def checked_as_file(
     return check_files([folder / "program.py"], settings, migrate=migrate)
 
 
+def checked_as_files(
+    folder: Path, programs: dict[str, str], settings: Settings, *, migrate: bool = False
+) -> dict[str, Found]:
+    """Check many programs at once, and return what is found in each."""
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program)
+    report = check_files([folder], settings, migrate=migrate)
+    return {
+        name: [(each.line, each.rule.id) for each in report.findings if each.path.stem == name]
+        for name in programs
+    }
+
+
 def checked_as_application(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -12,7 +12,15 @@ import pytest
 from ingress.check.checker import check_application, check_files
 from ingress.check.findings import Report
 from ingress.settings import Settings
-from tests.checking import checked_as_application, checked_as_file, expected, found, in_class
+from tests.checking import (
+    Found,
+    checked_as_application,
+    checked_as_file,
+    checked_as_files,
+    expected,
+    found,
+    in_class,
+)
 from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, write_module
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "app_examples").glob("*.py"))
@@ -153,15 +161,41 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("body", CASES.values(), ids=CASES)
-def test_what_runs_on_the_loop_is_checked_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
-) -> None:
-    program = in_class(HEAD, body)
-    as_file = checked_as_file(tmp_path, program, Settings())
-    as_application = checked_as_application(tmp_path, monkeypatch, program, Settings())
+@pytest.fixture(scope="module")
+def found_in_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    programs = {name: in_class(HEAD, body) for name, body in CASES.items()}
+    return checked_as_files(tmp_path_factory.mktemp("programs"), programs, Settings())
 
-    assert found(as_file) == found(as_application) == expected(program)
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_on_the_loop_is_checked_and_nothing_else(
+    name: str,
+    found_in_files: dict[str, Found],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = in_class(HEAD, CASES[name])
+    report = checked_as_application(tmp_path, monkeypatch, program, Settings())
+
+    assert found_in_files[name] == found(report) == expected(program)
+
+
+def test_environments_and_hidden_folders_are_not_read(tmp_path: Path) -> None:
+    for folder in (".hidden", "venv/lib/python3/site-packages", "src"):
+        (tmp_path / folder).mkdir(parents=True)
+        write_module(tmp_path / folder, "app", "import time\nasync def f(): time.sleep(1)\n")
+
+    report = check_files([tmp_path], Settings(), migrate=False)
+
+    assert [each.path.parent.name for each in report.findings] == ["src"]
+
+
+def test_a_file_that_cannot_be_parsed_is_told_of(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", "def f(:\n")
+
+    report = check_files([tmp_path], Settings(), migrate=False)
+
+    assert any(note.startswith("not read, ") and "app.py" in note for note in report.notes)
 
 
 def test_a_constructor_is_checked_where_it_shares_the_loop(tmp_path: Path) -> None:
@@ -190,7 +224,7 @@ def test_nothing_found_ends_with_0(tmp_path: Path) -> None:
     result = run(tmp_path, "app:a")
 
     assert result.stdout.splitlines() == [
-        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0: 1 functions run on an event loop; files read: 1.",
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0; functions on an event loop: 1; files read: 1.",
         "No findings.",
     ]
     assert result.returncode == 0

@@ -9,8 +9,10 @@ import pytest
 from ingress.check.checker import check_files
 from ingress.settings import Settings
 from tests.checking import (
+    Found,
     checked_as_application,
     checked_as_file,
+    checked_as_files,
     expected,
     found,
     in_class,
@@ -280,16 +282,35 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("flag", [False, True], ids=["flag-0", "flag-1"])
-@pytest.mark.parametrize("body", CASES.values(), ids=CASES)
-def test_what_is_not_safe_in_a_thread_is_found_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, flag: bool
-) -> None:
-    program, settings = in_class(HEAD, body), Settings(run_sync_in_threadpool=flag)
-    as_file = checked_as_file(tmp_path, program, settings, migrate=True)
-    as_application = checked_as_application(tmp_path, monkeypatch, program, settings, migrate=True)
+AT_1 = Settings(run_sync_in_threadpool=True)
 
-    assert found(as_file) == found(as_application) == expected(program)
+
+@pytest.fixture(scope="module")
+def found_in_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    programs = {name: in_class(HEAD, body) for name, body in CASES.items()}
+    return checked_as_files(tmp_path_factory.mktemp("programs"), programs, AT_1, migrate=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_safe_in_a_thread_is_found_and_nothing_else(
+    name: str,
+    found_in_files: dict[str, Found],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = in_class(HEAD, CASES[name])
+    report = checked_as_application(tmp_path, monkeypatch, program, AT_1, migrate=True)
+
+    assert found_in_files[name] == found(report) == expected(program)
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["flag-0", "flag-1"])
+def test_the_flag_as_it_is_makes_no_difference(tmp_path: Path, flag: bool) -> None:
+    program = in_class(HEAD, CASES["augmented"])
+
+    report = checked_as_file(tmp_path, program, Settings(run_sync_in_threadpool=flag), migrate=True)
+
+    assert found(report) == expected(program)
 
 
 ONE_AT_A_TIME = """

@@ -8,7 +8,7 @@ from pathlib import Path
 from ingress.build import build
 from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
-from ingress.check.findings import Report
+from ingress.check.findings import Report, shown
 from ingress.check.migration import migration_findings
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
@@ -42,9 +42,11 @@ def _check(
     constructors = not settings.run_user_code_in_separate_thread
     findings, count = blocking_calls(sources, subjects, constructors=constructors)
     flag = f"{SYNC_IN_THREADPOOL}={int(settings.run_sync_in_threadpool)}"
-    report = Report(
-        notes=[f"{flag}: {count} functions run on an event loop; files read: {len(sources.files)}."]
-    )
+    functions = f"{flag}; functions on an event loop: {count}; files read: {len(sources.files)}."
+    report = Report(notes=[functions])
+    if sources.unread:
+        paths = ", ".join(map(shown, sources.unread))
+        report.notes.append(f"not read, because Python cannot parse it: {paths}")
     report.add(findings)
     if migrate:
         report.add(migration_findings(sources, subjects))

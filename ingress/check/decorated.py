@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name, read
+from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
 from ingress.execution import Kind, Role
 from ingress.settings import Settings
@@ -27,14 +27,14 @@ _ROUTES = {
 
 def sources_in(paths: Iterable[Path]) -> Sources:
     """Return the Python files of folders, hidden ones and environments left out, and files."""
-    files = []
+    sources = Sources()
     for root in paths:
         found = [root] if root.is_file() else sorted(root.rglob("*.py"))
         for path in found:
             below = path.relative_to(root).parts if root.is_dir() else ()
             if not any(part.startswith(".") or part == "site-packages" for part in below):
-                files.append(read(path.resolve(), _module_name(path.resolve())))
-    return Sources(file for file in files if file is not None)
+                sources.add(path, _module_name(path.resolve()))
+    return sources
 
 
 def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:

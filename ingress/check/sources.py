@@ -8,7 +8,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -156,14 +156,28 @@ class SourceFile:
 class Sources:
     """The user's files, and what is defined in them under which full name."""
 
-    def __init__(self, files: Iterable[SourceFile]) -> None:
-        self.files = {file.path: file for file in files}
-        self._modules = {file.module: file for file in self.files.values()}
+    def __init__(self, modules: Iterable[tuple[Path, str]] = ()) -> None:
+        self.files: dict[Path, SourceFile] = {}
+        self.unread: list[Path] = []
+        self._modules: dict[str, SourceFile] = {}
         self._functions: dict[str, Function] = {}
         self._at: dict[tuple[Path, int, str], Function] = {}
-        for function in self.functions():
-            self._functions[f"{function.file.module}.{function.name}"] = function
-            self._at[function.file.path, function.first_line, function.node.name] = function
+        for path, module in modules:
+            self.add(path, module)
+
+    def add(self, path: Path, module: str) -> SourceFile | None:
+        """Read a file. Returns `None` for what is no Python, or of another Python's grammar."""
+        try:
+            with tokenize.open(path) as opened:  # knows the encoding Python would
+                file = SourceFile(_resolved(path), module, opened.read())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            self.unread.append(path)
+            return None
+        self.files[file.path] = self._modules[module] = file
+        for function in file.functions:
+            self._functions[f"{module}.{function.name}"] = function
+            self._at[file.path, function.first_line, function.node.name] = function
+        return file
 
     def functions(self) -> Iterator[Function]:
         for file in self.files.values():
@@ -239,15 +253,6 @@ class Sources:
         return full_name
 
 
-def read(path: Path, module: str) -> SourceFile | None:
-    """Parse a file. Returns `None` for what is no Python, or of another Python's grammar."""
-    try:
-        with tokenize.open(path) as file:  # knows the encoding Python would
-            return SourceFile(_resolved(path), module, file.read())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-
-
 def is_users(path: Path) -> bool:
     """Whether a file is neither the standard library's, nor an installed package's, nor ours."""
     return not (
@@ -312,11 +317,6 @@ def consumes(node: ast.AST, child: ast.AST) -> bool:
     return False
 
 
-_paths: dict[str, Path] = {}
-
-
+@lru_cache(maxsize=4096)
 def _resolved(path: str | Path) -> Path:
-    key = str(path)
-    if key not in _paths:
-        _paths[key] = Path(path).resolve()
-    return _paths[key]
+    return Path(path).resolve()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ingress.build import BuiltDeployment
-from ingress.check.sources import OURS, Function, SourceFile, Sources, dotted, is_users, read
+from ingress.check.sources import OURS, Function, Sources, dotted, is_users
 from ingress.execution import ExecutionMode, Kind, Role, code_of, kind, name_of, plan
 from ingress.settings import Settings
 from ingress.user_code import public_methods
@@ -98,23 +98,24 @@ def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir
     The user's is what lies below a folder or in the package of the application's module.
     """
     package, root = module_name.partition(".")[0], app_dir.resolve()
-    found: dict[str, SourceFile | None] = {}
+    sources, seen = Sources(), set()
     waiting = [module_name, *(each.deployment.func_or_class.__module__ for each in deployments)]
     while waiting:
         name = waiting.pop()
         path = getattr(sys.modules.get(name), "__file__", None)
-        if name in found or not path or not path.endswith(".py"):
+        if name in seen or not path or not path.endswith(".py"):
             continue
+        seen.add(name)
         resolved = Path(path).resolve()
         is_package = name.partition(".")[0] == package and not resolved.is_relative_to(OURS)
         if not is_package and not (resolved.is_relative_to(root) and is_users(resolved)):
             continue
-        file = found[name] = read(resolved, name)
+        file = sources.add(resolved, name)
         # Of `a.b.c` any part may be the module, and the packages it is in run, too.
         for imported in [] if file is None else file.imports.values():
             parts = imported.split(".")
             waiting += [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return Sources(file for file in found.values() if file is not None)
+    return sources
 
 
 def subjects_of(
