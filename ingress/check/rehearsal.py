@@ -156,8 +156,8 @@ class RehearsingUserCode(UserCode):
         interval = sys.getswitchinterval()
         try:
             instance.__class__ = traced_class(cls, trace)
-        except TypeError:
-            pass  # a class that cannot be subclassed or exchanged, or a function: it tells nothing
+        except Exception:
+            pass  # a function, or a class that cannot be subclassed or exchanged: it tells nothing
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
             deadline = monotonic() + BUDGET_S

@@ -69,13 +69,14 @@ class Trace:
         reads = getattr(self._thread, "reads", None)
         if reads is None:
             return get()
-        with self._lock:
-            value = get()
-            reads[slot] = self._versions[slot]
-        if self._thread.switches > 0:
-            self._thread.switches -= 1
-            time.sleep(0)
-        return value
+        try:
+            with self._lock:
+                reads[slot] = self._versions[slot]  # also if there is nothing: that is an answer
+                return get()
+        finally:
+            if self._thread.switches > 0:
+                self._thread.switches -= 1
+                time.sleep(0)
 
     def write(
         self, slots: tuple[Any, ...], attribute: str, frame: FrameType, put: Callable[[], Any]
