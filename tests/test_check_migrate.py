@@ -26,6 +26,7 @@ from fastapi import Depends, FastAPI
 import ingress as serve
 
 app, COUNT, SEEN, LOCK, LOCAL = FastAPI(), 0, {}, threading.Lock(), threading.local()
+CONFIG = app.state
 
 def timed(func):
     @functools.wraps(func)
@@ -192,6 +193,12 @@ CASES = {
             if not hasattr(self, 'm'): self.m = 1  #: IG102
         """,
     "getattr": "def f(self): self.n = getattr(self, 'n', 0) + 1  #: IG101",
+    "another-attribute": """
+        def f(self):
+            if self.options.debug: self.options.level = 1
+            if CONFIG.debug: CONFIG.level = 1
+        """,
+    "attribute-of-a-global": "def f(self): app.state.n += 1  #: IG101",
     "append": "def f(self, k): self.items.append(k)",
     "read-only": """
         def f(self, k):

@@ -28,7 +28,7 @@ _LOOKUP_ERRORS = {"AttributeError", "IndexError", "KeyError", "LookupError"}
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One place that is not safe: `place` is `self.cache` for `self.cache[key]`."""
+    """What is not safe. `place` is what is shared: `self.cache` for `self.cache[key]`."""
 
     rule_id: str
     node: ast.stmt | ast.expr
@@ -153,32 +153,39 @@ class _Walk:
 
     def _place(self, expression: ast.AST) -> str:
         """Return the shared place an expression names, "" if it is no such place."""
-        root, attribute = _root(expression)
+        root, rest = _chain(expression)
+        file = self._function.file
         if root == self._function.receiver != "":
-            place = f"self.{attribute}" if attribute else ""
-        elif root in self._locals:
-            return ""
-        elif root and self._sources.is_class(root, self._function.file):
-            place = f"{root}.{attribute}" if attribute else ""
+            place = f"self.{rest}" if rest else ""
+        elif not root or root in self._locals:
+            place = ""
+        elif self._sources.is_class(root, file):
+            place = f"{root}.{rest}" if rest else ""
+        elif self._sources.is_global(root, file):
+            place = f"{root}.{rest}" if rest else root
         else:
-            place = root if root and self._sources.is_global(root, self._function.file) else ""
-        return "" if place in self._state.own else place
+            place = ""
+        is_own = any(f"{place}.".startswith(f"{own}.") for own in self._state.own)
+        return "" if is_own else place
 
 
-def _root(expression: ast.AST) -> tuple[str, str]:
-    """Return the name an expression begins with, and the attribute next to it."""
-    attribute = ""
+def _chain(expression: ast.AST) -> tuple[str, str]:
+    """Return the name an expression begins with, and its attributes up to the first index."""
+    names: list[str] = []
     while isinstance(expression, ast.Subscript | ast.Attribute):
-        attribute = expression.attr if isinstance(expression, ast.Attribute) else ""
+        if isinstance(expression, ast.Attribute):
+            names.insert(0, expression.attr)
+        else:
+            names.clear()
         expression = expression.value
     match expression:
-        case ast.Name(id=name):
-            return name, attribute
+        case ast.Name(id=root):
+            return root, ".".join(names)
         case ast.Call(
             func=ast.Name(id="getattr" | "hasattr"),
-            args=[ast.Name(id=name), ast.Constant(value=str(attribute)), *_],
+            args=[ast.Name(id=root), ast.Constant(value=str(name)), *_],
         ):
-            return name, attribute
+            return root, ".".join([name, *names])
     return "", ""
 
 
