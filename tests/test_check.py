@@ -190,6 +190,16 @@ def test_environments_and_hidden_folders_are_not_read(tmp_path: Path) -> None:
     assert [each.path.parent.name for each in report.findings] == ["src"]
 
 
+def test_what_python_warns_of_and_what_is_deep_is_read(tmp_path: Path) -> None:
+    deep = " + ".join(["'a'"] * 2000)
+    source = f"async def f(x='\\d'):\n    import time\n    return {deep} + time.sleep(1)\n"
+    write_module(tmp_path, "app", source)
+
+    (finding,) = check_files([tmp_path], Settings(), migrate=True).findings
+
+    assert finding.line == 3
+
+
 def test_a_file_that_cannot_be_parsed_is_told_of(tmp_path: Path) -> None:
     write_module(tmp_path, "app", "def f(:\n")
 

@@ -350,14 +350,17 @@ def test_a_decorator_of_a_library_is_looked_through(
 
 
 def test_what_another_module_of_the_users_shares_is_shared(tmp_path: Path) -> None:
-    (tmp_path / "state.py").write_text("class Jobs:\n    running = False\n\nCACHE = {}\n")
-    head = HEAD.replace("import asyncio", "from state import CACHE, Jobs\nimport asyncio")
+    (tmp_path / "state.py").write_text("class Jobs:\n    running = False\n\nCACHE, count = {}, 0\n")
+    head = HEAD.replace(
+        "import asyncio", "import state\nfrom state import CACHE, Jobs\nimport asyncio"
+    )
     body = """
         def f(self):
             if Jobs.running: return
             Jobs.running = True  #: IG102
         def g(self, k):
             if k not in CACHE: CACHE[k] = 1  #: IG102
+        def h(self): state.count += 1  #: IG101
     """
     program = in_class(head, body)
 

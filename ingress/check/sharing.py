@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ingress.check.calls import parameters
 from ingress.check.sources import AnyDef, Function, Sources, names_in
@@ -159,7 +160,7 @@ class _Walk:
             place = f"self.{rest}" if rest else ""
         elif not root or root in self._locals:
             place = ""
-        elif self._sources.is_class(root, file):
+        elif self._sources.is_class(root, file) or self._sources.is_module(root, file):
             place = f"{root}.{rest}" if rest else ""
         elif self._sources.is_global(root, file):
             place = f"{root}.{rest}" if rest else root
@@ -215,13 +216,18 @@ def _local_names(function: Function) -> set[str]:
 
 def _unlocked(statement: ast.AST, state: State) -> Iterator[ast.AST]:
     """Yield what a statement runs while it holds no lock."""
-    if isinstance(statement, AnyDef | ast.ClassDef | ast.Lambda) or state.is_locked(statement):
-        return
-    yield statement
-    for child in ast.iter_child_nodes(statement):
-        if isinstance(child, ast.stmt) and state.acquires(child):
-            return
-        yield from _unlocked(child, state)
+    waiting = [statement]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, AnyDef | ast.ClassDef | ast.Lambda) or state.is_locked(node):
+            continue
+        yield node
+        # What follows `lock.acquire()` holds it.
+        children = takewhile(
+            lambda child: not (isinstance(child, ast.stmt) and state.acquires(child)),
+            ast.iter_child_nodes(node),
+        )
+        waiting += reversed([*children])
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:

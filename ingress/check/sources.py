@@ -6,6 +6,7 @@ import ast
 import re
 import sysconfig
 import tokenize
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -79,7 +80,7 @@ class SourceFile:
         self.functions: list[Function] = []
         self.classes: dict[str, ast.ClassDef] = {}
         self.imports: dict[str, str] = {}
-        self._collect(self.tree, "", "", None)
+        self._collect()
 
     @cached_property
     def lines(self) -> list[str]:
@@ -122,27 +123,35 @@ class SourceFile:
     def _line(self, number: int) -> str:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
-    def _collect(self, node: ast.AST, prefix: str, cls: str, parent: Function | None) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, AnyDef):
-                function = Function(self, child, prefix + child.name, cls, parent)
+    def _collect(self) -> None:
+        """Note functions, classes and imports, each with what it stands in."""
+        waiting: list[tuple[ast.AST, str, str, Function | None]] = [(self.tree, "", "", None)]
+        while waiting:
+            node, prefix, cls, parent = waiting.pop()
+            if isinstance(node, AnyDef):
+                function = Function(self, node, prefix + node.name, cls, parent)
                 self.functions.append(function)
                 if parent is not None:
-                    parent.children[child.name] = function
-                self._collect(child, f"{prefix}{child.name}.", cls, function)
-            elif isinstance(child, ast.ClassDef):
-                self.classes[prefix + child.name] = child
-                self._collect(child, f"{prefix}{child.name}.", prefix + child.name, None)
+                    parent.children[node.name] = function
+                prefix, parent = f"{function.name}.", function
+            elif isinstance(node, ast.ClassDef):
+                cls, parent = prefix + node.name, None
+                self.classes[cls] = node
+                prefix = f"{cls}."
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._note_imports(node)
+            children = [(each, prefix, cls, parent) for each in ast.iter_child_nodes(node)]
+            waiting += reversed(children)
+
+    def _note_imports(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                self.imports[alias.asname or alias.name] = f"{self._base(node)}.{alias.name}"
+            elif alias.asname:
+                self.imports[alias.asname] = alias.name
             else:
-                if isinstance(child, ast.Import):
-                    for alias in child.names:
-                        name = alias.asname or alias.name.partition(".")[0]
-                        self.imports[name] = alias.name if alias.asname else name
-                elif isinstance(child, ast.ImportFrom):
-                    base = self._base(child)
-                    for alias in child.names:
-                        self.imports[alias.asname or alias.name] = f"{base}.{alias.name}"
-                self._collect(child, prefix, cls, parent)
+                name = alias.name.partition(".")[0]
+                self.imports[name] = name
 
     def _base(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -168,7 +177,10 @@ class Sources:
     def add(self, path: Path, module: str) -> SourceFile | None:
         """Read a file. Returns `None` for what is no Python, or of another Python's grammar."""
         try:
-            with tokenize.open(path) as opened:  # knows the encoding Python would
+            with (
+                tokenize.open(path) as opened,
+                warnings.catch_warnings(action="ignore"),
+            ):  # knows the encoding Python would
                 file = SourceFile(_resolved(path), module, opened.read())
         except (OSError, SyntaxError, ValueError, RecursionError):
             self.unread.append(path)
@@ -230,6 +242,10 @@ class Sources:
         owner, name = self._home(name, file)
         return name in owner.classes
 
+    def is_module(self, name: str, file: SourceFile) -> bool:
+        """Whether a name is a module of the user's."""
+        return file.imports.get(name) in self._modules
+
     def is_global(self, name: str, file: SourceFile) -> bool:
         """Whether a name is one that a module of the user's assigns to."""
         owner, name = self._home(name, file)
@@ -289,19 +305,18 @@ def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
     Not the bodies of functions and classes in it, nor a generator expression that somebody else
     may iterate.
     """
-    for statement in node.body:
-        yield from _walk(statement, is_consumed=False)
-
-
-def _walk(node: ast.AST, *, is_consumed: bool) -> Iterator[ast.AST]:
-    yield node
-    if isinstance(node, AnyDef | ast.Lambda | ast.ClassDef):
-        return
-    if isinstance(node, ast.GeneratorExp) and not is_consumed:
-        yield from _walk(node.generators[0].iter, is_consumed=False)
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _walk(child, is_consumed=consumes(node, child))
+    # Not by recursion: a sum of a thousand strings is a thousand deep.
+    waiting: list[tuple[ast.AST, bool]] = [(each, False) for each in reversed(node.body)]
+    while waiting:
+        each, is_consumed = waiting.pop()
+        yield each
+        if isinstance(each, AnyDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(each, ast.GeneratorExp) and not is_consumed:
+            waiting.append((each.generators[0].iter, False))
+            continue
+        children = [(child, consumes(each, child)) for child in ast.iter_child_nodes(each)]
+        waiting += reversed(children)
 
 
 def consumes(node: ast.AST, child: ast.AST) -> bool:
