@@ -95,6 +95,7 @@ class RehearsingUserCode(UserCode):
 
     watched: ClassVar[tuple[Watched, ...]] = ()
     outcome: ClassVar[Outcome] = Outcome()
+    _turn: ClassVar[threading.Lock] = threading.Lock()  # the switch interval is the process's
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class RehearsingUserCode(UserCode):
     ) -> None:
         self._recordings: dict[str, _Recording] = {}
         self._state: dict[str, Any] = {}
+        self._deadline = 0.0
 
         def make_recorded(func: Callable[..., Any], role: Role) -> ExecutionPlan:
             return self._recorded(make_plan(func, role), role)
@@ -128,8 +130,12 @@ class RehearsingUserCode(UserCode):
                 if each.samples and self.outcome.wants(name)
             ]
             if called:
+                self._deadline = monotonic() + BUDGET_S
                 await asyncio.to_thread(self._rehearse, instance, called)
         finally:
+            # Race with the rehearsal, if the replica has no time left for it: its threads look at
+            # this before each call, and what they have changed they put back themselves.
+            self._deadline = 0.0
             await super().stop()
 
     def _recorded(self, plan: ExecutionPlan, role: Role) -> ExecutionPlan:
@@ -150,6 +156,10 @@ class RehearsingUserCode(UserCode):
 
     def _rehearse(self, instance: Any, recordings: list[_Recording]) -> None:
         """Make the recorded calls again, and put the instance back as it was."""
+        with self._turn:
+            self._rehearse_alone(instance, recordings)
+
+    def _rehearse_alone(self, instance: Any, recordings: list[_Recording]) -> None:
         trace = Trace(frozenset(each.attribute for each in self.watched))
         cls, state = type(instance), getattr(instance, "__dict__", None)
         before = None if state is None else dict(state)
@@ -160,16 +170,15 @@ class RehearsingUserCode(UserCode):
             pass  # a function, or a class that cannot be subclassed or exchanged: it tells nothing
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
-            deadline = monotonic() + BUDGET_S
             for _ in range(ROUNDS):
-                if monotonic() > deadline:
+                if monotonic() > self._deadline:
                     break
                 if state is not None:
                     fresh = {name: _copied(value) for name, value in self._state.items()}
                     state.clear()
                     state.update(traced_state(fresh, trace))
                 for recording in recordings:
-                    self._round(recording, trace, deadline)
+                    self._round(recording, trace)
         finally:
             sys.setswitchinterval(interval)
             if type(instance) is not cls:
@@ -179,7 +188,7 @@ class RehearsingUserCode(UserCode):
                 state.update(before)
         self.outcome.add(trace)
 
-    def _round(self, recording: _Recording, trace: Trace, deadline: float) -> None:
+    def _round(self, recording: _Recording, trace: Trace) -> None:
         """Make calls from all threads at once."""
         samples = list(recording.samples)
         begin = threading.Barrier(THREADS)
@@ -187,7 +196,7 @@ class RehearsingUserCode(UserCode):
         def work(number: int) -> None:
             begin.wait()
             for turn in range(CALLS_PER_ROUND):
-                if monotonic() > deadline:
+                if monotonic() > self._deadline:
                     break
                 context, args, kwargs = samples[(number + turn) % len(samples)]
                 # A context may be entered once at a time.
@@ -200,7 +209,8 @@ class RehearsingUserCode(UserCode):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, deadline - monotonic()) + 1.0)  # what is stuck is left behind
+            # What is stuck is left behind.
+            thread.join(max(0.0, self._deadline - monotonic()) + 1.0)
 
     def _call(
         self, plan: ExecutionPlan, args: tuple[Any, ...], kwargs: dict[str, Any], trace: Trace
