@@ -129,7 +129,7 @@ def check(
         bool,
         typer.Option("--migrate", help="Also what is not safe once each `def` runs in a thread."),
     ] = False,
-    run: Annotated[
+    tests: Annotated[
         str | None,
         typer.Option(
             "--run",
@@ -148,7 +148,7 @@ def check(
     Exit code 0: nothing found; 1: something; 2: it could not be checked. A line with `# noqa: ID`
     is left out.
     """
-    report = _check(target, migrate, run, app_dir)
+    report = _check(target, migrate, tests, app_dir)
     typer.echo(rendered(report, format))
     if report.failure:
         _error(report.failure)
@@ -178,13 +178,13 @@ def _serve(application: Application, options: HTTPOptions, settings: Settings) -
     api.serve_until_signal()
 
 
-def _check(target: str, migrate: bool, run: str | None, app_dir: Path) -> Report:
+def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:
     # Here, because the other commands need not wait for it.
     from ingress.check.checker import check_application, check_files
     from ingress.check.trial import tried
 
     settings = _settings()
-    migrate = migrate or run is not None
+    migrate = migrate or tests is not None
     try:
         if ":" not in target and (path := app_dir / target).exists():
             report = check_files([path], settings, migrate=migrate)
@@ -192,7 +192,7 @@ def _check(target: str, migrate: bool, run: str | None, app_dir: Path) -> Report
             application = _load(target, app_dir)
             name = target.partition(":")[0]
             report = check_application(application, name, app_dir, settings, migrate=migrate)
-        return report if run is None else tried(report, run)
+        return report if tests is None else tried(report, tests)
     except CheckError as error:
         _error(str(error))
     except typer.Exit:  # `_load` has said it
