@@ -181,7 +181,7 @@ class Sources:
                 tokenize.open(path) as opened,
                 warnings.catch_warnings(action="ignore"),
             ):  # knows the encoding Python would
-                file = SourceFile(_resolved(path), module, opened.read())
+                file = SourceFile(path.resolve(), module, opened.read())
         except (OSError, SyntaxError, ValueError, RecursionError):
             self.unread.append(path)
             return None
@@ -333,5 +333,6 @@ def consumes(node: ast.AST, child: ast.AST) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _resolved(path: str | Path) -> Path:
-    return Path(path).resolve()
+def _resolved(file_name: str) -> Path:
+    """Return the file of a code object; asked for each function, and for few files."""
+    return Path(file_name).resolve()
