@@ -28,6 +28,7 @@ from ingress.handle import (
     DeploymentResponse,
     DeploymentResponseGenerator,
 )
+from ingress.lanes import method
 from ingress.multiplex import get_multiplexed_model_id, multiplexed
 from ingress.request_context import (
     RequestContext,
@@ -62,6 +63,7 @@ __all__ = [
     "get_replica_context",
     "get_request_context",
     "ingress",
+    "method",
     "multiplexed",
     "run",
     "shutdown",

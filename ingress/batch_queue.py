@@ -100,12 +100,14 @@ class BatchQueue:
         self._own_pool: WorkerPool | None = None
         if replica is not None:
             self._context.run(REPLICA.set, replica)
-        if replica is not None and replica._pool is not None and replica._loop is loop:
-            pool = replica._pool
+        if replica is not None and replica._make_plan is not None and replica._loop is loop:
+            self._plan = replica._make_plan(handler.func, Role.BATCH)
         else:  # outside of a replica, or on a loop that user code has made for itself
             home = BorrowedLoop(f"{handler.name}-batch", loop)
             pool = self._own_pool = WorkerPool(home, handler.max_concurrent_batches)
-        self._plan = execution.plan(handler.func, Role.BATCH, sync_in_threadpool=True, pool=pool)
+            self._plan = execution.plan(
+                handler.func, Role.BATCH, sync_in_threadpool=True, pool=pool
+            )
 
     def submit(self, item: Item) -> None:
         self._waiting.append(item)

@@ -170,6 +170,11 @@ class Batcher:
             func.__ingress_batched__ = func  # type: ignore[attr-defined]  # for `check_routes`
         return wrapper  # type: ignore[no-any-return]
 
+    @property
+    def handler(self) -> Handler:
+        """What was decorated, and its options that do not change."""
+        return self._handler
+
     def limits(self, replica: ReplicaContext | None = None) -> Limits:
         """Return what holds for a replica, by default for the one this runs in."""
         replica = replica or REPLICA.get(None)

@@ -10,8 +10,11 @@ import importlib
 import json
 import logging.config
 import math
+import os
 import sys
 import traceback
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingress import api
+from ingress.budget import ThreadBudget, start_again, thread_budget
 from ingress.build import build
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
@@ -30,7 +34,8 @@ from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
 from ingress.execution import Role, plan
-from ingress.settings import Settings
+from ingress.lanes import lanes_of
+from ingress.settings import OMP_NUM_THREADS, Settings
 
 app = typer.Typer(
     name="ingress",
@@ -75,13 +80,19 @@ def run(
 
     Ctrl-C (or SIGTERM) drains: what runs may end, new requests are refused. A second one stops at
     once.
+
+    Sets OMP_NUM_THREADS and its like, if they are not set, to what the cores are worth for each
+    call that computes.
     """
     application = _load(target, app_dir)
     settings = _settings()
     host = host or settings.http_host
     logging.config.dictConfig(_LOGGING)
-    if reload or workers > 1:
-        _print_plan(application, settings)
+    budget = _budget(application, settings, processes=workers)
+    to_set = budget.variables
+    os.environ.update(to_set)
+    if reload or workers > 1:  # which are new processes
+        _print_plan(application, settings, budget)
         uvicorn.run(
             target,
             host=host,
@@ -93,7 +104,12 @@ def run(
             timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
         )
         return
-    _serve(application, HTTPOptions(host=host, port=port), settings)
+    if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
+        what = f"{' and '.join(read)} was imported with a thread for every core"
+        how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
+        console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
+        start_again()
+    _serve(application, HTTPOptions(host=host, port=port), settings, budget)
 
 
 @app.command()
@@ -161,7 +177,17 @@ def main() -> None:
     app()
 
 
-def _serve(application: Application, options: HTTPOptions, settings: Settings) -> None:
+def _budget(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # what is wrong is said when it is deployed
+            return thread_budget(build(application, "default"), settings, processes=processes)
+    except Exception as error:
+        raise _error(str(error)) from None
+
+
+def _serve(
+    application: Application, options: HTTPOptions, settings: Settings, budget: ThreadBudget
+) -> None:
     try:
         api.start(options)
         api.run(application)
@@ -170,7 +196,7 @@ def _serve(application: Application, options: HTTPOptions, settings: Settings) -
         if error.__cause__ is not None and not isinstance(error.__cause__, OSError):
             raise  # user code raised it: its traceback is what one needs to see
         raise _error(str(error)) from None
-    _print_plan(application, settings)
+    _print_plan(application, settings, budget)
     console.print(
         f"Application 'default' is ready at {current_engine().url()} (Ctrl-C to stop)",
         highlight=False,
@@ -262,9 +288,10 @@ def _graceful_s(application: Application) -> int:
     return math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
 
 
-def _print_plan(application: Application, settings: Settings) -> None:
+def _print_plan(application: Application, settings: Settings, budget: ThreadBudget) -> None:
     """Print where each deployment and each route runs."""
     flag = settings.run_sync_in_threadpool
+    no_pool: Any = None
     deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
     callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
     for each in build(application, "default").deployments:
@@ -277,18 +304,21 @@ def _print_plan(application: Application, settings: Settings) -> None:
             "no limit" if queue < 0 else str(queue),
         )
         target = each.deployment.func_or_class
+        lanes = lanes_of(target, config.max_ongoing_requests, config.lanes)
+        placed: Any = partial(plan, sync_in_threadpool=flag, pool=no_pool, lanes=lanes)
         if each.is_asgi:
             for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
-                made = plan(route.func, Role.ENDPOINT, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
+                made = placed(route.func, Role.ENDPOINT)
                 methods = "WS" if route.is_websocket else " ".join(route.methods)
-                callables.add_row(
-                    f"{methods} {route.path}", made.name, made.kind.value, made.mode.value
-                )
+                callables.add_row(f"{methods} {route.path}", made.name, made.kind.value, made.where)
         elif each.deployment is application.deployment:
             call = target.__call__ if isinstance(target, type) else target
-            made = plan(call, Role.METHOD, sync_in_threadpool=flag, pool=None)  # type: ignore[arg-type]
-            callables.add_row("any /", made.name, made.kind.value, made.mode.value)
+            made = placed(call, Role.METHOD)
+            callables.add_row("any /", made.name, made.kind.value, made.where)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
+    console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
+    if budget.warning:
+        console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
 
 
 def _error(message: str) -> typer.Exit:

@@ -19,6 +19,7 @@ from ingress.options import (
     FunctionPath,
     IdempotentMethods,
     Json,
+    LaneLimits,
     NonNegativeFloat,
     NonNegativeInt,
     OngoingRequests,
@@ -175,6 +176,7 @@ class DeploymentConfig(Options):
     num_replicas: Replicas = 1
     max_ongoing_requests: OngoingRequests = 100
     max_queued_requests: QueuedRequests = -1
+    lanes: LaneLimits = Field(default_factory=dict)
     user_config: Json = None
     graceful_shutdown_timeout_s: NonNegativeFloat = 20.0
     graceful_shutdown_wait_loop_s: NonNegativeFloat = 2.0
@@ -277,6 +279,7 @@ class DeploymentOptions(TypedDict, total=False):
     max_ongoing_requests: int
     max_concurrent_queries: int
     max_queued_requests: int
+    lanes: dict[str, int]
     user_config: Any
     graceful_shutdown_timeout_s: float
     graceful_shutdown_wait_loop_s: float

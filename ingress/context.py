@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.exceptions import RayServeException
-from ingress.execution import ExecutionPlan, ThreadPool
+from ingress.execution import ExecutionPlan, Role
 from ingress.types import ReplicaID
 
 
@@ -25,8 +25,8 @@ class ReplicaContext:
 
     `servable_object` is the user's instance, `None` while its constructor runs. The underscored
     fields are the framework's: the replica's own ASGI app, and the plan of each callable that app
-    calls; its loop and worker threads, the batches that run, and what `set_max_batch_size` and its
-    like were told here; the models that `@multiplexed` methods loaded.
+    calls; its loop and what makes its plans, the batches that run, and what `set_max_batch_size`
+    and its like were told here; the models that `@multiplexed` methods loaded.
     """
 
     replica_id: ReplicaID
@@ -34,7 +34,7 @@ class ReplicaContext:
     _asgi_app: Any = None
     _plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop | None = None
-    _pool: ThreadPool | None = None
+    _make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan] | None = None
     _batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
     _batch_limits: dict[Any, Any] = field(default_factory=dict)
     _models: Any = None

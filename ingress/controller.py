@@ -188,6 +188,7 @@ class Controller:
                         bound_app,
                         max_ongoing=config.max_ongoing_requests,
                         num_cpus=config.num_cpus,
+                        lanes=config.lanes,
                         sync_in_threadpool=self._settings.run_sync_in_threadpool,
                         release=router.release,
                         reassign=router.reassign,

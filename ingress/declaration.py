@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
 from starlette.types import Receive, Scope, Send
 
 from ingress.config import DeploymentConfig, DeploymentOptions
+from ingress.lanes import check_lanes
 
 
 class ApplicationHost(Protocol):
@@ -56,8 +57,9 @@ class Deployment:
         """Return the application whose replicas are made with these constructor arguments.
 
         Raises `TypeError` if the constructor does not take them, `ValueError` if the deployment is
-        a function, which takes none.
+        a function, which takes none, or a method's lane is not among the deployment's `lanes`.
         """
+        check_lanes(self.func_or_class, self.config.lanes)
         if inspect.isclass(self.func_or_class):
             _check_arguments(self, self.func_or_class, args, kwargs)
         elif args or kwargs:

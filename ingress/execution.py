@@ -11,6 +11,10 @@ is what happens.
     BATCH      @serve.batch        event loop    threadpool
     UNLOAD     a model's __del__   event loop    threadpool
 
+`@serve.method` says otherwise for one METHOD, ENDPOINT or BATCH `def`: on the loop, in threads with
+a limit of their own (a lane), or in the serial thread. That is one thread for all of them, and what
+a class that has one does in its LIFECYCLE runs there, too.
+
 A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
 returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here.
 """
@@ -20,17 +24,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
-import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from types import CodeType
 from typing import Any, Protocol, TypeVar
 
-from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
+from ingress.callables import Kind as Kind
+from ingress.callables import code_of as code_of
+from ingress.callables import is_generator as is_generator
+from ingress.callables import kind as kind
+from ingress.callables import name_of as name_of
+from ingress.callables import underlying
+from ingress.exceptions import UserCodeExit
+from ingress.migration_warning import warn_of_def_on_loop
 
 logger = logging.getLogger("ingress")
 
@@ -47,39 +55,61 @@ class Role(Enum):
     UNLOAD = "unload"
 
 
-class Kind(Enum):
-    """How a callable is written."""
-
-    FUNCTION = "def"
-    COROUTINE = "async def"
-    GENERATOR = "def generator"
-    ASYNC_GENERATOR = "async def generator"
-
-    @property
-    def is_async(self) -> bool:
-        return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
-
-
 class ExecutionMode(Enum):
     """Where a call runs; the values are the words users read."""
 
     EVENT_LOOP = "event loop"
     THREADPOOL = "threadpool"
+    SERIAL = "serial thread"
 
 
 class ThreadPool(Protocol):
     """What `execution` asks of worker threads; `threads.WorkerPool` is one."""
 
-    async def run(self, func: Callable[[], T]) -> T: ...
+    async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T: ...
 
     def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]: ...
 
     def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What `@serve.method` asks for one callable. `lane` is "" for the threads of all."""
+
+    mode: ExecutionMode
+    lane: str = ""
+
+    def __str__(self) -> str:
+        given = f"lane={self.lane!r}" if self.lane else f"execution={self.mode.name.lower()!r}"
+        return f"@serve.method({given})"
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The threads of one deployment's replica: how many, and, of one that runs, which.
+
+    `limit` is how many there are for whatever has no lane, `limits` how many of each lane.
+    `is_serial` says whether the class has a method for the serial thread.
+    """
+
+    limit: int
+    limits: Mapping[str, int] = field(default_factory=dict)
+    is_serial: bool = False
+    pools: Mapping[str, ThreadPool] = field(default_factory=dict)
+
+
+SERIAL_LANE = "serial"
+"""What the one thread is called among the pools of `Lanes`."""
+
+
 @dataclass(slots=True)
 class ExecutionPlan:
-    """Where one callable runs, and why. Made once per replica, used by every request."""
+    """Where one callable runs, and why. Made once per replica, used by every request.
+
+    `lane` is the lane whose threads it runs in, "" if it has none. `limit` is how many calls may be
+    in those threads at once, `None` on the event loop and outside of a deployment.
+    """
 
     func: Callable[..., Any]
     kind: Kind
@@ -88,19 +118,42 @@ class ExecutionPlan:
     name: str
     pool: ThreadPool
     warns: bool = False
+    lane: str = ""
+    limit: int | None = None
+
+    @property
+    def where(self) -> str:
+        """Where it runs, as users read it: the mode, or the lane."""
+        return f"lane {self.lane}" if self.lane else self.mode.value
 
     async def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function in its mode, then await its result if that is awaitable."""
         try:
             if self.kind is Kind.COROUTINE:
                 return await self.func(*args, **kwargs)
-            if self.mode is ExecutionMode.THREADPOOL:
+            if self.mode is not ExecutionMode.EVENT_LOOP:
                 result = await self.pool.run(partial(self.func, *args, **kwargs))
             else:
                 if self.warns:
                     self._warn()
                 result = self.func(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
+        except Exception:
+            raise
+        except BaseException as error:
+            if may_leave(error):
+                raise
+            raise UserCodeExit(error, self.name) from error
+
+    async def run_part(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
+        """Run a part of the function, such as the half behind its `yield`, in its mode.
+
+        What `is_cleanup` runs also if the awaiting task is cancelled before it begins.
+        """
+        try:
+            if self.mode is ExecutionMode.EVENT_LOOP:
+                return func()
+            return await self.pool.run(func, is_cleanup=is_cleanup)
         except Exception:
             raise
         except BaseException as error:
@@ -157,7 +210,8 @@ class ExecutionPlan:
     async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
         """Yield what a generator the function returned yields, and close it at the end.
 
-        A sync generator of a threadpool plan keeps one thread and one context for its whole life.
+        A sync generator of a threadpool plan keeps one thread and one context for its whole life,
+        one of the serial thread its context: it shares the thread, item by item.
         """
         delivering = False
         try:
@@ -184,57 +238,90 @@ class ExecutionPlan:
             raise UserCodeExit(error, self.name) from error
 
     def _warn(self) -> None:
-        """Warn of a `def` on the event loop, once per method and process."""
         self.warns = False
-        # The method's own line, not that of a decorator's wrapper, which its methods share.
-        code = code_of(inspect.unwrap(_underlying(self.func)))
-        file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
-        # Not the code: equal code in two files is equal.
-        method = (self.name, file, line)
-        with _warned_lock:
-            if method in _warned:
-                return
-            _warned.add(method)
-        text = (
-            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
-            f"'{self.name}' directly on the asyncio loop. In a future version, sync methods will "
-            "be run in a threadpool by default. While it runs, no other request of this replica "
-            "makes progress. Once the method and what it shares are thread-safe, opt in with "
-            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1; to stay on the loop, make it `async def`. "
-            f"({self.name} at {file}:{line})"
-        )
-        logger.warning("%s", text)
-        try:
-            warnings.warn_explicit(text, SyncMethodOnEventLoopWarning, file, line)
-        except SyncMethodOnEventLoopWarning:
-            pass  # `-W error` is for tests to see; the request it hit is not to blame
-
-
-_warned: set[tuple[str, str, int]] = set()
-_warned_lock = threading.Lock()
+        warn_of_def_on_loop(self.func, self.name)
 
 
 def plan(
-    func: Callable[..., Any], role: Role, *, sync_in_threadpool: bool, pool: ThreadPool
+    func: Callable[..., Any],
+    role: Role,
+    *,
+    sync_in_threadpool: bool,
+    pool: ThreadPool,
+    lanes: Lanes | None = None,
 ) -> ExecutionPlan:
-    """Decide where `func` runs. `sync_in_threadpool` is the flag; only METHOD reads it."""
+    """Decide where `func` runs.
+
+    `sync_in_threadpool` is the flag; only METHOD reads it. `pool` is for a `def` without a lane;
+    without `lanes`, outside of a deployment, for every one. Raises `ValueError` for a lane that the
+    deployment does not have.
+    """
     written = kind(func)
+    override = override_of(func)
     warns = False
+    lane = ""
     if written.is_async:
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
     elif role is Role.LIFECYCLE:
         mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
+        if lanes is not None and lanes.is_serial:
+            mode, reason = ExecutionMode.SERIAL, "its class has a method in the serial thread"
+    elif role is Role.UNLOAD:
+        mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
+    elif override is not None:
+        mode, lane, reason = override.mode, override.lane, str(override)
     elif role is Role.ENDPOINT:
         mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
     elif role is Role.BATCH:
         mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
-    elif role is Role.UNLOAD:
-        mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
     else:
         mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
         reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"
         warns = not sync_in_threadpool and not _is_builtin(func)
-    return ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
+    made = ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
+    if mode is not ExecutionMode.EVENT_LOOP:
+        _take_threads(made, lane, lanes)
+    return made
+
+
+def _take_threads(made: ExecutionPlan, lane: str, lanes: Lanes | None) -> None:
+    """Complete the plan of a `def` that leaves the loop with the threads it runs in."""
+    if lanes is None:
+        made.lane = lane
+    elif made.mode is ExecutionMode.SERIAL:
+        made.limit = 1
+        made.pool = lanes.pools.get(SERIAL_LANE, made.pool)
+    elif not lane:
+        made.limit = lanes.limit
+    elif lane in lanes.limits:
+        made.lane, made.limit = lane, lanes.limits[lane]
+        made.pool = lanes.pools.get(lane, made.pool)
+    else:
+        raise ValueError(no_such_lane(made.name, lane, lanes.limits))
+
+
+def no_such_lane(name: str, lane: str, limits: Mapping[str, int]) -> str:
+    """Return what to say of a callable whose lane is not among those of its deployment."""
+    return (
+        f"{name} runs in lane={lane!r}, and its deployment has lanes={dict(limits)!r}; say how "
+        f"many threads that lane has: @serve.deployment(lanes={{{lane!r}: 8}})"
+    )
+
+
+def override_of(func: Callable[..., Any]) -> Override | None:
+    """Return what `@serve.method` asks for `func`, `None` if that was not used."""
+    found = getattr(underlying(func), OVERRIDE, None)
+    return found if isinstance(found, Override) else None
+
+
+def stays_on_loop(func: Callable[..., Any]) -> bool:
+    """Whether `@serve.method` keeps a `def` on the event loop."""
+    override = override_of(func)
+    return override is not None and override.mode is ExecutionMode.EVENT_LOOP
+
+
+OVERRIDE = "__ingress_method__"
+"""The attribute of a function that has its `Override`; what wraps the function has it, too."""
 
 
 def call_inline(func: Callable[..., T], /, *args: Any) -> T:
@@ -249,27 +336,6 @@ def call_inline(func: Callable[..., T], /, *args: Any) -> T:
         raise UserCodeExit(error, name_of(func)) from error
 
 
-def kind(func: Callable[..., Any]) -> Kind:
-    """Return how `func` is written.
-
-    Looks through `partial`, bound methods and callable objects, not through `__wrapped__`: a sync
-    wrapper round an `async def` is a `def`.
-    """
-    func = _underlying(func)
-    if inspect.iscoroutinefunction(func) or asyncio.iscoroutinefunction(func):
-        return Kind.COROUTINE
-    if inspect.isasyncgenfunction(func):
-        return Kind.ASYNC_GENERATOR
-    if inspect.isgeneratorfunction(func):
-        return Kind.GENERATOR
-    return Kind.FUNCTION
-
-
-def is_generator(value: Any) -> bool:
-    """Whether `value` is what calling a generator function gives, sync or async."""
-    return inspect.isgenerator(value) or inspect.isasyncgen(value)
-
-
 def may_leave(error: BaseException) -> bool:
     """Whether an `error` that is not an `Exception` may leave its task as it is.
 
@@ -278,31 +344,6 @@ def may_leave(error: BaseException) -> bool:
     """
     task = _current_task()
     return task is None or (isinstance(error, asyncio.CancelledError) and task.cancelling() > 0)
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """Return `Class.method` or the function's name, without the scope it was defined in."""
-    func = _underlying(func)
-    name = getattr(func, "__qualname__", None) or type(func).__qualname__
-    return str(name).rpartition("<locals>.")[2]
-
-
-def code_of(func: Callable[..., Any]) -> CodeType | None:
-    """Return the code object behind `func`, `None` for what is not written in Python."""
-    code = getattr(_underlying(func), "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _underlying(func: Callable[..., Any]) -> Callable[..., Any]:
-    while True:
-        if isinstance(func, partial):
-            func = func.func
-        elif inspect.ismethod(func):
-            func = func.__func__
-        elif inspect.isroutine(func) or inspect.isclass(func):
-            return func
-        else:
-            func = type(func).__call__
 
 
 def _is_builtin(func: Callable[..., Any]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -156,6 +157,15 @@ def _is_json_scalar(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
+LANE_RULE = "a name of letters, digits, '_' and '-', other than 'serial' and 'executor'"
+
+
+def is_lane(name: object) -> bool:
+    """Whether a lane of threads can have this name: it is in those of its threads."""
+    is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)
+    return bool(is_name) and name not in ("serial", "executor")
+
+
 PositiveInt = Annotated[int, _must_be("an integer ≥ 1", lambda v: _is_int(v, at_least=1))]
 NonNegativeInt = Annotated[int, _must_be("an integer ≥ 0", lambda v: _is_int(v, at_least=0))]
 PositiveFloat = Annotated[float, _must_be("a number > 0", lambda v: is_number(v) and v > 0)]
@@ -179,6 +189,17 @@ ClassPath = Annotated[
 FunctionPath = Annotated[
     str | Callable[..., Any],
     _must_be("a function or its import path", lambda v: isinstance(v, str) or callable(v)),
+]
+LaneLimits = Annotated[
+    dict[str, int],
+    _must_be(
+        "a dict of lanes and how many threads each has in a replica, such as {'db': 8}: each an "
+        f"integer ≥ 1, under {LANE_RULE}",
+        lambda v: (
+            isinstance(v, dict)
+            and all(is_lane(name) and _is_int(limit, at_least=1) for name, limit in v.items())
+        ),
+    ),
 ]
 IdempotentMethods = Annotated[
     list[str],

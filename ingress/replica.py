@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from time import monotonic
 from typing import Any, ClassVar
 
@@ -31,13 +32,14 @@ from ingress.exceptions import (
     UserCodeExit,
     is_only,
 )
-from ingress.execution import ExecutionPlan, Role
+from ingress.lane_pools import ReplicaPools
+from ingress.lanes import lanes_of
+from ingress.loop_executor import LoopExecutor
 from ingress.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
 from ingress.models import Models
 from ingress.scopes import cancel_once
-from ingress.threads import RESERVED_THREADS, LoopExecutor, WorkerPool
 from ingress.types import ReplicaID
-from ingress.user_code import UserCode
+from ingress.user_code import MakePlan, UserCode
 from ingress.watchdog import WATCHDOG
 
 ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
@@ -63,11 +65,11 @@ _TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDi
 class Replica:
     """Lives on its user loop; `submit` and `cancel` are thread-safe.
 
-    `borrowed` is the loop to live on when user code has no thread of its own; `stall_threshold_s`
-    how long that may stand still until somebody hears of it, `None` for ever. `release` gives a
-    slot back to the router, `reassign` a call that none of our user code has seen; `ongoing`,
-    `max_ongoing`, `position` and `requested`, which counts the calls by the model they name, are
-    the router's, under its lock.
+    `lanes` says how many threads each lane has. `borrowed` is the loop to live on when user code
+    has no thread of its own; `stall_threshold_s` how long that may stand still until somebody hears
+    of it, `None` for ever. `release` gives a slot back to the router, `reassign` a call that none
+    of our user code has seen; `ongoing`, `max_ongoing`, `position` and `requested`, which counts
+    the calls by the model they name, are the router's, under its lock.
     """
 
     user_code_class: ClassVar[type[UserCode]] = UserCode  # `ingress check --run` watches its own
@@ -80,6 +82,7 @@ class Replica:
         *,
         max_ongoing: int,
         num_cpus: float,
+        lanes: Mapping[str, int] | None = None,
         sync_in_threadpool: bool,
         release: Callable[[Replica, Call], None],
         reassign: Callable[[Call, Exception], Any] | None = None,
@@ -97,7 +100,6 @@ class Replica:
         self.requested: dict[str, int] = {}
         self._release = release
         self._reassign = reassign
-        self._sync_in_threadpool = sync_in_threadpool
         self._borrows = borrowed is not None
         self._stall_threshold_s = stall_threshold_s
         self._anyio_threads = 0
@@ -109,7 +111,13 @@ class Replica:
             else BorrowedLoop(name, borrowed, on_dead)
         )
         self.loop = self._home.loop
-        self._pool = WorkerPool(self._home, max_ongoing + RESERVED_THREADS)
+        self._pools = ReplicaPools(self._home, lanes_of(func_or_class, max_ongoing, lanes or {}))
+        make_plan: MakePlan = partial(
+            execution.plan,
+            sync_in_threadpool=sync_in_threadpool,
+            pool=self._pools.default,
+            lanes=self._pools.lanes,
+        )
         self._executor: LoopExecutor | None = None
         if borrowed is None:  # a borrowed loop's executor is its lender's, see `LocalEngine`
             # Source: Ray 2.60.0, replica.py: 5 threads for the default of one CPU.
@@ -118,12 +126,10 @@ class Replica:
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
         # What runs here, and its task once that has begun.
         self._calls: dict[Call, asyncio.Task[Any] | None] = {}
-        self.context = ReplicaContext(replica_id, _loop=self.loop, _pool=self._pool)
-        self._models = Models(self.loop, self.context, self.make_plan, self._calls)
+        self.context = ReplicaContext(replica_id, _loop=self.loop, _make_plan=make_plan)
+        self._models = Models(self.loop, self.context, make_plan, self._calls)
         try:
-            self.user_code = self.user_code_class(
-                func_or_class, bound_app, self.context, self.make_plan
-            )
+            self.user_code = self.user_code_class(func_or_class, bound_app, self.context, make_plan)
         except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
             self._home.stop(1.0)
             raise
@@ -136,11 +142,6 @@ class Replica:
     def model_ids(self) -> frozenset[str]:
         """The models it has or is loading. Thread-safe."""
         return self._models.ids
-
-    def make_plan(self, func: Callable[..., Any], role: Role) -> ExecutionPlan:
-        return execution.plan(
-            func, role, sync_in_threadpool=self._sync_in_threadpool, pool=self._pool
-        )
 
     async def start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
@@ -342,7 +343,7 @@ class Replica:
             logger.error("%s did not stop before its event loop did", self.replica_id)
         except Exception:
             logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
-        self._pool.shutdown()
+        self._pools.shutdown()
         if self._executor is not None:
             self._executor.shutdown()
         # In a thread, because these wait, and the control loop has other replicas to look after.
@@ -376,7 +377,7 @@ class Replica:
             current_default_thread_limiter().total_tokens -= self._anyio_threads
 
     def _join(self, deadline: float) -> None:
-        joins = [("worker threads", self._pool.join), ("event loop", self._home.stop)]
+        joins = [("worker threads", self._pools.join), ("event loop", self._home.stop)]
         if self._executor is not None:
             joins.append(("executor threads", self._executor.join))
         stuck = [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]

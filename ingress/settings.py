@@ -11,6 +11,9 @@ that is started again sees the environment of that moment.
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
     INGRESS_ENGINE                           local   which engine runs the application; the only one
+
+    OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
+    library has; `ingress run` sets those that are not (`ingress.budget`)
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SYNC_IN_THREADPOOL = "RAY_SERVE_RUN_SYNC_IN_THREADPOOL"
 USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
@@ -27,6 +30,16 @@ REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+NATIVE_THREADS = (
+    OMP_NUM_THREADS,
+    "BLIS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+"""Not those of Rayon, Polars or TensorFlow, where all calls of a process share one pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class Settings:
     """What the environment says, validated. Source: seed "Environment flags".
 
     `request_timeout_s` is `None` for no deadline, as the guide's default; `stall_threshold_s` is
-    `None` if nobody is to watch.
+    `None` if nobody is to watch. `native_threads` has those of `NATIVE_THREADS` that are set.
     """
 
     run_sync_in_threadpool: bool = False
@@ -45,6 +58,7 @@ class Settings:
     stall_threshold_s: float | None = 0.1
     http_host: str = "127.0.0.1"
     engine: str = "local"
+    native_threads: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -60,6 +74,7 @@ class Settings:
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=_engine(env),
+            native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
         )
 
 

@@ -2,7 +2,6 @@
 
     WorkerThreads   a bounded set of daemon threads, started on demand, retired when idle
     WorkerPool      a replica's `def` calls: awaited on its loop, run in its worker threads
-    LoopExecutor    what `asyncio.to_thread` and `run_in_executor(None, ...)` use on a user loop
 
 A call counts against the limit until its *thread* is done, whatever became of its awaiter: a
 request that timed out leaves no room for one more thread. `anyio.from_thread` works inside. The
@@ -14,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import Context, copy_context
 from functools import partial
@@ -42,11 +39,21 @@ RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generat
 
 
 class WorkerThreads:
-    """Run submitted calls in at most `limit` daemon threads, in order. Thread-safe."""
+    """Run submitted calls in at most `limit` daemon threads, in order. Thread-safe.
 
-    def __init__(self, name: str, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+    A thread that has had nothing to do for `idle_s` ends; with `None` it stays.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        loop: asyncio.AbstractEventLoop,
+        idle_s: float | None = IDLE_S,
+    ) -> None:
         self.name = name
         self.limit = limit
+        self._idle_s = idle_s
         self._loop = loop
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -67,9 +74,16 @@ class WorkerThreads:
                 )
                 self._started += 1
                 self._threads.add(thread)
-        self._queue.put(call)
         if start:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread left for us
+                with self._lock:
+                    self._threads.discard(thread)
+                    if not self._threads:
+                        self._unfinished -= 1
+                        raise
+        self._queue.put(call)
 
     def retire_idle(self) -> None:
         """Let the threads that have nothing to do end now instead of after `IDLE_S`."""
@@ -100,12 +114,16 @@ class WorkerThreads:
             threadlocals.current_cancel_scope = None
             while True:
                 try:
-                    call = self._queue.get(timeout=IDLE_S)
+                    call = self._queue.get(timeout=self._idle_s)
                 except Empty:
                     call = None
                 if call is None:
                     if self._retire():
                         return
+                    # Race with `submit`, which counts its call before it is in the queue: that
+                    # comes behind the word of `close`, which nobody says again.
+                    if self._closed:
+                        self._queue.put(None)
                     continue
                 try:
                     call()
@@ -127,29 +145,39 @@ class WorkerThreads:
 
 
 class WorkerPool:
-    """The worker threads of one replica, as its loop sees them.
+    """Worker threads of one replica, those of a lane or the rest, as its loop sees them.
 
     Owned by the replica's user loop: `run` and `stream` are called there.
     """
 
-    def __init__(self, home: Home, limit: int) -> None:
-        self._loop = home.loop
+    def __init__(
+        self, home: Home, limit: int, lane: str = "", *, idle_s: float | None = IDLE_S
+    ) -> None:
+        self.loop = home.loop
         # Answers travel in a mailbox of their own, so that one wake-up carries a burst of them.
-        self._mailbox = Mailbox(home.loop)
-        self.threads = WorkerThreads(home.name, limit, home.loop)
+        self.mailbox = Mailbox(home.loop)
+        name = f"{home.name}-{lane}" if lane else home.name
+        self.threads = WorkerThreads(name, limit, home.loop, idle_s)
 
-    async def run(self, func: Callable[[], T]) -> T:
+    async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
         """Run `func` in a worker thread, in a copy of the current context.
 
-        If the awaiting task is cancelled, a call that has not begun is withdrawn; one that runs is
-        waited for, because no one can stop a thread, and then the cancellation goes on.
+        If the awaiting task is cancelled, a call that has not begun is withdrawn, unless it
+        `is_cleanup`; one that runs is waited for, because no one can stop a thread, and then the
+        cancellation goes on.
         """
-        work = _Work(func, self._loop, self._mailbox)
-        self.threads.submit(work)
+        work = self.make_work(func, is_cleanup=is_cleanup)
         try:
+            self.threads.submit(work)
             await work.done
+        except RuntimeError:  # there is no thread
+            self.take_back(work)
+            raise
         except asyncio.CancelledError:
-            _Visitors(work.scope, self._loop).cancel()
+            if not is_cleanup:
+                if self.take_back(work):
+                    raise
+                _Visitors(work.scope, self.loop).cancel()
             await work.really_done()
             if work.error is not None and not is_only(work.error, (RequestCancelledError,)):
                 _log_late(work.error)
@@ -160,6 +188,14 @@ class WorkerPool:
             finally:
                 del work  # the traceback holds this frame: do not let it hold the error too
         return work.result  # type: ignore[no-any-return]
+
+    def make_work(self, func: Callable[[], Any], *, is_cleanup: bool) -> Work:
+        """Return the call that a thread is to run."""
+        return Work(func, self.loop, self.mailbox)
+
+    def take_back(self, work: Work) -> bool:
+        """Whether a call need not be waited for, because no thread has begun it nor ever will."""
+        return False
 
     async def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]:
         """Yield what an iterable yields, iterated and closed in one worker thread.
@@ -195,7 +231,7 @@ class WorkerPool:
         return self.threads.join(timeout_s)
 
 
-class _Work:
+class Work:
     """One call in a worker thread and its way back."""
 
     __slots__ = (
@@ -239,13 +275,17 @@ class _Work:
             self.error.__cause__ = error
         except BaseException as error:
             self.error = error
-        self.mailbox.post(self._finish)
+        self.mailbox.post(self.finish)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Run on the loop."""
         self.finished = True
         if not self.done.done():
             self.done.set_result(None)
+
+    def let_go(self) -> None:
+        """Forget what only the run would have needed."""
+        self.func, self.context = _nothing, Context()
 
     async def really_done(self) -> None:
         """Wait for the thread, although the awaiting task was cancelled once or many times."""
@@ -257,6 +297,9 @@ class _Work:
                     await self.done
                 except asyncio.CancelledError:
                     continue  # our caller is about to raise the first one
+
+
+def _nothing() -> None: ...
 
 
 def _log_late(error: BaseException) -> None:
@@ -312,70 +355,3 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
     is_news = error is not None and not is_only(error, (RequestCancelledError,))
     if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)
-
-
-class LoopExecutor(ThreadPoolExecutor):
-    """The default executor of a user loop.
-
-    `asyncio.to_thread` and `run_in_executor(None, ...)` are what the guides recommend; the
-    standard executor's threads are joined by the interpreter at exit, so one stuck call would keep
-    the process. `run_in_executor` gets a copy of the current context too. The standard class is
-    only the type asyncio insists on.
-    """
-
-    def __init__(self, name: str, limit: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._ingress_threads = WorkerThreads(name, limit, loop)
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        context = copy_context()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = context.run(fn, *args, **kwargs)
-            except StopIteration as error:
-                # asyncio cannot carry it to the awaiting task, which would then wait for ever.
-                stopped = RuntimeError("a call in a thread raised StopIteration")
-                stopped.__cause__ = error
-                future.set_exception(stopped)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._ingress_threads.submit(call)
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept nothing more. Never waits: `asyncio.run` would wait for a stuck call."""
-        self._ingress_threads.close()
-
-    def retire_idle(self) -> None:
-        """Let idle threads end now."""
-        self._ingress_threads.retire_idle()
-
-    def join(self, timeout_s: float) -> bool:
-        return self._ingress_threads.join(timeout_s)
-
-
-_lent: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopExecutor]] = (
-    weakref.WeakKeyDictionary()
-)
-_lent_lock = threading.Lock()
-
-
-def lend_executor(loop: asyncio.AbstractEventLoop) -> LoopExecutor:
-    """Make a `LoopExecutor` the default executor of a loop that is not ours, once, for its life.
-
-    The loop keeps it; stopping our use of the loop lets its idle threads go, no more.
-    """
-    with _lent_lock:
-        lent = _lent.get(loop)
-        executor = lent() if lent is not None else None
-        if executor is None:
-            executor = LoopExecutor("ingress-executor", 32, loop)
-            loop.set_default_executor(executor)
-            _lent[loop] = weakref.ref(executor)
-        return executor

@@ -66,7 +66,9 @@ def blocking_call_check() -> Iterator[BlockBuster]:
         for name in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
             checks.functions.pop(name).deactivate()
         for check in checks.functions.values():
-            check.can_block_in("ingress/execution.py", {"run", "stream", "iterate", "call_inline"})
+            check.can_block_in(
+                "ingress/execution.py", {"run", "run_part", "stream", "iterate", "call_inline"}
+            )
             check.can_block_in("ingress/asgi/replica_app.py", {"__call__"})
             check.can_block_in("ingress/asgi/lifespan.py", {"_run"})
             check.can_block_in("ingress/server.py", {"_start"})  # imports uvicorn

@@ -149,6 +149,34 @@ def test_an_example_runs_from_the_command_line_until_ctrl_c(name: str, tmp_path:
     assert answers == [answer for _, answer in promised]
 
 
+@proves("serial")
+def test_one_thread_makes_the_connection_and_counts_every_visit() -> None:
+    with served(application("serial")) as it:
+        counts = results([it.handle.remote() for _ in range(50)])
+
+    assert sorted(counts) == list(range(1, 51))
+
+
+@proves("native_threads")
+def test_two_calls_compute_at_a_time_and_health_does_not_wait_for_them() -> None:
+    gate = Gate()
+
+    class Gated(class_of("native_threads")):  # type: ignore[misc]
+        @serve.method(lane="cpu")
+        def rank(self) -> int:
+            gate.wait()
+            return int(super().rank())
+
+    with served(bound("native_threads", Gated)) as it:
+        answers = it.send("/rank", 10)
+        gate.wait_for(2)
+        wait_until(lambda: it.ongoing() == 10)
+        assert it.get("/health").text == '"ok"'
+        assert gate.inside == 2
+        gate.open()
+        assert {answer.result(TIMEOUT_S).text for answer in answers} == {"20"}
+
+
 @proves("async_stream")
 def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: Path) -> None:
     with run("async_stream", tmp_path) as server:

@@ -139,6 +139,15 @@ CASES = {
         @app.get('/')
         def f(self, x=Depends(dep)): ...
         """,
+    "def-endpoint-kept-on-the-loop": """
+        @app.get('/')
+        @serve.method(execution="event_loop")
+        def f(self): time.sleep(1)  #: ASYNC251
+        """,
+    "def-in-a-thread-of-its-own": """
+        @serve.method(execution="serial")
+        def f(self): time.sleep(1)
+        """,
     "def-endpoint": """
         @app.get('/')
         def f(self): time.sleep(1)

@@ -39,7 +39,7 @@ def bare(func):
         return func(*args, **kwargs)
     return wrapper
 
-@serve.deployment
+@serve.deployment(lanes={"db": 2})
 @serve.ingress(app)
 class A:
 """
@@ -79,6 +79,18 @@ CASES = {
             self.n += 1  #: IG101
         @app.get('/')
         def f(self, x=Depends(dep)): ...
+        """,
+    "serial": """
+        @serve.method(execution="serial")
+        def f(self): self.n += 1
+        """,
+    "kept-on-the-loop": """
+        @serve.method(execution="event_loop")
+        def f(self): self.n += 1
+        """,
+    "in-a-lane": """
+        @serve.method(lane="db")
+        def f(self): self.n += 1  #: IG101
         """,
     "generator": """
         def f(self):
@@ -254,6 +266,11 @@ CASES = {
         def __init__(self): self.db = sqlite3.connect('x')  #: IG106
         def f(self): return self.db.execute('')
         """,
+    "sqlite-in-the-serial-thread": """
+        def __init__(self): self.db = sqlite3.connect('x')
+        @serve.method(execution="serial")
+        def f(self): return self.db.execute('')
+        """,
     "sqlite-shared": """
         def __init__(self): self.db = sqlite3.connect('x', check_same_thread=False)
         def f(self): return self.db.execute('')
@@ -329,7 +346,7 @@ ONE_AT_A_TIME = """
 def test_one_request_at_a_time_has_its_instance_for_itself_not_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = HEAD.replace("@serve.deployment", "@serve.deployment(max_ongoing_requests=1)")
+    head = HEAD.replace("lanes={", "max_ongoing_requests=1, lanes={")
     program = in_class(head, ONE_AT_A_TIME)
     as_file = checked_as_file(tmp_path, program, Settings(), migrate=True)
     as_application = checked_as_application(

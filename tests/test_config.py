@@ -36,6 +36,7 @@ CHANGED: dict[str, Any] = {
     "max_constructor_retry_count": 1,
     "max_ongoing_requests": 7,
     "max_queued_requests": 7,
+    "lanes": {"db": 8},
     "max_replicas_per_node": 1,
     "max_surge_percent": 10,
     "num_replicas": 2,

@@ -22,8 +22,9 @@ import pytest
 
 from ingress import threads
 from ingress.exceptions import StreamClosedError
+from ingress.loop_executor import LoopExecutor, lend_executor
 from ingress.loops import BorrowedLoop
-from ingress.threads import LoopExecutor, WorkerPool, WorkerThreads, lend_executor
+from ingress.threads import WorkerPool, WorkerThreads
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 10.0
@@ -331,6 +332,54 @@ def test_closing_runs_what_was_submitted_and_refuses_the_rest() -> None:
     loop.close()
 
 
+def test_a_call_runs_in_a_thread_that_is_there_if_the_system_has_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.new_event_loop()
+    threads = WorkerThreads("full", 2, loop)
+    gate, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        gate.wait(PATIENCE_S)
+
+    threads.submit(hold)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        threads.submit(done.set)
+    gate.set()
+
+    assert done.wait(PATIENCE_S)
+    threads.close()
+    assert threads.join(PATIENCE_S)
+    loop.close()
+
+
+def test_a_call_is_refused_if_the_system_has_no_thread_and_the_next_may_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.new_event_loop()
+    threads = WorkerThreads("none", 1, loop)
+    done = threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.submit(lambda: None)
+    threads.submit(done.set)
+
+    assert done.wait(PATIENCE_S)
+    threads.close()
+    assert threads.join(PATIENCE_S)
+    loop.close()
+
+
 def test_a_thread_outlives_a_call_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     """A callback of a future may let a `SystemExit` out; the limit is no smaller afterwards."""
     loop = asyncio.new_event_loop()
@@ -586,7 +635,8 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
 STUCK = """
 import asyncio, contextlib, sys, threading, time
 from ingress.loops import BorrowedLoop, EventLoopThread
-from ingress.threads import LoopExecutor, WorkerPool, lend_executor
+from ingress.loop_executor import LoopExecutor, lend_executor
+from ingress.threads import WorkerPool
 began = threading.Event()
 def stuck():
     began.set()

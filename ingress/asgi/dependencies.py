@@ -4,6 +4,7 @@
     `def`, a class, an object with a        a `LiftedFunction`: runs as the replica plans it
       `def __call__`
     a method of the deployment's class      the same; with `yield`, its `self` is bound
+    a `def` with `yield` and `@method`      a `LiftedPlacedGenerator`: entered and left as planned
     `async def`, `yield`, a security scheme left to FastAPI
 
 FastAPI would run a plain `def` dependency with AnyIO, whose hop to a thread costs as much as the
@@ -17,6 +18,7 @@ import dataclasses
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Annotated, Any, get_args, get_origin
 
 from fastapi import params
@@ -26,7 +28,7 @@ from fastapi.security.base import SecurityBase
 
 from ingress.asgi.methods import Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
-from ingress.execution import Kind
+from ingress.execution import Kind, override_of
 
 
 class Lifted:
@@ -78,6 +80,24 @@ class LiftedGenerator(Lifted):
             yield value
 
 
+class LiftedPlacedGenerator(Lifted):
+    """A `def` with `yield` that `@serve.method` gives a place to run: each of its halves does."""
+
+    async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
+        plan = REPLICA.get()._plans[self._func]
+        manager = contextmanager(plan.func)(**values)
+        value = await plan.run_part(manager.__enter__)
+        try:
+            yield value
+        except BaseException as error:
+            # Not the request's to skip, cancelled or not: something is to be closed there.
+            leave = partial(manager.__exit__, type(error), error, error.__traceback__)
+            if not await plan.run_part(leave, is_cleanup=True):
+                raise
+        else:
+            await plan.run_part(partial(manager.__exit__, None, None, None), is_cleanup=True)
+
+
 class LiftedAsyncGenerator(Lifted):
     """As `LiftedGenerator`, written `async def`."""
 
@@ -121,10 +141,14 @@ class Dependencies:
         target = self._methods.target(original)
         kind = kind_for_fastapi(target.func)
         is_method = target.descriptor is not None
-        is_lifted = is_method or kind is Kind.FUNCTION
+        is_placed = kind is Kind.GENERATOR and override_of(target.func) is not None
+        is_lifted = is_method or is_placed or kind is Kind.FUNCTION
         if not is_lifted or isinstance(original, SecurityBase):
             return original  # type: ignore[no-any-return]
         signature = self._signature(original, skip_first=target.takes_self)
+        if is_placed:
+            self.targets.append(target)
+            return LiftedPlacedGenerator(original, target, signature)
         if kind is Kind.GENERATOR:
             return LiftedGenerator(original, target, signature)
         if kind is Kind.ASYNC_GENERATOR:

@@ -32,7 +32,7 @@ from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guard_below, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
-from ingress.execution import Kind, kind
+from ingress.execution import Kind, kind, name_of, override_of, stays_on_loop
 from ingress.responses import take_over_stream
 
 IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
@@ -280,6 +280,14 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
                 "its lists for those of one request. Decorate an inner method and await it from "
                 "the route."
             )
+        elif (override := override_of(route.endpoint)) is not None and (
+            mounted_at or not isinstance(route, (APIRoute, APIWebSocketRoute))
+        ):
+            raise TypeError(
+                f"{override} has no effect on {name_of(route.endpoint)}: Starlette runs the routes "
+                "of a mounted app, and those of `add_route`. Use @app.get on the app itself, or "
+                "include a router."
+            )
         elif methods.owns(route.endpoint):
             name = route.endpoint.__qualname__
             if mounted_at:
@@ -302,7 +310,8 @@ def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
     if not hasattr(route, "is_json_stream") or kind_for_fastapi(func) not in GENERATORS:
         return None
     # Server-sent events are iterated before there is a response to take the iterator from.
-    if kind(func) is Kind.GENERATOR and not getattr(route, "is_sse_stream", False):
+    is_taken_over = not getattr(route, "is_sse_stream", False) and not stays_on_loop(func)
+    if kind(func) is Kind.GENERATOR and is_taken_over:
         return Kind.GENERATOR
     return Kind.ASYNC_GENERATOR
 

@@ -36,7 +36,7 @@ from ingress.asgi.rendering import (
 )
 from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.context import REPLICA
-from ingress.execution import ExecutionPlan, Kind, kind
+from ingress.execution import ExecutionMode, ExecutionPlan, kind
 
 _routing: Any = fastapi.routing
 
@@ -77,7 +77,7 @@ async def _chunks(
     plan: ExecutionPlan, values: dict[str, Any], encode: Callable[[Any], bytes]
 ) -> AsyncGenerator[bytes, None]:
     """Yield the items of an endpoint as bytes; close it where it ran."""
-    if plan.kind is Kind.ASYNC_GENERATOR:
+    if plan.mode is ExecutionMode.EVENT_LOOP:
         async with aclosing(plan.stream(**values)) as items:
             async for item in items:
                 yield encode(item)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import ast
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
-from ingress.execution import Kind, Role
+from ingress.execution import Kind, Lanes, Role
+from ingress.lanes import method
 from ingress.settings import Settings
 
 _ROUTES = {
@@ -51,11 +53,14 @@ def dependencies_in(sources: Sources, settings: Settings) -> list[Subject]:
 
 
 def _subject(function: Function, role: Role, sources: Sources, settings: Settings) -> Subject:
+    override = _override(function)
+    func = _STAND_INS[_kind(function)]
     return planned(
         function,
-        _STAND_INS[_kind(function)],
+        func if override is None else override(_like(func)),
         role,
         settings,
+        lanes=Lanes(1, {}, _has_serial(function)),
         one_at_a_time=_one_at_a_time(function),
         sync_wrapper=_sync_decorator(function, sources) if role is Role.METHOD else "",
     )
@@ -132,6 +137,33 @@ def _one_at_a_time(function: Function) -> bool:
         keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
         for call in calls
         for keyword in call.keywords
+    )
+
+
+def _override(function: Function) -> Callable[[Any], Any] | None:
+    """Return the `@serve.method(...)` a function has, to be said of another one."""
+    for each in function.node.decorator_list:
+        if isinstance(each, ast.Call) and last_name(each) == "method":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in each.keywords}
+            if given.get("execution", "").strip("'\"") in ("event_loop", "serial"):
+                return method(execution=given["execution"].strip("'\""))  # type: ignore[arg-type]
+            return method(execution="threadpool")  # a lane's threads are threads
+    return None
+
+
+def _like(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return another function of the same code: what is said of it is not said of all."""
+    assert isinstance(func, FunctionType)  # for types
+    return FunctionType(func.__code__, func.__globals__)
+
+
+def _has_serial(function: Function) -> bool:
+    """Whether its class has a method in the serial thread, so that its constructor is there."""
+    others = (each for each in function.file.functions if each.cls == function.cls)
+    return any(
+        "execution='serial'" in ast.unparse(decorator)
+        for each in others
+        for decorator in each.node.decorator_list
     )
 
 

@@ -100,7 +100,7 @@ RULES = {
         Rule(
             "IG106",
             "Thread-affine object made in the constructor",
-            "make it where it is used, once per thread (threading.local)",
+            'make it once per thread (threading.local), or @serve.method(execution="serial")',
         ),
     )
 }

@@ -22,7 +22,8 @@ from typing import Any
 
 from ingress.build import BuiltDeployment
 from ingress.check.sources import OURS, Function, Sources, dotted, is_users
-from ingress.execution import ExecutionMode, Kind, Role, code_of, kind, name_of, plan
+from ingress.execution import ExecutionMode, Kind, Lanes, Role, code_of, kind, name_of, plan
+from ingress.lanes import lanes_of
 from ingress.settings import Settings
 from ingress.user_code import public_methods
 
@@ -80,13 +81,14 @@ def planned(
     role: Role,
     settings: Settings,
     *,
+    lanes: Lanes,
     one_at_a_time: bool = False,
     sync_wrapper: str = "",
 ) -> Subject:
     """Return a function with where `func`, which it is the source of, runs."""
     no_pool: Any = None  # nothing is run
-    at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool)
-    at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool)
+    at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
+    at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
     now = at_1 if settings.run_sync_in_threadpool else at_0
     modes = (now.mode, at_0.mode, at_1.mode)
     return Subject(function, role, *modes, now.reason, one_at_a_time, sync_wrapper)
@@ -159,7 +161,8 @@ def _subjects(
     func: Any, role: Role, built: BuiltDeployment, sources: Sources, settings: Settings
 ) -> Iterator[Subject]:
     """Yield what is called, and what decorators have wrapped in it, as far as it is the user's."""
-    one_at_a_time = built.deployment.config.max_ongoing_requests == 1
+    config = built.deployment.config
+    lanes = lanes_of(built.deployment.func_or_class, config.max_ongoing_requests, config.lanes)
     is_in_async, wrapper = False, ""
     while func is not None:
         is_batch = hasattr(func, "__ingress_batcher__")
@@ -171,7 +174,8 @@ def _subjects(
                 func,
                 role,
                 settings,
-                one_at_a_time=one_at_a_time,
+                lanes=lanes,
+                one_at_a_time=config.max_ongoing_requests == 1,
                 sync_wrapper=wrapper if function.is_async and role is Role.METHOD else "",
             )
         is_in_async = kind(func).is_async and not is_batch

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 
 from ingress.deadlines import Deadlines, deadlines_of
+from ingress.loop_executor import LoopExecutor
 from ingress.loops import EventLoopThread
 from ingress.settings import Settings
-from ingress.threads import LoopExecutor
 from ingress.watchdog import WATCHDOG
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side

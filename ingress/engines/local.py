@@ -17,13 +17,13 @@ from ingress.declaration import Application
 from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.loop_executor import lend_executor
 from ingress.loops import run_blocking
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.router import Router
 from ingress.schema import ServeStatus
 from ingress.server import HTTPServer
 from ingress.settings import Settings
-from ingress.threads import lend_executor
 from ingress.types import DeploymentID
 from ingress.user_code import public_methods
 

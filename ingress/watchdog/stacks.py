@@ -25,7 +25,7 @@ from typing import Any
 from ingress.context import ReplicaContext
 from ingress.execution import ExecutionPlan
 from ingress.loops import Mailbox
-from ingress.threads import WorkerThreads, _Work
+from ingress.threads import Work, WorkerThreads
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = (
@@ -37,7 +37,7 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 _DEPTH = 64  # lines kept of a stack
 _DEBUGGERS = frozenset(("bdb", "debugpy", "pydevd", "_pydevd_bundle"))
 _PLANS = frozenset(
-    each.__code__ for each in (ExecutionPlan.run, ExecutionPlan.iterate, ExecutionPlan.items)
+    getattr(ExecutionPlan, name).__code__ for name in ("run", "run_part", "iterate", "items")
 )
 _DISPATCH = frozenset((Mailbox._drain.__code__, Handle._run.__code__))
 _IDLE_WORKER = WorkerThreads._main.__code__
@@ -154,7 +154,7 @@ def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int
 def worker_context(frame: FrameType | None) -> Context | None:
     """Return the context of the call that one of our worker threads runs."""
     while frame is not None:
-        if frame.f_code is _Work.__call__.__code__:
+        if frame.f_code is Work.__call__.__code__:
             context: Context = frame.f_locals["self"].context
             return context
         frame = frame.f_back

@@ -1,0 +1,29 @@
+"""A connection that only its own thread may touch, in a thread that only this class has.
+
+    ingress run app_examples.serial:app
+
+    curl http://127.0.0.1:8000/    1
+
+`__init__` runs in the thread of the `serial` method, so the connection is at home there. One call
+is in it at a time: nobody comes between the two statements, and the event loop is free meanwhile.
+"""
+
+import sqlite3
+
+import ingress as serve
+
+
+@serve.deployment
+class Visits:
+    def __init__(self) -> None:
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("create table visits (number integer)")
+
+    @serve.method(execution="serial")
+    def __call__(self) -> int:
+        (count,) = self.database.execute("select count(*) from visits").fetchone()
+        self.database.execute("insert into visits values (?)", (count + 1,))
+        return int(count) + 1
+
+
+app = Visits.bind()

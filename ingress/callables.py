@@ -1,0 +1,71 @@
+"""How a callable is written: what `execution` asks before it says where it runs.
+
+All of it looks through `partial`, bound methods and callable objects, not through `__wrapped__`: a
+sync wrapper round an `async def` is a `def`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from types import CodeType
+from typing import Any
+
+
+class Kind(Enum):
+    """How a callable is written."""
+
+    FUNCTION = "def"
+    COROUTINE = "async def"
+    GENERATOR = "def generator"
+    ASYNC_GENERATOR = "async def generator"
+
+    @property
+    def is_async(self) -> bool:
+        return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
+
+
+def kind(func: Callable[..., Any]) -> Kind:
+    """Return how `func` is written."""
+    func = underlying(func)
+    if inspect.iscoroutinefunction(func) or asyncio.iscoroutinefunction(func):
+        return Kind.COROUTINE
+    if inspect.isasyncgenfunction(func):
+        return Kind.ASYNC_GENERATOR
+    if inspect.isgeneratorfunction(func):
+        return Kind.GENERATOR
+    return Kind.FUNCTION
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `value` is what calling a generator function gives, sync or async."""
+    return inspect.isgenerator(value) or inspect.isasyncgen(value)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return `Class.method` or the function's name, without the scope it was defined in."""
+    func = underlying(func)
+    name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
+
+def code_of(func: Callable[..., Any]) -> CodeType | None:
+    """Return the code object behind `func`, `None` for what is not written in Python."""
+    code = getattr(underlying(func), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def underlying(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, builtin or class that a call of `func` runs."""
+    while True:
+        if isinstance(func, partial):
+            func = func.func
+        elif inspect.ismethod(func):
+            func = func.__func__
+        elif inspect.isroutine(func) or inspect.isclass(func):
+            return func
+        else:
+            func = type(func).__call__
