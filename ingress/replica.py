@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 from starlette.requests import ClientDisconnect
@@ -70,8 +70,6 @@ class Replica:
     the router's, under its lock.
     """
 
-    user_code_class: ClassVar[type[UserCode]] = UserCode  # `ingress check --run` watches its own
-
     def __init__(
         self,
         replica_id: ReplicaID,
@@ -121,9 +119,7 @@ class Replica:
         self.context = ReplicaContext(replica_id, _loop=self.loop, _pool=self._pool)
         self._models = Models(self.loop, self.context, self.make_plan, self._calls)
         try:
-            self.user_code = self.user_code_class(
-                func_or_class, bound_app, self.context, self.make_plan
-            )
+            self.user_code = UserCode(func_or_class, bound_app, self.context, self.make_plan)
         except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
             self._home.stop(1.0)
             raise
