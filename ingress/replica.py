@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 from starlette.requests import ClientDisconnect
@@ -72,8 +72,6 @@ class Replica:
     the calls by the model they name, are the router's, under its lock.
     """
 
-    user_code_class: ClassVar[type[UserCode]] = UserCode  # `ingress check --run` watches its own
-
     def __init__(
         self,
         replica_id: ReplicaID,
@@ -129,7 +127,7 @@ class Replica:
         self.context = ReplicaContext(replica_id, _loop=self.loop, _make_plan=make_plan)
         self._models = Models(self.loop, self.context, make_plan, self._calls)
         try:
-            self.user_code = self.user_code_class(func_or_class, bound_app, self.context, make_plan)
+            self.user_code = UserCode(func_or_class, bound_app, self.context, make_plan)
         except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
             self._home.stop(1.0)
             raise

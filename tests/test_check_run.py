@@ -294,8 +294,8 @@ def test_without_the_option_the_plugin_does_nothing(folder: Path) -> None:
     write_module(
         folder,
         "test_app",
-        "from ingress.replica import Replica\nfrom ingress.user_code import UserCode\n"
-        "def test_this():\n    assert Replica.user_code_class is UserCode\n",
+        "from ingress import replica\nfrom ingress.user_code import UserCode\n"
+        "def test_this():\n    assert replica.UserCode is UserCode\n",
     )
 
     result = subprocess.run(

@@ -12,12 +12,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ingress import api
+from ingress import api, replica
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, Watched
-from ingress.replica import Replica
 from ingress.user_code import UserCode
 
 WATCHED = "watched.json"
+
+_REPLICA = vars(replica)
+"""Where a replica that is made looks up what runs user code in it."""
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -34,15 +36,15 @@ def pytest_configure(config: Any) -> None:
             Watched(tuple(each["functions"]), each["attribute"]) for each in watched
         )
         RehearsingUserCode.outcome = Outcome()
-        Replica.user_code_class = RehearsingUserCode
+        _REPLICA["UserCode"] = RehearsingUserCode
 
 
 def pytest_unconfigure(config: Any) -> None:
     folder = config.getoption("--ingress-rehearsal")
-    if folder is None or Replica.user_code_class is UserCode:
+    if folder is None or _REPLICA["UserCode"] is UserCode:
         return
     api.shutdown()  # what the tests have left running has its rehearsal now
-    Replica.user_code_class = UserCode
+    _REPLICA["UserCode"] = UserCode
     outcome = RehearsingUserCode.outcome
     writes = [
         {
