@@ -12,6 +12,7 @@ import logging.config
 import math
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,12 +20,15 @@ from typing import Annotated, Any
 import typer
 import uvicorn
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ingress import api
 from ingress.budget import ThreadBudget, start_again, thread_budget
 from ingress.build import build
+from ingress.check.findings import CheckError, Report
+from ingress.check.report import Format, rendered
 from ingress.config import HTTPOptions
 from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
@@ -181,6 +185,42 @@ def explain_command(
         raise typer.Exit(1)
 
 
+@app.command()
+def check(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="MODULE:APP, or a file or folder to read only.")
+    ],
+    migrate: Annotated[
+        bool,
+        typer.Option("--migrate", help="Also what is not safe once each `def` runs in a thread."),
+    ] = False,
+    tests: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="PYTEST",
+            help="Also run these tests, and try in threads what --migrate finds.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.TEXT,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Find what blocks an event loop, and with --migrate what is not safe in threads.
+
+    [dim]ingress check main:hello --migrate[/dim]
+
+    Exit code 0: nothing found; 1: something; 2: it could not be checked. A line with `# noqa: ID`
+    is left out.
+    """
+    report = _check(target, migrate, tests, app_dir)
+    typer.echo(rendered(report, format))
+    if report.failure:
+        _error(report.failure)
+        raise typer.Exit(2)
+    raise typer.Exit(1 if report.findings else 0)
+
+
 def main() -> None:
     """Run the command line: the console script `ingress`."""
     app()
@@ -211,6 +251,30 @@ def _serve(
         highlight=False,
     )
     api.serve_until_signal()
+
+
+def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:
+    # Here, because the other commands need not wait for it.
+    from ingress.check.checker import check_application, check_files
+    from ingress.check.trial import tried
+
+    settings = _settings()
+    migrate = migrate or tests is not None
+    try:
+        if ":" not in target and (path := app_dir / target).exists():
+            report = check_files([path], settings, migrate=migrate)
+        else:
+            application = _load(target, app_dir)
+            name = target.partition(":")[0]
+            report = check_application(application, name, app_dir, settings, migrate=migrate)
+        return report if tests is None else tried(report, tests)
+    except CheckError as error:
+        _error(str(error))
+    except typer.Exit:  # `_load` has said it
+        pass
+    except Exception:  # what the user's module raises when it is imported, say
+        traceback.print_exc()
+    raise typer.Exit(2)
 
 
 def _load(target: str, app_dir: Path) -> Application:
@@ -298,7 +362,9 @@ def _print_plan(application: Application, settings: Settings, budget: ThreadBudg
 
 
 def _error(message: str) -> typer.Exit:
-    Console(stderr=True).print(f"[red]Error:[/red] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(
+        f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
+    )
     return typer.Exit(1)
 
 

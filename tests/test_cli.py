@@ -193,15 +193,19 @@ def test_app_dir_is_where_the_module_is_looked_for(folder: Path, tmp_path: Path)
     assert "is a file" in ingress(folder, "run", "app:hello", "--app-dir", "app.py").stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["openapi", "--help"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["check", "--help"], ["openapi", "--help"], []]
+)
 def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
     result = ingress(folder, *arguments)
 
     text = result.stdout + result.stderr
     assert "Usage" in text
-    for word in {"run": ["--host", "--port", "--reload", "--workers", "--app-dir"]}.get(
-        arguments[0] if len(arguments) == 2 else "", []
-    ):
+    options = {
+        "run": ["--host", "--port", "--reload", "--workers", "--app-dir"],
+        "check": ["--migrate", "--run", "--format", "--app-dir"],
+    }
+    for word in options.get(arguments[0] if len(arguments) == 2 else "", []):
         assert word in text
 
 

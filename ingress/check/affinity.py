@@ -1,0 +1,173 @@
+"""IG103 to IG106: what a `def` may do on an event loop and not in a thread.
+
+    asyncio.create_task(...), self.loop.call_soon(...), self.event.set()    IG103
+    an `async def` below a decorator that knows only `def`                  IG104
+    return self._predict_async(x)                                           IG105
+    self.db = sqlite3.connect(...) in the constructor, used in a method     IG106
+
+IG104 is found where decorators are looked through: `subjects` and `decorated`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from ingress.check.calls import callee
+from ingress.check.sharing import Access
+from ingress.check.sources import Function, Sources, dotted, own_nodes
+from ingress.check.state import Made, State, state_around
+
+_NEEDS_LOOP = {
+    *("all_tasks", "create_task", "current_task", "ensure_future", "gather", "get_event_loop"),
+    *("get_running_loop", "shield", "timeout", "timeout_at", "Future"),
+}
+_LOOP_MAKERS = {"get_event_loop", "get_running_loop", "new_event_loop"}
+_LOOP_NAMES = {"loop", "_loop", "event_loop", "_event_loop"}
+_LOOP_METHODS = {
+    *("add_reader", "add_signal_handler", "add_writer", "call_at", "call_later", "call_soon"),
+    *("create_future", "create_task", "remove_reader", "remove_writer", "run_in_executor"),
+}
+_PRIMITIVES = {"Condition", "Event", "Future", "LifoQueue", "Lock", "PriorityQueue", "Queue"} | {
+    *("BoundedSemaphore", "Semaphore", "TaskGroup"),
+}
+_PRIMITIVE_METHODS = {
+    *("cancel", "clear", "create_task", "get_nowait", "notify", "notify_all", "put_nowait"),
+    *("release", "set", "set_exception", "set_result"),
+}
+_AWAITABLES = {"asyncio.sleep", "asyncio.to_thread", "asyncio.wait", "asyncio.wait_for"}
+_AFFINE = {
+    "playwright.sync_api.sync_playwright": "a Playwright driver",
+    "selenium.webdriver": "a browser driver",
+    "sqlite3.connect": "a SQLite connection",
+    "win32com.client": "a COM object",
+}
+_THREAD_STATE = {
+    "decimal.getcontext": "decimal's context",
+    "decimal.setcontext": "decimal's context",
+    "numpy.seterr": "NumPy's error handling",
+    "torch.autograd.set_grad_enabled": "PyTorch's gradient mode",
+    "torch.cuda.set_device": "the current CUDA device",
+    "torch.set_grad_enabled": "PyTorch's gradient mode",
+}
+
+
+def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
+    """Yield where a `def` uses the event loop it will not run on, with what it uses."""
+    state = state_around(function.file, function.cls, sources)
+    ready = _ready_for_no_loop(function)
+    for node in own_nodes(function.node):
+        if isinstance(node, ast.Call) and node not in ready:
+            used = _loop_use(node, function, sources, state)
+            if used:
+                yield Access("IG103", node, ""), used
+
+
+def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
+    """Yield where a `def` returns what has to be awaited, with its name."""
+    for node in own_nodes(function.node):
+        if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Call):
+            continue
+        target = callee(node.value, function, sources)
+        name = sources.full_name(node.value.func, function.file)
+        if target is not None and target.is_async and not target.is_generator:
+            yield Access("IG105", node, ""), f"`{target.name}`"
+        elif name in _AWAITABLES:
+            yield Access("IG105", node, ""), f"`{name}`"
+
+
+def affine_objects(
+    constructor: Function, users: Iterable[Function], sources: Sources
+) -> Iterator[tuple[Access, str]]:
+    """Yield what a constructor makes for its own thread, with what it is and who uses it."""
+    users = list(users)
+    for made in state_around(constructor.file, constructor.cls, sources).made:
+        found = _affine(made, constructor)
+        user = next((each for each in users if _uses(each, made.place)), None)
+        if found is not None and user is not None:
+            where, what = found
+            yield Access("IG106", where, made.place), f"makes {what} that {user.name} uses"
+    for node in own_nodes(constructor.node):
+        if isinstance(node, ast.Call) and users:
+            name = sources.full_name(node.func, constructor.file)
+            if name in _THREAD_STATE:
+                yield Access("IG106", node, ""), f"sets {_THREAD_STATE[name]}, each thread's own,"
+
+
+def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State) -> str:
+    name = sources.full_name(node.func, function.file)
+    if name.startswith("asyncio.") and name.rpartition(".")[2] in _NEEDS_LOOP:
+        return f"`{name}` needs a running event loop"
+    if not isinstance(node.func, ast.Attribute):
+        return ""
+    owner, method = dotted(node.func.value), node.func.attr
+    place = owner
+    if function.receiver and owner.startswith(f"{function.receiver}."):
+        place = f"self.{owner.partition('.')[2]}"
+    makers = {made.full_name for made in state.made if made.place == place}
+    last = {maker.rpartition(".")[2] for maker in makers if maker.startswith("asyncio.")}
+    is_loop = owner.rpartition(".")[2] in _LOOP_NAMES or last & _LOOP_MAKERS
+    if method in _LOOP_METHODS and is_loop:
+        return f"`{owner}.{method}` is not thread-safe"
+    if method in _PRIMITIVE_METHODS and last & _PRIMITIVES:
+        return f"`{owner}.{method}` of an asyncio object is not thread-safe"
+    return ""
+
+
+def _ready_for_no_loop(function: Function) -> set[ast.AST]:
+    """Return what stands in a `try` that is ready for a `RuntimeError`."""
+    return {
+        inner
+        for node in own_nodes(function.node)
+        if isinstance(node, ast.Try)
+        and any(h.type is None or "RuntimeError" in ast.unparse(h.type) for h in node.handlers)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+
+
+def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
+    """Return what is bound to the constructor's thread, and where; `None` if nothing is."""
+    if made.full_name == "threading.local":
+        # Made anywhere: what is put into it here is there in this thread only.
+        filled = _stores(constructor, made.place)
+        return (filled[0], "an attribute of a threading.local()") if filled else None
+    if made.function is not constructor or _is_shareable(made.call):
+        return None
+    for name, what in _AFFINE.items():
+        if made.full_name == name or made.full_name.startswith(f"{name}."):
+            return made.call, what
+    return None
+
+
+def _is_shareable(call: ast.Call) -> bool:
+    """Whether it is `sqlite3.connect(..., check_same_thread=False)`."""
+    return any(
+        each.arg == "check_same_thread" and ast.unparse(each.value) == "False"
+        for each in call.keywords
+    )
+
+
+def _stores(function: Function, place: str) -> list[ast.Attribute]:
+    """Return where a function puts something into a place's attributes."""
+    return [
+        node
+        for node in own_nodes(function.node)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and dotted(node).startswith(f"{_written(place, function)}.")
+    ]
+
+
+def _uses(function: Function, place: str) -> bool:
+    name = _written(place, function)
+    return any(
+        isinstance(node, ast.Attribute | ast.Name) and dotted(node) == name
+        for node in own_nodes(function.node)
+    )
+
+
+def _written(place: str, function: Function) -> str:
+    """Return a place as a function writes it: `self` may have another name there."""
+    head, dot, rest = place.partition(".")
+    return f"{function.receiver if head == 'self' else head}{dot}{rest}"

@@ -1,0 +1,207 @@
+"""Blocking calls in code that runs on an event loop: ruff's ASYNC2 rules on what really does.
+
+    an `async def`                       as it is
+    a `def` that runs on the loop        as if it were `async def`
+    a `def` that one of these calls      the same, and the message names the caller
+    any other `def`                      not looked at: it runs in a thread, or nobody knows where
+
+ruff gets copies of the files with `async ` before those `def`s. The line of everything stays.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingress.check.calls import Call, calls_of
+from ingress.check.findings import CheckError, Finding, rule_of, shown
+from ingress.check.sources import Function, SourceFile, Sources, own_nodes
+from ingress.check.subjects import Subject
+from ingress.execution import Role
+from ingress.settings import SYNC_IN_THREADPOOL
+
+_PREFIX = "async "
+
+
+@dataclass(slots=True)
+class OnLoop:
+    """Why a function is checked: a subject, who calls it, or neither for an `async def`."""
+
+    function: Function
+    subject: Subject | None = None
+    calls: tuple[Call, ...] = ()
+
+    def __str__(self) -> str:
+        name = self.function.name
+        if self.calls:
+            first, *others = self.calls
+            where = f"{first.caller.name} ({shown(first.caller.file.path)}:{first.node.lineno})"
+            more = f" and {len(others)} more" if others else ""
+            return f"{name}, called on the event loop by {where}{more}"
+        if self.subject is not None and not self.function.is_async:
+            return f"{name}, a `def` that runs on the event loop ({self.subject.reason})"
+        return f"`async def` {name}"
+
+
+def on_loop(
+    sources: Sources, subjects: list[Subject], *, constructors: bool
+) -> dict[Function, OnLoop]:
+    """Return what runs on an event loop, one level of calls into `def`s followed.
+
+    `constructors` says whether theirs is anybody else's: on a loop of its own, a replica that is
+    being made keeps nobody waiting.
+    """
+    lifecycle = {each.function for each in subjects if each.is_lifecycle}
+    found = {function: OnLoop(function) for function in sources.functions() if function.is_async}
+    for subject in subjects:
+        if subject.blocks or subject.function.is_async:
+            found[subject.function] = OnLoop(subject.function, subject)
+    if not constructors:
+        for function in lifecycle:
+            found.pop(function, None)
+    returning = {each.function for each in subjects if each.role is Role.METHOD}
+    for caller in list(found):
+        for call in calls_of(caller, sources, returned=caller in returning):
+            known = found.setdefault(call.callee, OnLoop(call.callee))
+            if known.subject is None:
+                known.calls += (call,)
+    return found
+
+
+def blocking_calls(
+    sources: Sources, subjects: list[Subject], *, constructors: bool
+) -> tuple[list[Finding], int]:
+    """Return what blocks, and how many functions were looked at.
+
+    Raises `CheckError` without ruff.
+    """
+    functions = on_loop(sources, subjects, constructors=constructors)
+    copies: dict[SourceFile, str] = {
+        file: _rewritten(file, [each for each in functions if each.file is file])
+        for file in {function.file for function in functions}
+    }
+    findings = []
+    for file, diagnostic in _ruff(copies):
+        finding = _finding(file, diagnostic, functions)
+        if finding is not None:
+            findings.append(finding)
+    return findings, len(functions)
+
+
+def _finding(
+    file: SourceFile, diagnostic: Any, functions: dict[Function, OnLoop]
+) -> Finding | None:
+    line, column = diagnostic["location"]["row"], diagnostic["location"]["column"]
+    function = file.function_at(line)
+    reason = None if function is None else functions.get(function)
+    if function is None or reason is None:
+        return None  # an `async def` that we do not ask about
+    if not function.is_async and line == function.node.lineno:
+        column -= len(_PREFIX)
+    if _is_left_to_others(function, line, column):
+        return None
+    rule_id = diagnostic["code"]
+    calls = [
+        call for call in reason.calls if not call.caller.file.allows(rule_id, call.node.lineno)
+    ]
+    if reason.calls and not calls:
+        return None
+    what = _text(file, diagnostic, function, line, column)
+    return Finding(
+        rule_of(rule_id, diagnostic["message"]),
+        file.path,
+        line,
+        column,
+        f"{what} blocks the event loop, in {reason}",
+        tuple(dict.fromkeys(call.caller.name for call in calls)) or (function.name,),
+        fix=_fix(rule_of(rule_id, "").fix, reason),
+    )
+
+
+def _fix(fix: str, reason: OnLoop) -> str:
+    subject = reason.subject
+    if subject is None or subject.function.is_async:
+        return fix
+    in_thread = f"{SYNC_IN_THREADPOOL}=1 (see --migrate), or " if subject.moves else ""
+    return f"{in_thread}`async def` and {fix}"
+
+
+def _text(file: SourceFile, diagnostic: Any, function: Function, line: int, column: int) -> str:
+    """Return the name of what is called, as it stands there."""
+    end = diagnostic["end_location"]
+    if end["row"] != line:
+        return diagnostic["message"].rstrip(".")  # type: ignore[no-any-return]
+    shift = len(_PREFIX) if not function.is_async and line == function.node.lineno else 0
+    text = file.lines[line - 1][column - 1 : end["column"] - 1 - shift]
+    return f"`{text.partition('(')[0]}`"
+
+
+def _is_left_to_others(function: Function, line: int, column: int) -> bool:
+    """Whether the call stands in a generator expression that is not iterated here.
+
+    `StreamingResponse(f(x) for x in y)` runs it in a thread.
+    """
+    position = (line, column - 1)
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.GeneratorExp) and _has(node, position):
+            here = any(
+                isinstance(each, ast.Call) and (each.lineno, each.col_offset) == position
+                for each in own_nodes(function.node)
+            )
+            return not here
+    return False
+
+
+def _has(node: ast.expr, position: tuple[int, int]) -> bool:
+    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return (node.lineno, node.col_offset) <= position < end
+
+
+def _rewritten(file: SourceFile, functions: list[Function]) -> str:
+    """Return the text with the `def`s among the functions made `async def`."""
+    lines = list(file.lines)
+    places = [(each.node.lineno, each.node.col_offset) for each in functions if not each.is_async]
+    for line, offset in sorted(places, reverse=True):
+        text = lines[line - 1].encode()
+        lines[line - 1] = (text[:offset] + _PREFIX.encode() + text[offset:]).decode()
+    return "\n".join(lines)
+
+
+def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
+    """Return ruff's diagnostics of the copies, each with the file it is about."""
+    if importlib.util.find_spec("ruff") is None:
+        raise CheckError(
+            "ingress check needs ruff; install it: python -m pip install 'fastapi-ingress[check]'"
+        )
+    with tempfile.TemporaryDirectory(prefix="ingress-check-") as folder:
+        originals = {}
+        for number, (file, text) in enumerate(copies.items()):
+            copy = Path(folder, f"{number}.py")
+            copy.write_text(text, encoding="utf-8")
+            originals[str(copy.resolve())] = file
+        # Without the project's configuration: what blocks is no matter of taste. Its comments hold.
+        command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--exit-zero"]
+        options = ["--quiet", "--output-format=json", "--select=ASYNC2"]
+        options += [f"--target-version=py3{sys.version_info.minor}"]
+        done = subprocess.run(
+            [*command, *options, folder],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
+        )
+    if done.returncode != 0:
+        raise CheckError(f"ruff failed: {done.stderr.strip()}")
+    # A copy that ruff cannot parse has a diagnostic, too, without one of our codes.
+    return [
+        (originals[str(Path(each["filename"]).resolve())], each)
+        for each in json.loads(done.stdout or "[]")
+        if (each["code"] or "").startswith("ASYNC2")
+    ]

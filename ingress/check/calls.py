@@ -1,0 +1,63 @@
+"""Which of the user's own functions a call runs, then and there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ingress.check.sources import Function, Sources, consumes, dotted, own_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in the body of `caller` that runs the body of `callee`."""
+
+    caller: Function
+    callee: Function
+    node: ast.Call
+
+
+def callee(call: ast.Call, caller: Function, sources: Sources) -> Function | None:
+    """Return which of the user's functions is called, `None` if it cannot be told."""
+    target = call.func
+    if isinstance(target, ast.Name):
+        scope: Function | None = caller
+        while scope is not None:
+            if target.id in scope.children:
+                return scope.children[target.id]
+            if target.id in parameters(scope):
+                return None
+            scope = scope.parent
+    elif isinstance(target, ast.Attribute) and dotted(target.value) == (caller.receiver or None):
+        return sources.method(caller.file, caller.cls, target.attr)
+    return sources.function(sources.full_name(target, caller.file))
+
+
+def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> Iterator[Call]:
+    """Yield the calls of `def`s whose bodies run as part of the caller's.
+
+    Of a generator only if it is iterated here, or with `returned` by who called us. Not what is
+    awaited and decorated: a decorator may have moved it to a thread.
+    """
+    nodes = list(own_nodes(caller.node))
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        found = callee(node, caller, sources)
+        if found is None or found.is_async or found is caller:
+            continue
+        parent = parents.get(node, caller.node)
+        if isinstance(parent, ast.Await) and found.node.decorator_list:
+            continue
+        is_iterated = consumes(parent, node) or (returned and isinstance(parent, ast.Return))
+        if not found.is_generator or is_iterated:
+            yield Call(caller, found, node)
+
+
+def parameters(function: Function) -> set[str]:
+    arguments = function.node.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    named += [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
+    return {each.arg for each in named}

@@ -1,0 +1,53 @@
+"""One check: of an application, or of files that nobody imports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ingress.build import build
+from ingress.check.blocking import blocking_calls
+from ingress.check.decorated import dependencies_in, sources_in, subjects_in
+from ingress.check.findings import Report, shown
+from ingress.check.migration import migration_findings
+from ingress.check.sources import Sources
+from ingress.check.subjects import Subject, sources_of, subjects_of
+from ingress.declaration import Application
+from ingress.settings import SYNC_IN_THREADPOOL, Settings
+
+
+def check_application(
+    application: Application, module_name: str, app_dir: Path, settings: Settings, *, migrate: bool
+) -> Report:
+    """Check what an imported application runs, and every `async def` next to it."""
+    deployments = build(application, "default").deployments
+    sources = sources_of(module_name, deployments, app_dir)
+    dependencies = dependencies_in(sources, settings)
+    elsewhere = {each.function for each in dependencies}  # FastAPI's to call, not a handle's
+    called = subjects_of(deployments, sources, settings)
+    subjects = [each for each in called if each.function not in elsewhere]
+    return _check(sources, subjects + dependencies, settings, migrate=migrate)
+
+
+def check_files(paths: Sequence[Path], settings: Settings, *, migrate: bool) -> Report:
+    """Check files without importing them; what runs where is told from how it is decorated."""
+    sources = sources_in(paths)
+    return _check(sources, subjects_in(sources, settings), settings, migrate=migrate)
+
+
+def _check(
+    sources: Sources, subjects: list[Subject], settings: Settings, *, migrate: bool
+) -> Report:
+    # On a loop of its own, a constructor blocks nobody: its replica has no requests yet.
+    constructors = not settings.run_user_code_in_separate_thread
+    findings, count = blocking_calls(sources, subjects, constructors=constructors)
+    flag = f"{SYNC_IN_THREADPOOL}={int(settings.run_sync_in_threadpool)}"
+    functions = f"{flag}; functions on an event loop: {count}; files read: {len(sources.files)}."
+    report = Report(notes=[functions])
+    if sources.unread:
+        paths = ", ".join(map(shown, sources.unread))
+        report.notes.append(f"not read, because Python cannot parse it: {paths}")
+    report.add(findings)
+    if migrate:
+        report.add(migration_findings(sources, subjects))
+    return report

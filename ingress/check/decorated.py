@@ -1,0 +1,200 @@
+"""What a deployment or a FastAPI app calls, told from the source: nothing is imported.
+
+    below `@app.get(...)`, in `Depends(...)`      ENDPOINT
+    in a class below `@serve.deployment`          METHOD, BATCH or LIFECYCLE
+    anything else                                 nothing calls it from outside
+
+For where each runs, `execution.plan` is asked about a function that is written the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
+from ingress.check.subjects import HOOKS, Subject, handed_on, planned
+from ingress.execution import Kind, Lanes, Role
+from ingress.lanes import method
+from ingress.settings import Settings
+
+_ROUTES = {
+    *("api_route", "delete", "get", "head", "options", "patch", "post", "put", "route"),
+    *("trace", "websocket", "websocket_route"),
+}
+
+
+def sources_in(paths: Iterable[Path]) -> Sources:
+    """Return the Python files of folders, hidden ones and environments left out, and files."""
+    sources = Sources()
+    for root in paths:
+        found = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        for path in found:
+            below = path.relative_to(root).parts if root.is_dir() else ()
+            if not any(part.startswith(".") or part == "site-packages" for part in below):
+                sources.add(path, _module_name(path.resolve()))
+    return sources
+
+
+def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
+    """Return what looks like called by a deployment or a FastAPI app."""
+    roles = {function: _role(function, sources) for function in sources.functions()}
+    roles |= dict.fromkeys(_dependencies(sources), Role.ENDPOINT)
+    return [_subject(function, role, sources, settings) for function, role in roles.items() if role]
+
+
+def dependencies_in(sources: Sources, settings: Settings) -> list[Subject]:
+    """Return what stands in a `Depends(...)`."""
+    found = dict.fromkeys(_dependencies(sources))
+    return [_subject(function, Role.ENDPOINT, sources, settings) for function in found]
+
+
+def _subject(function: Function, role: Role, sources: Sources, settings: Settings) -> Subject:
+    override = _override(function)
+    func = _STAND_INS[_kind(function)]
+    return planned(
+        function,
+        func if override is None else override(_like(func)),
+        role,
+        settings,
+        lanes=Lanes(1, {}, _has_serial(function)),
+        one_at_a_time=_one_at_a_time(function),
+        sync_wrapper=_sync_decorator(function, sources) if role is Role.METHOD else "",
+    )
+
+
+def _dependencies(sources: Sources) -> Iterator[Function]:
+    """Yield the functions that parameters and decorators name in `Depends(...)`."""
+    for function in sources.functions():
+        for node in ast.walk(function.node.args):
+            yield from _depended_on(node, function, sources)
+        for decorator in function.node.decorator_list:
+            for node in ast.walk(decorator):
+                yield from _depended_on(node, function, sources)
+
+
+def _depended_on(node: ast.AST, user: Function, sources: Sources) -> Iterator[Function]:
+    if not isinstance(node, ast.Call) or last_name(node) not in ("Depends", "Security"):
+        return
+    for argument in node.args[:1]:
+        # A method of the class is named without it.
+        in_class = f"{user.file.module}.{user.cls}.{dotted(argument)}"
+        full_name = sources.full_name(argument, user.file)
+        found = sources.function(in_class) or sources.function(full_name)
+        if found is not None:
+            yield found
+
+
+def _role(function: Function, sources: Sources) -> Role | None:
+    """Return what a function is from how it, or its class, is decorated."""
+    if any(map(_is_route, function.node.decorator_list)):
+        return Role.ENDPOINT
+    name = function.node.name
+    if function.parent is not None:
+        return None
+    if not function.cls:
+        return Role.METHOD if "deployment" in function.decorators else None
+    if not _is_deployment(function.file, function.cls):
+        return None
+    if name in ("__init__", "__del__"):
+        return Role.LIFECYCLE
+    if "batch" in function.decorators:
+        return Role.BATCH
+    is_entry = name in HOOKS or not (name.startswith("_") or name in handed_on(sources))
+    return Role.METHOD if is_entry else None
+
+
+def _is_route(decorator: ast.expr) -> bool:
+    """Whether it is `@app.get(...)`, whatever the app is called."""
+    func = decorator.func if isinstance(decorator, ast.Call) else None
+    return isinstance(func, ast.Attribute) and func.attr in _ROUTES
+
+
+def _sync_decorator(function: Function, sources: Sources) -> str:
+    """Return which decorator of the user's makes an `async def` a `def`, "" if none does."""
+    for each in function.node.decorator_list if function.is_async else ():
+        func = each.func if isinstance(each, ast.Call) else each
+        decorator = sources.function(sources.full_name(func, function.file))
+        inner = [] if decorator is None else list(decorator.children.values())
+        if inner and not any(each.is_async for each in inner):
+            return inner[0].name
+    return ""
+
+
+def _is_deployment(file: SourceFile, cls: str) -> bool:
+    return "deployment" in map(last_name, file.classes[cls].decorator_list)
+
+
+def _one_at_a_time(function: Function) -> bool:
+    """Whether its deployment says `max_ongoing_requests=1`."""
+    cls = function.file.classes.get(function.cls)
+    decorators = [] if cls is None else cls.decorator_list
+    calls = [each for each in decorators if isinstance(each, ast.Call)]
+    return any(
+        keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
+        for call in calls
+        for keyword in call.keywords
+    )
+
+
+def _override(function: Function) -> Callable[[Any], Any] | None:
+    """Return the `@serve.method(...)` a function has, to be said of another one."""
+    for each in function.node.decorator_list:
+        if isinstance(each, ast.Call) and last_name(each) == "method":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in each.keywords}
+            if given.get("execution", "").strip("'\"") in ("event_loop", "serial"):
+                return method(execution=given["execution"].strip("'\""))  # type: ignore[arg-type]
+            return method(execution="threadpool")  # a lane's threads are threads
+    return None
+
+
+def _like(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return another function of the same code: what is said of it is not said of all."""
+    assert isinstance(func, FunctionType)  # for types
+    return FunctionType(func.__code__, func.__globals__)
+
+
+def _has_serial(function: Function) -> bool:
+    """Whether its class has a method in the serial thread, so that its constructor is there."""
+    others = (each for each in function.file.functions if each.cls == function.cls)
+    return any(
+        "execution='serial'" in ast.unparse(decorator)
+        for each in others
+        for decorator in each.node.decorator_list
+    )
+
+
+def _kind(function: Function) -> Kind:
+    if function.is_generator:
+        return Kind.ASYNC_GENERATOR if function.is_async else Kind.GENERATOR
+    return Kind.COROUTINE if function.is_async else Kind.FUNCTION
+
+
+def _module_name(path: Path) -> str:
+    names = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        names.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(names)) or path.parent.name
+
+
+def _function() -> None: ...
+async def _coroutine() -> None: ...
+def _generator() -> Iterator[None]:
+    yield
+
+
+async def _async_generator() -> AsyncIterator[None]:
+    yield
+
+
+_STAND_INS: dict[Kind, Callable[..., Any]] = {
+    Kind.FUNCTION: _function,
+    Kind.COROUTINE: _coroutine,
+    Kind.GENERATOR: _generator,
+    Kind.ASYNC_GENERATOR: _async_generator,
+}

@@ -1,0 +1,140 @@
+"""What a `def` does that is not safe once it runs in a thread, and other calls of it next to it.
+
+Looked at is every `def` that `execution` puts in a thread with the flag at 1, and one level of the
+`def`s it calls without a lock. Those that FastAPI runs in threads at either flag are, too: what is
+unsafe there is so already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ingress.check.affinity import affine_objects, awaitables, loop_uses
+from ingress.check.calls import calls_of
+from ingress.check.findings import Finding
+from ingress.check.rules import RULES
+from ingress.check.sharing import Access, accesses, locked_nodes
+from ingress.check.sources import AnyDef, Function, Sources
+from ingress.check.subjects import Subject
+from ingress.settings import SYNC_IN_THREADPOOL
+
+
+def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Finding]:
+    """Return what `--migrate` is to say, without what a `# noqa` allows."""
+    found: dict[tuple[str, int, int, str], Finding] = {}
+    for subject in subjects:
+        for finding in _of_subject(subject, sources):
+            known = found.get(finding.key)
+            if known is None:
+                found[finding.key] = finding
+            else:
+                found[finding.key] = known.also(finding.functions)
+    for constructor in dict.fromkeys(each.function for each in subjects if each.is_lifecycle):
+        if constructor.node.name == "__init__":
+            for finding in _of_constructor(constructor, subjects, sources):
+                found.setdefault(finding.key, finding)
+    return list(found.values())
+
+
+def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
+    function = subject.function
+    if subject.sync_wrapper:
+        message = (
+            f"{function.name} is `async def` below {subject.sync_wrapper}, which is not: at "
+            f"{SYNC_IN_THREADPOOL}=1 the wrapper runs in a thread, and what it wraps on the loop"
+        )
+        access = Access("IG104", function.node, "")
+        yield from _allowed(_finding(access, function, subject, message), function, access)
+    if not subject.is_threaded_at_1:
+        return
+    where = _where(subject)
+    for each in _with_callees(function, sources):
+        via = "" if each is function else f", called by {function.name}"
+        for access in accesses(each, sources):
+            if subject.one_at_a_time and access.place.startswith("self."):
+                continue
+            message = (
+                f"{_RACES[access.rule_id].format(place=access.place)} in {each.name}{via}{where}"
+            )
+            yield from _allowed(_finding(access, each, subject, message), each, access)
+        if subject.moves:
+            for access, used in loop_uses(each, sources):
+                message = f"{used}, in {each.name}{via}{where}"
+                yield from _allowed(_finding(access, each, subject, message), each, access)
+    if subject.moves:
+        for access, used in awaitables(function, sources):
+            message = (
+                f"{function.name} returns the awaitable of {used}{where}; it is awaited on the "
+                "event loop, and not at all by Ray Serve 2.60"
+            )
+            yield from _allowed(_finding(access, function, subject, message), function, access)
+
+
+_RACES = {
+    "IG101": "`{place}` is read and written without a lock",
+    "IG102": "`{place}` is looked at, then changed, without a lock",
+}
+
+
+def _of_constructor(
+    constructor: Function, subjects: list[Subject], sources: Sources
+) -> Iterator[Finding]:
+    users = [
+        each
+        for subject in subjects
+        if subject.moves and subject.is_threaded_at_1
+        if (subject.function.file, subject.function.cls) == (constructor.file, constructor.cls)
+        for each in _with_callees(subject.function, sources)
+    ]
+    for access, what in affine_objects(constructor, users, sources):
+        message = (
+            f"{constructor.name} {what} in the event loop's thread; at "
+            f"{SYNC_IN_THREADPOOL}=1 methods run in others"
+        )
+        finding = Finding(
+            RULES[access.rule_id],
+            constructor.file.path,
+            access.node.lineno,
+            access.node.col_offset + 1,
+            message,
+            tuple(dict.fromkeys(each.name for each in users)),
+        )
+        yield from _allowed(finding, constructor, access)
+
+
+def _with_callees(function: Function, sources: Sources) -> list[Function]:
+    """Return a function and the `def`s it calls without a lock."""
+    locked = locked_nodes(function, sources)
+    called = [
+        call.callee
+        for call in calls_of(function, sources, returned=True)
+        if call.node not in locked
+    ]
+    return list(dict.fromkeys([function, *called]))
+
+
+def _where(subject: Subject) -> str:
+    if subject.moves:
+        return f", which runs in threads at {SYNC_IN_THREADPOOL}=1"
+    return ", which runs in threads"
+
+
+def _finding(access: Access, function: Function, subject: Subject, message: str) -> Finding:
+    return Finding(
+        RULES[access.rule_id],
+        function.file.path,
+        access.node.lineno,
+        access.node.col_offset + 1,
+        message,
+        (subject.function.name,),
+        access.place,
+        end_line=access.node.end_lineno or 0,
+    )
+
+
+def _allowed(finding: Finding, function: Function, access: Access) -> Iterator[Finding]:
+    """Yield the finding unless a `# noqa` of its line, or of its statement's last, is for it."""
+    is_def = isinstance(access.node, AnyDef)
+    lines = (access.node.lineno, access.node.lineno if is_def else access.node.end_lineno or 0)
+    if not function.file.allows(finding.rule.id, *lines):
+        yield finding

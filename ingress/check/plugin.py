@@ -1,0 +1,65 @@
+"""The pytest plugin of `ingress check --run`: rehearse what stops, write down what was seen.
+
+    pytest -p ingress.check.plugin --ingress-rehearsal FOLDER
+
+FOLDER has `watched.json`, and gets an `outcome-PID.json` of each process that ran tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ingress import api, replica
+from ingress.check.rehearsal import Outcome, RehearsingUserCode, Watched
+from ingress.user_code import UserCode
+
+WATCHED = "watched.json"
+
+_REPLICA = vars(replica)
+"""Where a replica that is made looks up what runs user code in it."""
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.getgroup("ingress").addoption(
+        "--ingress-rehearsal", metavar="FOLDER", help="used by `ingress check --run`"
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    folder = config.getoption("--ingress-rehearsal")
+    if folder is not None:
+        watched = json.loads(Path(folder, WATCHED).read_text())
+        RehearsingUserCode.watched = tuple(
+            Watched(tuple(each["functions"]), each["attribute"]) for each in watched
+        )
+        RehearsingUserCode.outcome = Outcome()
+        _REPLICA["UserCode"] = RehearsingUserCode
+
+
+def pytest_unconfigure(config: Any) -> None:
+    folder = config.getoption("--ingress-rehearsal")
+    if folder is None or _REPLICA["UserCode"] is UserCode:
+        return
+    api.shutdown()  # what the tests have left running has its rehearsal now
+    _REPLICA["UserCode"] = UserCode
+    outcome = RehearsingUserCode.outcome
+    writes = [
+        {
+            "path": path,
+            "line": line,
+            "attribute": attribute,
+            "count": seen.count,
+            "lost": seen.lost,
+            "threads": len(seen.threads),
+        }
+        for (path, line, attribute), seen in outcome.writes.items()
+    ]
+    errors = [
+        {"path": path, "line": line, "text": error}
+        for (path, line), error in outcome.errors.items()
+    ]
+    text = json.dumps({"writes": writes, "errors": errors})
+    Path(folder, f"outcome-{os.getpid()}.json").write_text(text)

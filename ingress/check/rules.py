@@ -1,0 +1,106 @@
+"""What is looked for: each rule's id, its title, and what to do about it.
+
+    ASYNC2xx   ruff's: a call that blocks the event loop
+    IG1xx      ours: what a `def` does that is not safe in a thread
+
+Each has a page of its own in docs/rules/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`title` and `fix` are one line each; the page says why."""
+
+    id: str
+    title: str
+    fix: str
+
+    @property
+    def page(self) -> str:
+        return f"docs/rules/{self.id}.md"
+
+
+RULES = {
+    rule.id: rule
+    for rule in (
+        Rule(
+            "ASYNC210",
+            "Blocking HTTP call on the event loop",
+            "await httpx.AsyncClient().get(...), or await asyncio.to_thread(requests.get, ...)",
+        ),
+        Rule(
+            "ASYNC212",
+            "Blocking httpx client on the event loop",
+            "httpx.AsyncClient, and await its methods",
+        ),
+        Rule(
+            "ASYNC220",
+            "Subprocess created by a blocking call on the event loop",
+            "await asyncio.create_subprocess_exec(...)",
+        ),
+        Rule(
+            "ASYNC221",
+            "Subprocess run by a blocking call on the event loop",
+            "await asyncio.create_subprocess_exec(...), or await asyncio.to_thread(...)",
+        ),
+        Rule(
+            "ASYNC222",
+            "Blocking wait for a process on the event loop",
+            "await process.wait() of asyncio.create_subprocess_exec(...)",
+        ),
+        Rule(
+            "ASYNC230",
+            "File opened on the event loop",
+            "open and read it in a `def`: await asyncio.to_thread(read, path)",
+        ),
+        Rule(
+            "ASYNC240",
+            "File system asked on the event loop",
+            "anyio.Path, or await asyncio.to_thread(path.read_text)",
+        ),
+        Rule(
+            "ASYNC250",
+            "Input awaited on the event loop",
+            "await asyncio.to_thread(input)",
+        ),
+        Rule(
+            "ASYNC251",
+            "time.sleep on the event loop",
+            "await asyncio.sleep(...)",
+        ),
+        Rule(
+            "IG101",
+            "Unsynchronised read-modify-write of shared state",
+            "with self._lock: around the read and the write, or keep the state in an `async def`",
+        ),
+        Rule(
+            "IG102",
+            "Check-then-act on shared state",
+            "with self._lock: around both, or one atomic step such as setdefault or pop(key, None)",
+        ),
+        Rule(
+            "IG103",
+            "Event loop used in a `def`",
+            "make the method `async def`, or asyncio.run_coroutine_threadsafe(..., loop)",
+        ),
+        Rule(
+            "IG104",
+            "Sync wrapper round an `async def`",
+            "make the wrapper `async def` and await what it wraps",
+        ),
+        Rule(
+            "IG105",
+            "`def` that returns an awaitable",
+            "make it `async def` and await what it returns",
+        ),
+        Rule(
+            "IG106",
+            "Thread-affine object made in the constructor",
+            'make it once per thread (threading.local), or @serve.method(execution="serial")',
+        ),
+    )
+}

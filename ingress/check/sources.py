@@ -1,0 +1,338 @@
+"""The user's files, parsed: their functions, and what a name in them stands for."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+OURS = Path(__file__).parents[1]
+_LIBRARIES = [
+    Path(path).resolve()
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+]
+_CONSUMERS = {"all", "any", "dict", "list", "max", "min", "next", "set", "sorted", "sum", "tuple"}
+_NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?", re.I)
+_CODE = re.compile(r"[A-Z]+[0-9]+")
+_FILE_NOQA = re.compile(r"^\s*#\s*(?:ruff|flake8)\s*:\s*noqa(?P<codes>\s*:.*)?\s*$", re.I | re.M)
+
+AnyDef = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(eq=False, slots=True)
+class Function:
+    """One `def` or `async def`. `cls` is the class it is a method of, or stands in one of."""
+
+    file: SourceFile
+    node: AnyDef
+    name: str
+    cls: str
+    parent: Function | None
+    children: dict[str, Function] = field(default_factory=dict)
+
+    @property
+    def is_async(self) -> bool:
+        return isinstance(self.node, ast.AsyncFunctionDef)
+
+    @property
+    def is_generator(self) -> bool:
+        return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own_nodes(self.node))
+
+    @property
+    def first_line(self) -> int:
+        """The line Python says the function begins at: that of its first decorator."""
+        return min([self.node.lineno, *(each.lineno for each in self.node.decorator_list)])
+
+    @property
+    def receiver(self) -> str:
+        """What the instance or class is called in it, "" if it has none."""
+        outer = self
+        while outer.parent is not None:
+            outer = outer.parent
+        if not outer.cls or "staticmethod" in outer.decorators:
+            return ""
+        arguments = [*outer.node.args.posonlyargs, *outer.node.args.args]
+        return arguments[0].arg if arguments else ""
+
+    @property
+    def decorators(self) -> set[str]:
+        """The last parts of its decorators' names."""
+        return {last_name(each) for each in self.node.decorator_list}
+
+
+class SourceFile:
+    """One parsed file. `module` is its dotted name."""
+
+    def __init__(self, path: Path, module: str, text: str) -> None:
+        self.path = path
+        self.module = module
+        self.text = text
+        self.tree = ast.parse(text, str(path))
+        self.functions: list[Function] = []
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.imports: dict[str, str] = {}
+        self._collect()
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.split("\n")  # as `ast` counts: not at form feeds
+
+    @cached_property
+    def globals(self) -> set[str]:
+        """The names the module assigns to, at its top."""
+        found: set[str] = set()
+        for node in self.tree.body:
+            targets: list[Any] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+                targets = [node.target]
+            nodes = (node for target in targets for node in ast.walk(target))
+            found |= {
+                each.id
+                for each in nodes
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+        return found
+
+    def function_at(self, line: int) -> Function | None:
+        """Return the innermost function whose text has the line."""
+        around = [
+            each
+            for each in self.functions
+            if each.node.lineno <= line <= (each.node.end_lineno or 0)
+        ]
+        return max(around, key=lambda each: each.node.lineno, default=None)
+
+    def allows(self, rule_id: str, *lines: int) -> bool:
+        """Whether a `# noqa` of one of these lines, or of the file, is for the rule."""
+        comments = [match["codes"] for match in _FILE_NOQA.finditer(self.text)]
+        for line in lines:
+            comments += [match["codes"] for match in _NOQA.finditer(self._line(line))]
+        return any(codes is None or rule_id in _CODE.findall(codes.upper()) for codes in comments)
+
+    def _line(self, number: int) -> str:
+        return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
+
+    def _collect(self) -> None:
+        """Note functions, classes and imports, each with what it stands in."""
+        waiting: list[tuple[ast.AST, str, str, Function | None]] = [(self.tree, "", "", None)]
+        while waiting:
+            node, prefix, cls, parent = waiting.pop()
+            if isinstance(node, AnyDef):
+                function = Function(self, node, prefix + node.name, cls, parent)
+                self.functions.append(function)
+                if parent is not None:
+                    parent.children[node.name] = function
+                prefix, parent = f"{function.name}.", function
+            elif isinstance(node, ast.ClassDef):
+                cls, parent = prefix + node.name, None
+                self.classes[cls] = node
+                prefix = f"{cls}."
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._note_imports(node)
+            children = [(each, prefix, cls, parent) for each in ast.iter_child_nodes(node)]
+            waiting += reversed(children)
+
+    def _note_imports(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                self.imports[alias.asname or alias.name] = f"{self._base(node)}.{alias.name}"
+            elif alias.asname:
+                self.imports[alias.asname] = alias.name
+            else:
+                name = alias.name.partition(".")[0]
+                self.imports[name] = name
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        is_package = self.path.name == "__init__.py"
+        parts = self.module.split(".")
+        parts = parts[: len(parts) - node.level + is_package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+class Sources:
+    """The user's files, and what is defined in them under which full name."""
+
+    def __init__(self, modules: Iterable[tuple[Path, str]] = ()) -> None:
+        self.files: dict[Path, SourceFile] = {}
+        self.unread: list[Path] = []
+        self._modules: dict[str, SourceFile] = {}
+        self._functions: dict[str, Function] = {}
+        self._at: dict[tuple[Path, int, str], Function] = {}
+        for path, module in modules:
+            self.add(path, module)
+
+    def add(self, path: Path, module: str) -> SourceFile | None:
+        """Read a file. Returns `None` for what is no Python, or of another Python's grammar."""
+        try:
+            with (
+                tokenize.open(path) as opened,
+                warnings.catch_warnings(action="ignore"),
+            ):  # knows the encoding Python would
+                file = SourceFile(path.resolve(), module, opened.read())
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            self.unread.append(path)
+            return None
+        self.files[file.path] = self._modules[module] = file
+        for function in file.functions:
+            self._functions[f"{module}.{function.name}"] = function
+            self._at[file.path, function.first_line, function.node.name] = function
+        return file
+
+    def functions(self) -> Iterator[Function]:
+        for file in self.files.values():
+            yield from file.functions
+
+    def of_code(self, code: CodeType | None) -> Function | None:
+        """Return the function Python made this code of, `None` if it is not the user's."""
+        if code is None:
+            return None
+        return self._at.get((_resolved(code.co_filename), code.co_firstlineno, code.co_name))
+
+    def full_name(self, expression: ast.expr, file: SourceFile) -> str:
+        """Return what a name or attribute stands for, as `package.module.name`; "" if unknown."""
+        name = dotted(expression)
+        head, _, rest = name.partition(".")
+        if not head:
+            return ""
+        known = file.imports.get(head) or f"{file.module}.{head}"
+        return self._followed(f"{known}.{rest}" if rest else known)
+
+    def function(self, full_name: str) -> Function | None:
+        return self._functions.get(full_name)
+
+    def method(self, file: SourceFile, cls: str, name: str) -> Function | None:
+        """Return the method that a class, or a base of it in the user's files, has."""
+        candidates = (self._functions.get(f"{base}.{name}") for base in self.mro(file, cls))
+        return next((each for each in candidates if each is not None), None)
+
+    def mro(self, file: SourceFile, cls: str, depth: int = 8) -> Iterator[str]:
+        """Yield the full names of a class and its bases, depth first."""
+        yield f"{file.module}.{cls}"
+        node = file.classes.get(cls)
+        for base in [] if node is None or not depth else node.bases:
+            if home := self.class_called(self.full_name(base, file)):
+                yield from self.mro(*home, depth - 1)
+
+    def class_called(self, full_name: str) -> tuple[SourceFile, str] | None:
+        """Return the file and the name in it of a class of the user's."""
+        module, dot, name = full_name.rpartition(".")
+        while dot:
+            file = self._modules.get(module)
+            if file is not None and name in file.classes:
+                return file, name
+            module, dot, outer = module.rpartition(".")
+            name = f"{outer}.{name}"  # the class may stand in another
+        return None
+
+    def is_class(self, name: str, file: SourceFile) -> bool:
+        """Whether a name is a class of the user's."""
+        owner, name = self._home(name, file)
+        return name in owner.classes
+
+    def is_module(self, name: str, file: SourceFile) -> bool:
+        """Whether a name is a module of the user's."""
+        return file.imports.get(name) in self._modules
+
+    def is_global(self, name: str, file: SourceFile) -> bool:
+        """Whether a name is one that a module of the user's assigns to."""
+        owner, name = self._home(name, file)
+        return name in owner.globals
+
+    def _home(self, name: str, file: SourceFile) -> tuple[SourceFile, str]:
+        """Return where a name was imported from, and what it is called there."""
+        for _ in range(4):
+            module, _, original = file.imports.get(name, "").rpartition(".")
+            if module not in self._modules:
+                break
+            file, name = self._modules[module], original
+        return file, name
+
+    def _followed(self, full_name: str, depth: int = 4) -> str:
+        """Follow names that a module has only imported."""
+        module, _, name = full_name.rpartition(".")
+        file = self._modules.get(module)
+        if file is not None and name in file.imports and full_name not in self._functions and depth:
+            return self._followed(file.imports[name], depth - 1)
+        return full_name
+
+
+def is_users(path: Path) -> bool:
+    """Whether a file is neither the standard library's, nor an installed package's, nor ours."""
+    return not (
+        "site-packages" in path.parts
+        or path.is_relative_to(OURS)
+        or any(path.is_relative_to(library) for library in _LIBRARIES)
+    )
+
+
+def dotted(expression: ast.AST) -> str:
+    """Return `a.b.c` of a chain of names, "" of anything else."""
+    parts = []
+    while isinstance(expression, ast.Attribute):
+        parts.append(expression.attr)
+        expression = expression.value
+    if not isinstance(expression, ast.Name):
+        return ""
+    return ".".join([expression.id, *reversed(parts)])
+
+
+def last_name(decorator: ast.expr) -> str:
+    """Return the last part of a decorator's name, with or without arguments."""
+    func = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return dotted(func).rpartition(".")[2]
+
+
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
+    """Yield what runs when the function is called, in the order it is written.
+
+    Not the bodies of functions and classes in it, nor a generator expression that somebody else
+    may iterate.
+    """
+    # Not by recursion: a sum of a thousand strings is a thousand deep.
+    waiting: list[tuple[ast.AST, bool]] = [(each, False) for each in reversed(node.body)]
+    while waiting:
+        each, is_consumed = waiting.pop()
+        yield each
+        if isinstance(each, AnyDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(each, ast.GeneratorExp) and not is_consumed:
+            waiting.append((each.generators[0].iter, False))
+            continue
+        children = [(child, consumes(each, child)) for child in ast.iter_child_nodes(each)]
+        waiting += reversed(children)
+
+
+def consumes(node: ast.AST, child: ast.AST) -> bool:
+    """Whether running `node` iterates `child` here and now."""
+    if isinstance(node, ast.For | ast.comprehension):
+        return child is node.iter
+    if isinstance(node, ast.YieldFrom | ast.Starred):
+        return True
+    if isinstance(node, ast.Call):
+        name = dotted(node.func)
+        is_join = isinstance(node.func, ast.Attribute) and node.func.attr == "join"
+        return child is not node.func and (name in _CONSUMERS or is_join)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _resolved(file_name: str) -> Path:
+    """Return the file of a code object; asked for each function, and for few files."""
+    return Path(file_name).resolve()

@@ -1,0 +1,140 @@
+"""What the attributes of a class and the globals of its module are made of.
+
+Told from what is assigned to them: `self._lock = threading.Lock()`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ingress.check.sources import Function, SourceFile, Sources, dotted
+
+_LOCK_NAME = re.compile(r"(?<![bcf])lock|mutex|semaphore|condition", re.I)
+_LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
+_OWN = {"threading.local", "contextvars.ContextVar", "queue.Queue", "queue.SimpleQueue"}
+_CONTAINERS = {
+    *("dict", "list", "set", "bytearray", "Counter", "OrderedDict", "defaultdict", "deque"),
+    *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An assignment of what a call made: `place = call`, in which function."""
+
+    place: str
+    call: ast.Call
+    full_name: str
+    function: Function | None
+
+
+@dataclass(slots=True)
+class State:
+    """`own` is safe as it is: each thread has its own, or it has a lock of its own."""
+
+    locks: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+    containers: set[str] = field(default_factory=set)
+    made: list[Made] = field(default_factory=list)
+
+    def is_locked(self, node: ast.AST) -> bool:
+        """Whether a statement is a `with` that holds a lock."""
+        return isinstance(node, ast.With | ast.AsyncWith) and any(
+            self._is_lock(item.context_expr) for item in node.items
+        )
+
+    def acquires(self, statement: ast.stmt) -> bool:
+        """Whether a statement takes a lock, until somebody releases it."""
+        calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+        return isinstance(statement, ast.Expr | ast.Assign) and any(
+            isinstance(each.func, ast.Attribute)
+            and each.func.attr == "acquire"
+            and self._is_lock(each.func.value)
+            for each in calls
+        )
+
+    def _is_lock(self, expression: ast.expr) -> bool:
+        text = ast.unparse(expression)
+        return bool(_LOCK_NAME.search(text)) or text in self.locks
+
+    def _add(
+        self,
+        place: str,
+        value: ast.expr,
+        file: SourceFile,
+        maker: Function | None,
+        sources: Sources,
+    ) -> None:
+        if isinstance(
+            value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+        ):
+            self.containers.add(place)
+        if not isinstance(value, ast.Call):
+            return
+        func = value.func
+        while isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call):
+            func = func.value.func  # of `connect(...).cursor()`
+        name = sources.full_name(func, file)
+        last = name.rpartition(".")[2]
+        if name.startswith("threading.") and last in _LOCKS:
+            self.locks.add(place)
+        if name in _OWN:
+            self.own.add(place)
+        if last in _CONTAINERS:
+            self.containers.add(place)
+        self.made.append(Made(place, value, name, maker))
+
+
+@lru_cache(maxsize=256)
+def state_around(file: SourceFile, cls: str, sources: Sources) -> State:
+    """Return what there is around a method: of its class, its bases, its module. To be read."""
+    state = State()
+    for place, value, where, maker in _assignments(file, cls, sources):
+        state._add(place, value, where, maker, sources)
+    return state
+
+
+def _assignments(
+    file: SourceFile, cls: str, sources: Sources
+) -> Iterator[tuple[str, ast.expr, SourceFile, Function | None]]:
+    """Yield what is assigned to the module's names and to attributes of the instance."""
+    for node in file.tree.body:
+        for name, value in _assigned(node):
+            yield name, value, file, None
+    for full_name in sources.mro(file, cls) if cls else ():
+        home = sources.class_called(full_name)
+        if home is None:
+            continue
+        owner, name_of_class = home
+        for statement in owner.classes[name_of_class].body:
+            for name, value in _assigned(statement):
+                yield f"self.{name}", value, owner, None
+        for method in owner.functions:
+            if method.cls == name_of_class and method.receiver:
+                for inner in ast.walk(method.node):
+                    for name, value in _assigned(inner):
+                        head, _, rest = name.partition(".")
+                        if head == method.receiver and rest:
+                            yield f"self.{rest}", value, owner, method
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the plain names and attributes a statement assigns to, with the value."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            for each, value in _pairs(target, node.value):
+                if name := dotted(each):
+                    yield name, value
+    elif isinstance(node, ast.AnnAssign) and node.value and (name := dotted(node.target)):
+        yield name, node.value
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Return what is assigned to what: `a, b = 1, 2` are two."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return [*zip(target.elts, value.elts, strict=False)]
+    return [(target, value)]

@@ -1,0 +1,218 @@
+"""What an application calls of the user's, and where that runs: `execution.plan` is asked.
+
+    endpoints of its FastAPI app      ENDPOINT
+    `__call__`, public methods, hooks METHOD, unless they are only given to something with threads
+    what `@batch` has decorated       BATCH
+    `__init__`, `__del__`             LIFECYCLE
+
+What a decorator has wrapped is called, too. Every `async def` of the user's runs on an event loop,
+whoever calls it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ingress.build import BuiltDeployment
+from ingress.check.sources import OURS, Function, Sources, dotted, is_users
+from ingress.execution import ExecutionMode, Kind, Lanes, Role, code_of, kind, name_of, plan
+from ingress.lanes import lanes_of
+from ingress.settings import Settings
+from ingress.user_code import public_methods
+
+HOOKS = ("__call__", "reconfigure", "check_health")
+_OFFLOADS = {
+    *("BackgroundTask", "add_task", "map", "run_in_executor", "run_in_threadpool", "run_sync"),
+    *("submit", "to_thread"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One function of the user's that is called from outside, and where it runs.
+
+    `mode` is where with the flag as it is, and `reason` why. `one_at_a_time` says that an instance
+    has one request at a time; `sync_wrapper` names the `def` that stands round an `async def`.
+    """
+
+    function: Function
+    role: Role
+    mode: ExecutionMode
+    mode_at_0: ExecutionMode
+    mode_at_1: ExecutionMode
+    reason: str
+    one_at_a_time: bool = False
+    sync_wrapper: str = ""
+
+    @property
+    def is_lifecycle(self) -> bool:
+        return self.role is Role.LIFECYCLE
+
+    @property
+    def blocks(self) -> bool:
+        """Whether it is a `def` on the event loop."""
+        return self.mode is ExecutionMode.EVENT_LOOP and not self.function.is_async
+
+    @property
+    def moves(self) -> bool:
+        """Whether the flag takes it from the loop to a thread."""
+        return (self.mode_at_0, self.mode_at_1) == (
+            ExecutionMode.EVENT_LOOP,
+            ExecutionMode.THREADPOOL,
+        )
+
+    @property
+    def is_threaded_at_1(self) -> bool:
+        """Whether several threads may run it at once, with the flag at 1."""
+        is_threaded = self.mode_at_1 is ExecutionMode.THREADPOOL and not self.function.is_async
+        return is_threaded and self.role in (Role.METHOD, Role.ENDPOINT)
+
+
+def planned(
+    function: Function,
+    func: Callable[..., Any],
+    role: Role,
+    settings: Settings,
+    *,
+    lanes: Lanes,
+    one_at_a_time: bool = False,
+    sync_wrapper: str = "",
+) -> Subject:
+    """Return a function with where `func`, which it is the source of, runs."""
+    no_pool: Any = None  # nothing is run
+    at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
+    at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
+    now = at_1 if settings.run_sync_in_threadpool else at_0
+    modes = (now.mode, at_0.mode, at_1.mode)
+    return Subject(function, role, *modes, now.reason, one_at_a_time, sync_wrapper)
+
+
+def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir: Path) -> Sources:
+    """Return the user's files: an application's modules, and what of theirs these import.
+
+    The user's is what lies below a folder or in the package of the application's module.
+    """
+    package, root = module_name.partition(".")[0], app_dir.resolve()
+    sources, seen = Sources(), set()
+    waiting = [module_name, *(each.deployment.func_or_class.__module__ for each in deployments)]
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if name in seen or not path or not path.endswith(".py"):
+            continue
+        seen.add(name)
+        resolved = Path(path).resolve()
+        is_package = name.partition(".")[0] == package and not resolved.is_relative_to(OURS)
+        if not is_package and not (resolved.is_relative_to(root) and is_users(resolved)):
+            continue
+        file = sources.add(resolved, name)
+        # Of `a.b.c` any part may be the module, and the packages it is in run, too.
+        for imported in [] if file is None else file.imports.values():
+            parts = imported.split(".")
+            waiting += [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return sources
+
+
+def subjects_of(
+    deployments: Iterable[BuiltDeployment], sources: Sources, settings: Settings
+) -> list[Subject]:
+    """Return what the deployments call of the user's."""
+    return [
+        subject
+        for built in deployments
+        for func, role in _callables(built, sources)
+        for subject in _subjects(func, role, built, sources, settings)
+    ]
+
+
+def _callables(
+    built: BuiltDeployment, sources: Sources
+) -> Iterator[tuple[Callable[..., Any], Role]]:
+    """Yield what one deployment calls, and as what."""
+    target: Any = built.deployment.func_or_class
+    if not inspect.isclass(target):
+        yield target, Role.METHOD
+        return
+    routes = set()
+    if built.is_asgi:
+        for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
+            routes.add(code_of(route.func))
+            yield route.func, Role.ENDPOINT
+    for name in ("__init__", "__del__"):
+        yield getattr(target, name, object.__init__), Role.LIFECYCLE
+    elsewhere = handed_on(sources)
+    for name in dict.fromkeys([*HOOKS, *public_methods(target)]):
+        value = inspect.getattr_static(target, name, None)
+        value = getattr(value, "__func__", value)
+        if not callable(value) or inspect.isclass(value) or code_of(value) in routes:
+            continue
+        if name in HOOKS or name not in elsewhere:
+            yield value, Role.METHOD
+
+
+def _subjects(
+    func: Any, role: Role, built: BuiltDeployment, sources: Sources, settings: Settings
+) -> Iterator[Subject]:
+    """Yield what is called, and what decorators have wrapped in it, as far as it is the user's."""
+    config = built.deployment.config
+    lanes = lanes_of(built.deployment.func_or_class, config.max_ongoing_requests, config.lanes)
+    is_in_async, wrapper = False, ""
+    while func is not None:
+        is_batch = hasattr(func, "__ingress_batcher__")
+        function = sources.of_code(code_of(func))
+        # An `async def` wrapper is written to move a `def` somewhere, who knows where.
+        if function is not None and not (is_in_async and not function.is_async):
+            yield planned(
+                function,
+                func,
+                role,
+                settings,
+                lanes=lanes,
+                one_at_a_time=config.max_ongoing_requests == 1,
+                sync_wrapper=wrapper if function.is_async and role is Role.METHOD else "",
+            )
+        is_in_async = kind(func).is_async and not is_batch
+        wrapper = "" if kind(func).is_async else name_of(func)
+        func = getattr(func, "__wrapped__", None) or _closed_over(func)
+        role = Role.BATCH if is_batch else role
+
+
+def _closed_over(func: Any) -> Any:
+    """Return the one `async def` that a wrapper without `functools.wraps` calls, if it has one."""
+    inner = []
+    for cell in getattr(func, "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a variable that was never assigned to
+            continue
+        if inspect.isfunction(value) and kind(value).is_async:
+            inner.append(value)
+    return inner[0] if len(inner) == 1 and kind(func) is Kind.FUNCTION else None
+
+
+@lru_cache(maxsize=8)
+def handed_on(sources: Sources) -> frozenset[str]:
+    """Return the names of methods that the user's code gives to something that runs in threads.
+
+    Unless a handle calls them, too.
+    """
+    given: set[str] = set()
+    by_handle: set[str] = set()
+    for file in sources.files.values():
+        for node in ast.walk(file.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            owner, _, called = dotted(node.func).rpartition(".")
+            if called in _OFFLOADS:
+                names = (dotted(each).partition(".") for each in node.args)
+                given |= {name for head, _, name in names if head == "self"}
+            elif called in ("remote", "options"):
+                by_handle.add(owner.rpartition(".")[2])
+    return frozenset(given - by_handle)

@@ -1,0 +1,174 @@
+"""Which writes of an instance's attributes overwrite what another thread has written meanwhile.
+
+    thread 1   reads version 1             writes: it has read 1, and there is 2: an update is lost
+    thread 2                reads, writes version 2
+
+Every read of a watched attribute, or of a key of a watched dict, is followed by a switch to another
+thread, so that what can go wrong does within a few calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+SWITCHES_PER_CALL = 1000
+"""How often a call is made to wait; a loop over an attribute is to end."""
+
+_WHOLE = object()
+"""The key of what is about all of a container."""
+
+_READ_KEY = ("__contains__", "__getitem__", "get", "index", "count")
+_READ_ALL = ("__iter__", "__len__", "copy", "items", "keys", "values")
+_WRITE_KEY = ("__delitem__", "__setitem__", "add", "discard", "pop", "remove", "setdefault")
+_WRITE_ALL = (
+    *("append", "appendleft", "clear", "extend", "insert", "move_to_end", "popitem", "popleft"),
+    "update",
+)
+CONTAINERS = (dict, OrderedDict, Counter, defaultdict, list, set, deque)
+
+Line = tuple[str, int, str]
+"""File, line and attribute."""
+
+
+@dataclass(slots=True)
+class Writes:
+    """What one line has written: how often, from which threads, and how often it was too late."""
+
+    count: int = 0
+    lost: int = 0
+    threads: set[int] = field(default_factory=set)
+
+
+class Trace:
+    """Thread-safe. Threads that have not begun a call are let through and not looked at."""
+
+    def __init__(self, attributes: frozenset[str]) -> None:
+        self.attributes = attributes
+        self.writes: dict[Line, Writes] = {}
+        self._versions: Counter[Any] = Counter()
+        self._thread = threading.local()
+        # Held for a few lines, so that a value and its version belong together. Reentrant: the
+        # `__setattr__` of the user's class may set another attribute.
+        self._lock = threading.RLock()
+
+    def begin_call(self) -> None:
+        """Forget what this thread has read in its call before."""
+        self._thread.reads = {}
+        self._thread.switches = SWITCHES_PER_CALL
+
+    def read(self, slot: Any, get: Callable[[], Any]) -> Any:
+        """Return what `get` returns, and let other threads have their turn."""
+        reads = getattr(self._thread, "reads", None)
+        if reads is None:
+            return get()
+        try:
+            with self._lock:
+                reads[slot] = self._versions[slot]  # also if there is nothing: that is an answer
+                return get()
+        finally:
+            if self._thread.switches > 0:
+                self._thread.switches -= 1
+                time.sleep(0)
+
+    def write(
+        self, slots: tuple[Any, ...], attribute: str, frame: FrameType, put: Callable[[], Any]
+    ) -> Any:
+        """Do what `put` does. It is too late if a slot has changed since this call read it."""
+        reads = getattr(self._thread, "reads", None)
+        if reads is None:
+            return put()
+        line = (frame.f_code.co_filename, frame.f_lineno, attribute)
+        with self._lock:
+            writes = self.writes.setdefault(line, Writes())
+            writes.count += 1
+            writes.threads.add(threading.get_ident())
+            writes.lost += any(
+                slot in reads and reads[slot] != self._versions[slot] for slot in slots
+            )
+            for slot in slots:
+                self._versions[slot] += 1
+                reads[slot] = self._versions[slot]
+            return put()
+
+
+def traced_class(cls: type, trace: Trace) -> type:
+    """Return a subclass whose instances tell of the watched attributes."""
+    watched = frozenset(
+        name for name in trace.attributes if not isinstance(getattr(cls, name, None), property)
+    )
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if name not in watched:
+            return super(traced, self).__getattribute__(name)
+        return trace.read(name, lambda: super(traced, self).__getattribute__(name))
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        put = super(traced, self).__setattr__
+        if name in watched:
+            trace.write((name,), name, sys._getframe(1), lambda: put(name, value))
+        else:
+            put(name, value)
+
+    def __delattr__(self: Any, name: str) -> None:
+        put = super(traced, self).__delattr__
+        if name in watched:
+            trace.write((name,), name, sys._getframe(1), lambda: put(name))
+        else:
+            put(name)
+
+    own = (__getattribute__, __setattr__, __delattr__)
+    names: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__}
+    traced: Any = type(cls.__name__, (cls,), names | {each.__name__: each for each in own})
+    return traced  # type: ignore[no-any-return]
+
+
+def traced_state(state: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
+    """Return attributes with copies of the watched ones that are containers; they tell, too."""
+    return {
+        name: _traced_container(name, value, trace) if name in trace.attributes else value
+        for name, value in state.items()
+    }
+
+
+def _traced_container(attribute: str, value: Any, trace: Trace) -> Any:
+    base: Any = type(value)
+    if base not in CONTAINERS:
+        return value
+    names = {}
+    for name in (*_READ_KEY, *_READ_ALL, *_WRITE_KEY, *_WRITE_ALL):
+        if hasattr(base, name):
+            names[name] = _telling(getattr(base, name), name, attribute, trace)
+    traced: Any = type(base.__name__, (base,), names)
+    if base is defaultdict:
+        return traced(value.default_factory, value)
+    return traced(value, value.maxlen) if base is deque else traced(value)
+
+
+def _telling(method: Callable[..., Any], name: str, attribute: str, trace: Trace) -> Any:
+    is_of_key = name in _READ_KEY or name in _WRITE_KEY
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def step() -> Any:
+            return method(self, *args, **kwargs)
+
+        whole = (attribute, _WHOLE)
+        slot: Any = whole
+        if is_of_key and args:
+            try:
+                slot = (attribute, hash(args[0]))  # not the key, whose `__eq__` is the user's
+            except TypeError:
+                pass  # no key
+        if name in _READ_KEY or name in _READ_ALL:
+            return trace.read(slot, step)
+        return trace.write(tuple({slot, whole}), attribute, sys._getframe(1), step)
+
+    return call

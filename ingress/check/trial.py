@@ -1,0 +1,133 @@
+"""`--run`: run the user's tests, and let what was seen decide what `--migrate` has found.
+
+    confirmed   an update was lost, a check was out of date when its act came, or a thread was told
+                that it has no event loop, or is not the object's own
+    dropped     the line ran in several threads at once, often enough, and nothing was lost
+    neither     no test called it in pytest's own process, or it is not about an attribute
+
+What is tried, and when, is `rehearsal`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingress.check.findings import CheckError, Finding, Report, shown
+from ingress.check.plugin import WATCHED
+
+ENOUGH_WRITES = 4
+_RACES = ("IG101", "IG102")
+_ERRORS = {"IG103": "event loop", "IG106": "same thread"}
+"""What the text of an error has that proves a finding: asyncio's words, and SQLite's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What runs have seen of one finding's line."""
+
+    count: int
+    lost: int
+    threads: int
+
+
+def tried(report: Report, command: str) -> Report:
+    """Run the tests, and return the report with what that decides.
+
+    Raises `CheckError` for a command that is not pytest's.
+    """
+    words = _pytest(command)
+    with tempfile.TemporaryDirectory(prefix="ingress-check-") as folder:
+        watched = [
+            {"functions": each.functions, "attribute": each.place.removeprefix("self.")}
+            for each in report.findings
+            if each.rule.id in (*_RACES, *_ERRORS)
+        ]
+        Path(folder, WATCHED).write_text(json.dumps(watched))
+        words += ["-p", "ingress.check.plugin", "--ingress-rehearsal", folder]
+        # What the tests print goes where it does not get into the report.
+        code = subprocess.run(words, stdout=sys.stderr, check=False).returncode
+        outcomes = [json.loads(path.read_text()) for path in Path(folder).glob("outcome-*.json")]
+    writes = [write for each in outcomes for write in each["writes"]]
+    errors = [error for each in outcomes for error in each["errors"]]
+    return _decided(report, writes, errors, code)
+
+
+def _pytest(command: str) -> list[str]:
+    words = shlex.split(command)
+    program = Path(words[0]).name if words else ""
+    # This Python's, wherever the words point: it is the one that has our plugin.
+    if program in ("pytest", "py.test"):
+        return [sys.executable, "-m", "pytest", *words[1:]]
+    if program.startswith("python") and words[1:3] == ["-m", "pytest"]:
+        return [sys.executable, *words[1:]]
+    raise CheckError(f"--run takes a command of pytest's, such as 'pytest tests'; got {command!r}")
+
+
+def _can_be_tried(finding: Finding) -> bool:
+    return finding.rule.id in _RACES and finding.place.startswith("self.")
+
+
+def _decided(report: Report, writes: list[Any], errors: list[Any], code: int) -> Report:
+    decided = Report(notes=list(report.notes))
+    untried = 0
+    for finding in report.findings:
+        seen = _seen(finding, writes) if _can_be_tried(finding) else None
+        error = _raised(finding, errors)
+        if error:
+            decided.findings.append(finding.confirmed(error))
+        elif seen is not None and seen.lost:
+            evidence = f"{seen.lost} of {seen.count} writes in {seen.threads} threads came too late"
+            decided.findings.append(finding.confirmed(evidence))
+        elif seen is not None and seen.threads > 1 and seen.count >= ENOUGH_WRITES:
+            decided.notes.append(
+                f"dropped: {shown(finding.path)}:{finding.line} {finding.rule.id} `{finding.place}`"
+                f", {seen.count} writes in {seen.threads} threads, none too late"
+            )
+        else:
+            untried += finding.rule.id in _RACES
+            decided.findings.append(finding)
+    if untried:
+        decided.notes.append(
+            f"not tried: {untried}; no test calls them here, or their state is no attribute of self"
+        )
+    if code != 0:
+        decided.failure = f"pytest ended with {code}: not all tests passed, or none ran"
+    return decided
+
+
+def _seen(finding: Finding, writes: list[Any]) -> Seen | None:
+    """Return what was seen of the finding's lines, `None` if they did not run."""
+    here = [
+        each
+        for each in writes
+        if f"self.{each['attribute']}" == finding.place and _is_at(finding, each)
+    ]
+    if not here:
+        return None
+    return Seen(
+        sum(each["count"] for each in here),
+        sum(each["lost"] for each in here),
+        max(each["threads"] for each in here),
+    )
+
+
+def _raised(finding: Finding, errors: list[Any]) -> str:
+    """Return the error that proves the finding, "" if none was raised."""
+    words = _ERRORS.get(finding.rule.id)
+    for each in errors if words else ():
+        # What the constructor has made is refused where it is used.
+        if words in each["text"] and (finding.rule.id == "IG106" or _is_at(finding, each)):
+            return str(each["text"])
+    return ""
+
+
+def _is_at(finding: Finding, seen: Any) -> bool:
+    is_line = finding.line <= seen["line"] <= max(finding.line, finding.end_line)
+    return is_line and Path(seen["path"]).resolve() == finding.path

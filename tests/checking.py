@@ -1,0 +1,72 @@
+"""Programs to check, with what is to be found written where it is to be found: `#: IG101`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ingress.check.checker import check_application, check_files
+from ingress.check.findings import Report
+from ingress.settings import Settings
+
+_EXPECTED = re.compile(r"#: ([A-Z0-9 ]+)$")
+Found = list[tuple[int, str]]
+
+
+def in_class(head: str, body: str) -> str:
+    """Return a program: a head that ends in a `class` line, its body, and `a = A.bind()`."""
+    return head + textwrap.indent(textwrap.dedent(body).strip("\n"), "    ") + "\n\na = A.bind()\n"
+
+
+def expected(program: str) -> Found:
+    """Return lines and rules, as the program's comments have them."""
+    return [
+        (number, rule)
+        for number, line in enumerate(program.splitlines(), 1)
+        if (match := _EXPECTED.search(line))
+        for rule in match[1].split()
+    ]
+
+
+def found(report: Report) -> Found:
+    return [(each.line, each.rule.id) for each in report.findings]
+
+
+def checked_as_file(
+    folder: Path, program: str, settings: Settings, *, migrate: bool = False
+) -> Report:
+    (folder / "program.py").write_text(program)
+    return check_files([folder / "program.py"], settings, migrate=migrate)
+
+
+def checked_as_files(
+    folder: Path, programs: dict[str, str], settings: Settings, *, migrate: bool = False
+) -> dict[str, Found]:
+    """Check many programs at once, and return what is found in each."""
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program)
+    report = check_files([folder], settings, migrate=migrate)
+    return {
+        name: [(each.line, each.rule.id) for each in report.findings if each.path.stem == name]
+        for name in programs
+    }
+
+
+def checked_as_application(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    settings: Settings,
+    *,
+    migrate: bool = False,
+) -> Report:
+    """Import the program, under a name of its own: Python keeps what it has imported."""
+    name = f"program_{folder.name}"
+    (folder / f"{name}.py").write_text(program)
+    monkeypatch.syspath_prepend(folder)
+    application = importlib.import_module(name).a
+    return check_application(application, name, folder, settings, migrate=migrate)
