@@ -563,7 +563,7 @@ def ingress(folder: Path, *arguments: str, sync: str = "0") -> Any:
         patch.setattr(sys, "path", [*sys.path])
         patch.setenv(SYNC_IN_THREADPOOL, sync)
         patch.delenv(USER_CODE_IN_SEPARATE_THREAD, raising=False)
-        patch.setenv("COLUMNS", "100")
+        patch.setattr(cli, "console", Console(width=100))
         try:
             return CliRunner().invoke(cli.app, ["explain", *arguments])
         finally:
