@@ -740,8 +740,9 @@ class Shapes:
         async def events_of_models(
             self, item: Item, one: Annotated[None, Depends(writes)], request: Request
         ) -> AsyncIterator[Item]:
+            path = request.url.path  # raises if the query is not text
             yield item
-            yield ServerSentEvent(data=item, event=request.url.path)  # type: ignore[misc]
+            yield ServerSentEvent(data=item, event=path)  # type: ignore[misc]
 
         @shape(
             method="POST",

@@ -459,8 +459,8 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
 
         async def client() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            sent_at = time.monotonic()  # before: the server may be quicker than our next line
             writer.write(head.encode())
-            sent_at = time.monotonic()
             statuses.append(await reader.readline())
             late_s.append(time.monotonic() - sent_at - timeout_s)
             writer.close()

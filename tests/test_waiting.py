@@ -161,6 +161,7 @@ class Caller:
 
     def __init__(self, *headers: tuple[bytes, bytes]) -> None:
         self.left = asyncio.Event()
+        self.asked: Callable[[], Any] = lambda: None  # when the next message is asked for
         self.statuses: list[int] = []
         self.scope: Scope = {
             "type": "http",
@@ -171,6 +172,7 @@ class Caller:
         }
 
     async def receive(self) -> Message:
+        self.asked()
         await self.left.wait()
         return {"type": "http.disconnect"}
 
@@ -261,7 +263,7 @@ def test_what_ends_a_request_in_the_pause_before_another_attempt_is_seen_there(
         ends: dict[str, Callable[[], Any]] = {
             "left": caller.left.set,
             "refused": lambda: router.refuse("it stops"),
-            "cancelled": lambda: asyncio.get_running_loop().call_later(0.005, task.cancel),
+            "cancelled": lambda: setattr(caller, "asked", task.cancel),  # in the pause
         }
         replica = Silent(router, ends[how])
         router.add(replica.real)
