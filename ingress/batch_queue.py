@@ -25,9 +25,8 @@ from ingress.call import CURRENT_CALL, Call
 from ingress.context import REPLICA, ReplicaContext
 from ingress.exceptions import (
     RayServeException,
-    RequestCancelledError,
-    StreamClosedError,
     UserCodeExit,
+    is_told,
 )
 from ingress.execution import Kind, Role
 from ingress.logs import logger
@@ -39,7 +38,6 @@ TOO_LARGE = (
     "Size of item is greater than max_batch_size. Please increase the max_batch_size or check the "
     "implementation of the batch_size_fn."
 )
-_TOLD = (RequestCancelledError, StreamClosedError)  # what we told the handler ourselves
 _NOWHERE = DeploymentID("", "")
 NO_INSTANCE = object()
 """The instance of a function that is not a method."""
@@ -305,7 +303,7 @@ class BatchQueue:
 
     def _log_late(self, items: list[Item], error: BaseException) -> None:
         """Log an error if all whose it is have left: nobody else will hear of it."""
-        if all(item.has_left for item in items) and not isinstance(error, _TOLD):
+        if all(item.has_left for item in items) and not is_told(error):
             ids = [item.call.metadata.request_id for item in items if item.call is not None]
             logger.warning(
                 "%s failed after the requests of its batch had left: %s",

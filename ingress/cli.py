@@ -263,6 +263,8 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
     try:
         if ":" not in target and (path := app_dir / target).exists():
             report = check_files([path], settings, migrate=migrate)
+        elif target.endswith(".py"):
+            raise CheckError(f"there is no file {str(path)!r}; check the spelling, or --app-dir")
         else:
             application = _load(target, app_dir)
             name = target.partition(":")[0]

@@ -24,12 +24,20 @@ Serve's where Ray Serve has one.
 
 from __future__ import annotations
 
+from starlette import requests, websockets  # not their classes: these here are ours
 
-def is_only(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
-    """Whether it is an error of these kinds, or a group of nothing else, as task groups raise."""
+
+def is_told(error: BaseException) -> bool:
+    """Whether it is only what we tell user code when nobody wants its answer any more.
+
+    Nobody need hear of that when it comes back; nor of a group of nothing else, as task groups
+    raise.
+    """
+    theirs = (requests.ClientDisconnect, websockets.WebSocketDisconnect)
+    told = (RequestCancelledError, StreamClosedError, *theirs)
     if isinstance(error, BaseExceptionGroup):
-        return error.split(kinds)[1] is None
-    return isinstance(error, kinds)
+        return error.split(told)[1] is None
+    return isinstance(error, told)
 
 
 class RayServeException(Exception):

@@ -17,8 +17,6 @@ from time import monotonic
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
-from starlette.requests import ClientDisconnect
-from starlette.websockets import WebSocketDisconnect
 
 from ingress import execution
 from ingress.asgi import BoundApp
@@ -27,10 +25,8 @@ from ingress.context import REPLICA, ReplicaContext
 from ingress.counters import Latency
 from ingress.exceptions import (
     ReplicaUnavailableError,
-    RequestCancelledError,
-    StreamClosedError,
     UserCodeExit,
-    is_only,
+    is_told,
 )
 from ingress.lane_pools import ReplicaPools
 from ingress.lanes import lanes_of
@@ -58,8 +54,6 @@ class ReplicaState(Enum):
 
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
-# What we told user code ourselves, when it comes back after the answer.
-_TOLD = (ClientDisconnect, RequestCancelledError, StreamClosedError, WebSocketDisconnect)
 
 
 class Replica:
@@ -255,8 +249,8 @@ class Replica:
         """Settle a call with what its work raised, or log that if it has its answer."""
         # A `CancelledError` is what we caused even where the guard took it for user code's own:
         # AnyIO's groups may take our cancellation off their task's count, see `OnceScope.__exit__`.
-        is_told = is_only(error, _TOLD) or isinstance(error.__cause__, asyncio.CancelledError)
-        if not call.settle(error=error) and not is_told:
+        is_ours = is_told(error) or isinstance(error.__cause__, asyncio.CancelledError)
+        if not call.settle(error=error) and not is_ours:
             logger.warning(
                 "%s: request %s failed after it was cancelled",
                 self.replica_id,

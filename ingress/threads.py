@@ -26,7 +26,7 @@ from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ingress.call import CURRENT_CALL
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import RequestCancelledError, StreamClosedError, is_only
+from ingress.exceptions import StreamClosedError, is_told
 from ingress.loops import Home, Mailbox
 
 logger = logging.getLogger("ingress")
@@ -179,7 +179,7 @@ class WorkerPool:
                     raise
                 _Visitors(work.scope, self.loop).cancel()
             await work.really_done()
-            if work.error is not None and not is_only(work.error, (RequestCancelledError,)):
+            if work.error is not None and not is_told(work.error):
                 _log_late(work.error)
             raise
         if work.error is not None:
@@ -352,6 +352,6 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
             items.close()
     except BaseException as raised:
         error = error or raised
-    is_news = error is not None and not is_only(error, (RequestCancelledError,))
+    is_news = error is not None and not is_told(error)
     if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)

@@ -13,16 +13,14 @@ Once it is accepted it has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py;
 from __future__ import annotations
 
 from starlette.types import Message
-from starlette.websockets import WebSocketDisconnect
 
-from ingress.exceptions import RequestCancelledError, StreamClosedError, is_only
+from ingress.exceptions import is_told
 from ingress.exchange import Exchange
 from ingress.messages import INTERNAL_ERROR, NORMAL
 
 # How long a handler whose client is gone may take, to notice and to clean up.
 HEARING_S = 0.25
 CLEANUP_S = 5.0
-_TOLD = (WebSocketDisconnect, StreamClosedError, RequestCancelledError)
 
 
 class WebSocketExchange(Exchange):
@@ -42,7 +40,7 @@ class WebSocketExchange(Exchange):
     async def _conclude(self) -> None:
         failure = self.error
         is_over = self._disconnected or self._told is not None
-        if failure is not None and is_over and is_only(failure, _TOLD):
+        if failure is not None and is_over and is_told(failure):
             failure = None  # what it made of being told, or that it did not listen
         if self._is_accepted and not self._is_complete and not self._disconnected:
             code = self._told or (NORMAL if failure is None else INTERNAL_ERROR)

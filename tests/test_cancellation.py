@@ -12,11 +12,17 @@ from typing import Any
 import anyio
 import pytest
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
+from starlette.websockets import WebSocketDisconnect
 
 import ingress as serve
 from ingress.call import CURRENT_CALL
-from ingress.exceptions import RequestCancelledError, RequestTimeoutError
+from ingress.exceptions import (
+    RequestCancelledError,
+    RequestTimeoutError,
+    StreamClosedError,
+)
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from tests.fakes import bind, make_call
 from tests.servers import PATIENCE_S, Connection, served, set_flags, wait_until
@@ -339,6 +345,38 @@ def test_a_client_that_leaves_cancels_its_request_without_a_word_whatever_it_ask
     wait_until(lambda: bool(seen.ended))
     [ended] = seen.ended
     assert ended.endswith("cancelled")
+    serve.shutdown()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "told",
+    [ClientDisconnect, StreamClosedError, WebSocketDisconnect],
+    ids=lambda told: told.__name__,
+)
+def test_a_def_that_ends_with_what_it_was_told_is_not_worth_a_record(
+    told: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Works:
+        @serve.method(execution="threadpool")
+        def __call__(self) -> None:
+            began.set()
+            may_end.wait(PATIENCE_S)
+            try:
+                raise told()
+            finally:
+                ended.set()
+
+    response = serve.run(bind(Works), route_prefix=None).remote()
+    assert began.wait(PATIENCE_S)
+    response.cancel()
+    with pytest.raises(RequestCancelledError):
+        response.result(timeout_s=PATIENCE_S)
+    may_end.set()
+    assert ended.wait(PATIENCE_S)
     serve.shutdown()
     assert not caplog.records
 
