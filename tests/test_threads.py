@@ -173,6 +173,7 @@ async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
         second = asyncio.ensure_future(pool.run(lambda: ran.append(1)))
         await asyncio.sleep(0)
         second.cancel()
+        await asyncio.sleep(0)  # it has heard of it before the thread is free
         leave.set()
         assert await first
         with pytest.raises(asyncio.CancelledError):
