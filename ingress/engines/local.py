@@ -16,6 +16,7 @@ from ingress.controller import Controller, RunningApplication
 from ingress.declaration import Application
 from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.garbage import SettledObjects
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.loop_executor import lend_executor
 from ingress.loops import run_blocking
@@ -45,6 +46,7 @@ class LocalEngine:
         self.routers: dict[DeploymentID, Router] = {}
         self.applications: dict[str, RunningApplication] = {}
         self._starting: set[str] = set()
+        self._settled = SettledObjects()
         self._lock = threading.Lock()
         self._operations = threading.RLock()
         self._users = 0
@@ -113,6 +115,7 @@ class LocalEngine:
         finally:
             self._starting.discard(built.name)
         self.applications[built.name] = running
+        self._settled.renew(is_needed=True)
         return running
 
     async def stop_application(
@@ -128,6 +131,7 @@ class LocalEngine:
             return False
         if self.applications.get(running.name) is running:
             del self.applications[running.name]
+        self._settled.renew(is_needed=bool(self.applications))
         return True
 
     async def abandon_application(self, running: RunningApplication) -> None:
@@ -135,6 +139,7 @@ class LocalEngine:
         assert self._controller is not None
         if await self._controller.stop(running, timeout_s=0.0):
             self.applications.pop(running.name, None)
+            self._settled.renew(is_needed=bool(self.applications))
             self.release()
 
     def free_name(self) -> str:

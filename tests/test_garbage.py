@@ -1,0 +1,82 @@
+"""What the collector looks at while an application runs, and what it gets back."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from tests.servers import PATIENCE_S, set_flags
+
+ALIVE: list[weakref.ref[Any]] = []
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param)
+    ALIVE.clear()
+    yield
+    serve.shutdown()
+
+
+class Model:
+    """Garbage that only the collector finds, once it is let go."""
+
+    def __init__(self) -> None:
+        self.myself = self
+        ALIVE.append(weakref.ref(self))
+
+    async def __call__(self) -> int:
+        return len(ALIVE)
+
+
+MODEL = serve.deployment(Model).bind()
+
+
+def settle() -> None:
+    """Wait until what is alive has been set aside."""
+    deadline = time.monotonic() + PATIENCE_S
+    while gc.get_freeze_count() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_an_application_is_made_of_is_in_no_full_pass_until_it_stops() -> None:
+    def looked_at() -> int:
+        return sum(type(each) is dict for each in gc.get_objects(generation=2))
+
+    gc.collect()
+    before = looked_at()
+
+    serve.run(MODEL, route_prefix=None)
+    settle()
+    gc.collect()
+    meanwhile = looked_at()
+    serve.shutdown()
+    gc.collect()
+
+    assert gc.get_freeze_count() == 0
+    assert meanwhile < before / 10
+    assert looked_at() >= before * 0.9
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_garbage_of_an_application_that_stopped_is_collected_while_another_runs(how: str) -> None:
+    serve.run(MODEL, name="other", route_prefix=None)
+    serve.run(MODEL, name="this", route_prefix=None)
+    other, this = ALIVE
+    settle()
+
+    if how == "deleted":
+        serve.delete("this")
+    else:
+        serve.run(MODEL, name="this", route_prefix=None)
+    settle()
+
+    assert this() is None
+    assert other() is not None
