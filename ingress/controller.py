@@ -75,6 +75,7 @@ class RunningDeployment:
                     dict(replica.latencies),
                     replica.orphans,
                     dict(replica.stalls),
+                    replica.pools.loads(),
                 )
                 for replica in self.replicas
             ],

@@ -15,6 +15,15 @@ LATENCY_BUCKETS_MS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """One lane of a replica: how many calls have its threads now, and how many wait for one."""
+
+    limit: int
+    ongoing: int
+    queued: int
+
+
 @dataclass(slots=True)
 class Latency:
     """How long the requests of one route took: `serve_deployment_processing_latency_ms`."""

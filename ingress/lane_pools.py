@@ -20,6 +20,7 @@ from typing import Any
 
 from ingress import cycles
 from ingress.call import CURRENT_CALL, Call
+from ingress.counters import LaneLoad
 from ingress.execution import SERIAL_LANE, Lanes
 from ingress.loops import Home
 from ingress.threads import IDLE_S, Work, WorkerPool
@@ -33,10 +34,22 @@ class ReplicaPools:
 
     def __init__(self, home: Home, declared: Lanes) -> None:
         self.default = WorkerPool(home, declared.limit)
-        named = {name: LanePool(home, limit, name) for name, limit in declared.limits.items()}
-        named[SERIAL_LANE] = SerialPool(home)
-        self.lanes = replace(declared, pools=named)
-        self._all = [self.default, *named.values()]
+        self._named = {name: LanePool(home, limit, name) for name, limit in declared.limits.items()}
+        self._named[SERIAL_LANE] = SerialPool(home)
+        self.lanes = replace(declared, pools=self._named)
+        self._all = [self.default, *self._named.values()]
+
+    def loads(self) -> dict[str, LaneLoad]:
+        """Return what is in each lane now, and with the serial thread if there is a use for it.
+
+        Thread-safe.
+        """
+        has_serial = self.lanes.is_serial
+        return {
+            name: pool.load()
+            for name, pool in self._named.items()
+            if has_serial or name != SERIAL_LANE
+        }
 
     def shutdown(self) -> None:
         for pool in self._all:
@@ -66,6 +79,9 @@ class LanePool(WorkerPool):
         # What requests wait for. Race of the loop, which lets one in, with who breaks a cycle: the
         # same, because a turn has one end.
         self._turns: dict[_Turn, None] = {}
+
+    def load(self) -> LaneLoad:
+        return LaneLoad(self._limit, len(self._inside), len(self._behind))
 
     def make_work(self, func: Callable[[], Any], *, is_cleanup: bool) -> Work:
         call = CURRENT_CALL.get(None)

@@ -103,12 +103,12 @@ class Replica:
             else BorrowedLoop(name, borrowed, on_dead)
         )
         self.loop = self._home.loop
-        self._pools = ReplicaPools(self._home, lanes_of(func_or_class, max_ongoing, lanes or {}))
+        self.pools = ReplicaPools(self._home, lanes_of(func_or_class, max_ongoing, lanes or {}))
         make_plan: MakePlan = partial(
             execution.plan,
             sync_in_threadpool=sync_in_threadpool,
-            pool=self._pools.default,
-            lanes=self._pools.lanes,
+            pool=self.pools.default,
+            lanes=self.pools.lanes,
         )
         self._executor: LoopExecutor | None = None
         if borrowed is None:  # a borrowed loop's executor is its lender's, see `LocalEngine`
@@ -335,7 +335,7 @@ class Replica:
             logger.error("%s did not stop before its event loop did", self.replica_id)
         except Exception:
             logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
-        self._pools.shutdown()
+        self.pools.shutdown()
         if self._executor is not None:
             self._executor.shutdown()
         # In a thread, because these wait, and the control loop has other replicas to look after.
@@ -369,7 +369,7 @@ class Replica:
             current_default_thread_limiter().total_tokens -= self._anyio_threads
 
     def _join(self, deadline: float) -> None:
-        joins = [("worker threads", self._pools.join), ("event loop", self._home.stop)]
+        joins = [("worker threads", self.pools.join), ("event loop", self._home.stop)]
         if self._executor is not None:
             joins.append(("executor threads", self._executor.join))
         stuck = [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]

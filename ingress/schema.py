@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ingress.counters import Latency
+from ingress.counters import LaneLoad, Latency
 
 
 class ApplicationStatus(StrEnum):
@@ -37,7 +37,7 @@ class ReplicaDetails:
 
     `stall_ms` is how long its event loop stood still, by the method that was in the way. Of the
     `ongoing`, `orphans` have been answered already: their code goes on after its client
-    left or its deadline passed.
+    left or its deadline passed. `lanes` has those the deployment declares, and "serial".
     """
 
     replica_id: str
@@ -47,6 +47,7 @@ class ReplicaDetails:
     latency_ms: dict[str, Latency]
     orphans: int = 0
     stall_ms: dict[str, Latency] = field(default_factory=dict)
+    lanes: dict[str, LaneLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
+from ingress.counters import LaneLoad
 from ingress.execution import ExecutionMode, Role, plan
 from ingress.lane_pools import LanePool, SerialPool
 from ingress.lanes import lanes_of
@@ -337,6 +338,11 @@ def test_a_function_deployment_runs_where_it_says() -> None:
 # Who waits for whom.
 
 
+def lanes(it: Any) -> dict[str, LaneLoad]:
+    (replica,) = it.status().replicas
+    return dict(replica.lanes)
+
+
 def test_health_is_answered_while_160_calls_hold_a_lane_or_wait_for_it() -> None:
     app, gate = FastAPI(), Gate()
 
@@ -359,9 +365,11 @@ def test_health_is_answered_while_160_calls_hold_a_lane_or_wait_for_it() -> None
         assert it.get("/health").text == '"ok"'
         print(f"\n/health took {(time.perf_counter() - began) * 1e3:.1f} ms")
         assert gate.inside == 8, "nobody else entered"
+        assert lanes(it) == {"db": LaneLoad(limit=8, ongoing=8, queued=152)}
         gate.open()
         assert [call.result(timeout_s=TIMEOUT_S) for call in calls] == ["report"] * 160
         assert gate.most_inside == 8
+        wait_until(lambda: lanes(it) == {"db": LaneLoad(limit=8, ongoing=0, queued=0)})
 
 
 def test_one_lane_does_not_wait_for_another() -> None:
@@ -608,6 +616,7 @@ def test_one_thread_constructs_serves_and_deletes_a_class_with_a_serial_method(
         visits = [it.handle.visit.remote() for _ in range(20)]
         counts = [visit.result(timeout_s=TIMEOUT_S) for visit in visits]
         assert sorted(counts) == list(range(1, 21))
+        wait_until(lambda: lanes(it) == {"serial": LaneLoad(limit=1, ongoing=0, queued=0)})
 
     assert len(threads) == 22
     assert set(threads) == {(SERIAL, threads[0][1])}
