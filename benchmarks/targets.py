@@ -62,6 +62,7 @@ TARGETS = (
     added("def", 0.02, 0.0),
     *map(p99, ("async", "async-query", "model", "def", "def-depends")),
     rate("replicas-8", 0.7, 0.85),
+    rate("watchdog", 0.99),
     rate("workers-2", 1.8),
     Target("import", "fresh process", "", "import_ms_ratio", AT_MOST, 1.25, 1.1),
     Target("start", "fresh process", "", "first_answer_s", AT_MOST, 1.0, 0.6),
