@@ -11,7 +11,7 @@ Commands:
 Their modules:
 
     rows  starts  targets        what is compared with what, and what is required of it
-    apps/  ensemble              the endpoints, for both sides
+    apps/  guides                the endpoints, and the guide's own benchmarks, for both sides
     servers  load  client        a server in a process of its own, and what asks it
     comparison  results          runs in turn; what they found, and its JSON
     report  charts  document     a table on the terminal, SVG, Markdown

@@ -50,8 +50,10 @@ PEERS = """\
 The newest versions on PyPI, each in an environment of its own, with its own no-op service and its
 own server; `ingress` answers the same request. Ray Serve has every replica in a process of its own,
 and a cluster behind it: what it is for is more than one machine. Memory is that of all processes;
-pages they share count in each. The ensemble has one replica for each of its 11 deployments, on
-both.
+pages they share count in each. The last three are the guide's own, in a size that Ray Serve can
+have on one machine, where each replica is a process: the ensemble with one replica for each of its
+11 deployments; `recursive` with 6 deployments x 2 replicas, so that a request is 32 calls; and a
+no-op on 8 replicas. They are called by handle, 4 clients x 20 requests.
 """
 
 Pages = dict[Path, str]

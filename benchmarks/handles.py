@@ -27,13 +27,12 @@ import uvloop
 import ingress as serve
 from benchmarks import command
 from benchmarks.comparison import in_turn
-from benchmarks.ensemble import CLIENTS, application, clients, ensemble
+from benchmarks.guides import CLIENTS, clients, ensemble, one_answer, one_run, recursive
 from benchmarks.results import Result, Sample
 from benchmarks.servers import rss_mb
 from ingress.handle import DeploymentHandle
 
 CALLS = 8_000  # in one run of a rate
-FAN_OUT = 5
 
 
 class Noop:
@@ -49,15 +48,6 @@ class Link:
         return 1 + await self.following.remote()  # type: ignore[no-any-return]
 
 
-class Recursive:
-    def __init__(self, *following: DeploymentHandle) -> None:
-        self.following = following
-
-    async def __call__(self) -> int:
-        counts: list[int] = await asyncio.gather(*(each.remote() for each in self.following))
-        return 1 + sum(counts)
-
-
 def deployed(cls: type, *args: Any, replicas: int = 1, name: str | None = None) -> Any:
     made = serve.deployment(name=name or cls.__name__, num_replicas=replicas)(cls)
     return made.bind(*args)
@@ -68,16 +58,6 @@ def chain(length: int) -> Any:
     for number in range(length - 1):
         node = deployed(Link, node, name=f"Link{number}")
     return node
-
-
-def recursive(replicas: int) -> Any:
-    """Return the first of ten deployments, each of which calls up to five that come after it."""
-    nodes: list[Any] = []
-    for number in reversed(range(10)):
-        nodes.insert(
-            0, deployed(Recursive, *nodes[:FAN_OUT], replicas=replicas, name=f"Node{number}")
-        )
-    return nodes[0]
 
 
 async def call(handle: DeploymentHandle, in_flight: int, calls: int = CALLS) -> Sample:
@@ -122,21 +102,17 @@ def many_replicas(options: Namespace) -> command.Results:
     serve.shutdown()
 
 
-async def one_answer(handle: DeploymentHandle) -> Any:
-    return await handle.remote()
-
-
 def guides(options: Namespace) -> command.Results:
-    handle = serve.run(recursive(100), route_prefix=None)
+    handle = serve.run(recursive(serve, 10, 100), route_prefix=None)
     assert uvloop.run(one_answer(handle)) == 480
     deadline = perf_counter() + options.seconds
-    found = uvloop.run(clients(handle.remote, lambda _: perf_counter() >= deadline))
+    found = uvloop.run(clients(lambda: handle.remote(1), lambda _: perf_counter() >= deadline))
     yield Result("recursive", f"{CLIENTS} clients", "", [found])
     serve.shutdown()
 
-    handle = serve.run(application(serve), route_prefix=None)
-    uvloop.run(ensemble(handle))
-    runs = [uvloop.run(ensemble(handle)) for _ in range(options.runs)]
+    handle = serve.run(ensemble(serve), route_prefix=None)
+    uvloop.run(one_run(handle))
+    runs = [uvloop.run(one_run(handle)) for _ in range(options.runs)]
     yield Result("ensemble", f"{CLIENTS} clients", "", runs)
     serve.shutdown()
 

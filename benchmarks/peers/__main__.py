@@ -4,6 +4,8 @@
     start      from the start of the process to the first answer
     memory     resident, idle, of all processes that were started
     ensemble   the guide's, by handle: 10 nodes, their sum, 4 clients x 20 requests
+    recursive  the guide's, smaller: 6 deployments x 2 replicas, so a request is 32 calls
+    replicas   a no-op on 8 replicas by handle, where the guide has 1,000
 
 Each peer is in an environment of its own, .venv-peers/NAME, which `make bench-peers` makes; one
 that is not there is left out. With --peers, what is measured is printed and not written.
@@ -23,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from threading import Timer
 
-from benchmarks import command, load
+from benchmarks import command, guides, load
 from benchmarks.comparison import in_turn
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.servers import ROOT, Program, Request, Server, uvicorn
@@ -119,11 +121,11 @@ def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
         yield Result(f"{name} of {peer.name}", "", "", runs, peer.name, baseline)
 
 
-class Ensemble(Program):
-    """`benchmarks.ensemble` on the module it is given."""
+class Guides(Program):
+    """`benchmarks.guides` on the module it is given."""
 
     def __init__(self, name: str, python: str | Path, *arguments: str) -> None:
-        command = [python, "-m", "benchmarks.ensemble", *arguments]
+        command = [python, "-m", "benchmarks.guides", *arguments]
         super().__init__(name, command, QUIET, START_S, STOP_S)
 
     @property
@@ -131,17 +133,17 @@ class Ensemble(Program):
         return subprocess.PIPE
 
     def wait_until_ready(self) -> None:
-        self.run()
+        self.run(guides.SHAPES[0])
 
-    def run(self) -> Sample:
-        """Return what one run of the guide's ensemble found."""
+    def run(self, shape: str) -> Sample:
+        """Return what one run of one of the guide's benchmarks found."""
         asks, says = self.process.stdin, self.process.stdout
         assert asks is not None
         assert says is not None
         patience = Timer(START_S, self.process.kill)
         patience.start()
         try:
-            asks.write(b"run\n")
+            asks.write(f"{shape}\n".encode())
             asks.flush()
             found: dict[str, float] = json.loads(says.readline())
         except (OSError, ValueError) as error:
@@ -152,19 +154,23 @@ class Ensemble(Program):
             patience.cancel()
             patience.join()
         if errors := found.pop("errors"):
-            raise self.failed(f"failed {errors:.0f} requests")
+            raise self.failed(f"failed {errors:.0f} requests of {shape}")
         return found
 
 
-def ensemble(options: Namespace, folder: str) -> command.Results:
-    name = "ensemble on Ray Serve"
+def by_handle(options: Namespace, folder: str) -> command.Results:
+    """Yield the guide's benchmarks, in the size that Ray Serve can have on one machine."""
     python = FOLDER / "ray" / "bin" / "python"
     with (
-        Ensemble(name, python, "ray.serve", folder) as theirs,
-        Ensemble("ensemble on ingress", sys.executable, "ingress") as mine,
+        Guides("Ray Serve", python, "ray.serve", folder) as theirs,
+        Guides("ingress", sys.executable, "ingress") as mine,
     ):
-        runs, baseline = in_turn(mine.run, theirs.run, options.pairs)
-    yield Result(name, "4 clients", "", runs, "Ray Serve", baseline)
+        for shape in guides.SHAPES:
+            ours, other = partial(mine.run, shape), partial(theirs.run, shape)
+            for warm_up in (ours, other):
+                warm_up()
+            runs, baseline = in_turn(ours, other, options.pairs)
+            yield Result(f"{shape} on Ray Serve", "4 clients", "", runs, "Ray Serve", baseline)
 
 
 def measure(peers: list[Peer], options: Namespace) -> command.Results:
@@ -173,7 +179,7 @@ def measure(peers: list[Peer], options: Namespace) -> command.Results:
         for peer in peers:
             yield from http(peer, options, folder)
         if PEERS[0] in peers:
-            yield from ensemble(options, folder)
+            yield from by_handle(options, folder)
 
 
 def installed(peers: list[Peer]) -> Iterator[Peer]:
