@@ -16,16 +16,18 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import aclosing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ingress.call import CURRENT_CALL, Call
 from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import RequestCancelledError, StreamClosedError
 from ingress.loops import running_loop
 from ingress.options import is_number
-from ingress.router import Router
 from ingress.types import DeploymentID, RequestMetadata, new_request_id
-from ingress.user_code import UserCode
+
+if TYPE_CHECKING:  # what only declares deployments need not import what runs them
+    from ingress.router import Router
+    from ingress.user_code import UserCode
 
 
 class Directory(Protocol):
