@@ -36,5 +36,6 @@ class SettledObjects:
 
     def _set_aside(self) -> None:
         self._timer = None
-        gc.collect()  # what is garbage already must not stay
-        gc.freeze()
+        if gc.isenabled():  # else there are no passes to stay out of
+            gc.collect()  # what is garbage already must not stay
+            gc.freeze()

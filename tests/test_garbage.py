@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from ingress.garbage import SETTLE_S
 from tests.servers import PATIENCE_S, set_flags
 
 ALIVE: list[weakref.ref[Any]] = []
@@ -80,3 +81,23 @@ def test_garbage_of_an_application_that_stopped_is_collected_while_another_runs(
 
     assert this() is None
     assert other() is not None
+
+
+def test_where_the_collector_is_switched_off_nothing_is_collected() -> None:
+    passes: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        passes.append(info["generation"])
+
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        serve.run(MODEL, name="this", route_prefix=None)
+        time.sleep(SETTLE_S * 1.2)
+        serve.delete("this")
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+
+    assert passes == []
+    assert gc.get_freeze_count() == 0
