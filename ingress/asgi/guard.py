@@ -89,10 +89,14 @@ class GuardInTask(Guard):
     """A guard below a `BaseHTTPMiddleware`, which runs it in a task of an AnyIO group.
 
     A `finally` block that awaits would be cancelled there again and again, and code that swallows a
-    cancellation would get thousands.
+    cancellation would get thousands. A WebSocket has no such task: the middleware steps aside, and
+    a scope here would cancel the server's own task in a way that nobody takes back.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
         with OnceScope() as once:
 
             async def send_if_wanted(message: Message) -> None:
