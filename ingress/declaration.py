@@ -31,8 +31,11 @@ class ApplicationHost(Protocol):
     ) -> Coroutine[Any, Any, None]:
         """Answer one connection, starting the application first if nobody did."""
 
-    async def close(self, application: Application) -> None:
-        """Stop the application, if it runs."""
+    async def start(self, application: Application) -> str:
+        """Start the application, unless it runs. Returns the name it has among those that run."""
+
+    async def close(self, application: Application, *, unless_in_lifespan: bool = False) -> None:
+        """Stop the application if it runs; on request, only if no lifespan will."""
 
     def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
         """Start the application on entry and stop it on exit."""

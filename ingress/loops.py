@@ -256,9 +256,14 @@ class EventLoopThread:
     thread then logs that and runs the loop again. Only `stop` ends it.
     """
 
-    def __init__(self, name: str, on_dead: OnDead = _drop) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_dead: OnDead = _drop,
+        new_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
+    ) -> None:
         self.name = name
-        self.loop: asyncio.AbstractEventLoop = new_event_loop()
+        self.loop = new_loop()
         self.mailbox = Mailbox(self.loop, on_dead)
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)

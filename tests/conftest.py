@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import sys
-import threading
-import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from ingress.loops import EventLoopThread
+from ingress import testing
 from ingress.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
@@ -22,14 +19,7 @@ from ingress.settings import (
     Settings,
 )
 
-GRACE_S = 2.0
-"""How long threads and file descriptors may take to go after a test."""
-
 CALL_FAILED = pytest.StashKey[bool]()
-
-
-# libuv keeps one pipe a process for its signals, from its first loop on: nobody's leak.
-EventLoopThread("first loop").stop(GRACE_S)
 
 
 @pytest.fixture(params=["asyncio"])
@@ -73,6 +63,7 @@ def blocking_call_check() -> Iterator[BlockBuster]:
             check.can_block_in("ingress/asgi/lifespan.py", {"_run"})
             check.can_block_in("ingress/server.py", {"_start"})  # imports uvicorn
             check.can_block_in("ingress/user_code.py", {"_plain"})
+            check.can_block_in("ingress/testing/leaks.py", {"_descriptors"})
             check.can_block_in("ingress/loops.py", {"reserve_descriptors"})  # no disk under /dev
         yield checks
 
@@ -115,25 +106,12 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread or a file descriptor behind.
+    """Fail a test that leaves a thread, a file descriptor, a task or a slot behind.
 
-    An event loop that was not closed shows as its descriptors, and a task lives no longer than its
-    loop. A test that failed has told enough: it is not checked, and not held up.
+    An event loop that was not closed shows as its descriptors. A test that failed has told enough:
+    it is not checked, and not held up.
     """
-    before = _held()
-    yield
-    deadline = time.monotonic() + GRACE_S
-    while (left := _held() - before) and not request.node.stash.get(CALL_FAILED, True):
-        assert time.monotonic() < deadline, f"left behind: {sorted(left)}"
-        time.sleep(0.01)
-
-
-def _held() -> set[str]:
-    """The threads and file descriptors of this process."""
-    held = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            held.add(f"fd {descriptor} {os.readlink(f'/proc/self/fd/{descriptor}')}")
-        except OSError:  # the one that listed the folder
-            continue
-    return held
+    with testing.leak_check() as check:
+        yield
+        if request.node.stash.get(CALL_FAILED, True):
+            check.forgive()

@@ -47,8 +47,11 @@ class _FirstUse:
     ) -> Coroutine[Any, Any, None]:
         return self._host()(application, scope, receive, send)
 
-    async def close(self, application: Application) -> None:
-        await self._host().close(application)
+    async def start(self, application: Application) -> str:
+        return await self._host().start(application)
+
+    async def close(self, application: Application, *, unless_in_lifespan: bool = False) -> None:
+        await self._host().close(application, unless_in_lifespan=unless_in_lifespan)
 
     def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
         return self._host().lifespan(application)

@@ -62,6 +62,16 @@ class Hosted:
             return None
         return self._proxy
 
+    @property
+    def name(self) -> str | None:
+        """What the application is called, while it runs."""
+        running = self._running
+        return None if running is None or self.proxy is None else running.name
+
+    @property
+    def has_lifespan(self) -> bool:
+        return self._lifespans > 0
+
     async def start(self, lender: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the application unless it runs. Every caller waits for the same start.
 
@@ -187,8 +197,17 @@ class Hosting:
             proxy = hosted.proxy
         await proxy(scope, receive, send)
 
-    async def close(self, application: Application) -> None:
-        await self._get(application).stop()
+    async def start(self, application: Application) -> str:
+        """Start an application unless it runs, as a first request does. Returns its name."""
+        hosted = self._get(application)
+        while (name := hosted.name) is None:
+            await hosted.start()
+        return name
+
+    async def close(self, application: Application, *, unless_in_lifespan: bool = False) -> None:
+        hosted = self._get(application)
+        if not (unless_in_lifespan and hosted.has_lifespan):
+            await hosted.stop()
 
     @asynccontextmanager
     async def lifespan(self, application: Application) -> AsyncIterator[None]:

@@ -1,0 +1,244 @@
+"""`--sync-in-threadpool=both`: each test at 0 and at 1, and what differs.
+
+    all tests at 0 -> every fixture torn down, everything stopped -> all tests at 1 -> compare
+                   -> all tests at 0 again, if some passed twice with answers that differ
+
+The order is what lets an application that a session's fixture serves be started again at 1. The
+last step tells answers that the flag changes from those that are never the same, such as ids; it
+runs all tests, because what one is answered may depend on those before. Threads take turns after
+every few bytecodes, so that what can go wrong in them does.
+
+With pytest-xdist the two runs of a test may be in two processes: reports carry what was seen to
+the one that compares, and nothing is run again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from ingress import api
+from ingress.settings import SYNC_IN_THREADPOOL
+from ingress.testing.comparison import Moved, Run, differences, moved
+from ingress.testing.observation import Observer, Seen
+
+FIXTURE = "sync_in_threadpool"
+SWITCH_INTERVAL_S = 1e-6
+_FLAGS = ("0", "1")
+
+
+class BothValues:
+    """The plugin. One per process that runs or compares tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._runs: dict[str, dict[str, Run]] = {}
+        self._again: dict[str, Run] = {}
+        self._is_again = False
+        self._single: set[str] = set()
+        self._observer = Observer()
+        self._in_use = ExitStack()
+
+    # Twice, in two halves.
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if FIXTURE not in metafunc.fixturenames:
+            metafunc.fixturenames.append(FIXTURE)
+        ids = [f"flag{flag}" for flag in _FLAGS]
+        metafunc.parametrize(FIXTURE, _FLAGS, indirect=True, ids=ids)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: _flag_of(item) or "0")
+
+    def pytest_sessionstart(self) -> None:
+        self._in_use.enter_context(self._observer.installed())
+
+    def pytest_unconfigure(self) -> None:
+        self._in_use.close()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        flag = _flag_of(item) or "0"
+        is_last = nextitem is None or (_flag_of(nextitem) or "0") != flag
+        os.environ[SYNC_IN_THREADPOOL] = flag
+        self._observer.seen = Seen()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        try:
+            self._run_one(item, None if is_last else nextitem)
+        finally:
+            sys.setswitchinterval(interval)
+        if is_last:
+            api.shutdown()  # what the tests have left running would go on with the value it has
+        return True
+
+    def _run_one(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Run a test. Without a next one all fixtures are torn down, the session's too."""
+        if self._is_again:
+            run = self._again[_base_of(item)] = Run()
+            for report in runtestprotocol(item, log=False, nextitem=nextitem):
+                _add(run, report)
+        else:
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            runtestprotocol(item, nextitem=nextitem)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    # What was seen, on its way to who compares.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        flag = _flag_of(item)
+        if flag is not None:
+            seen = self._observer.seen.as_dict() if report.when == "teardown" else None
+            vars(report)["ingress"] = {"test": _base_of(item), "flag": flag, "seen": seen}
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        about = getattr(report, "ingress", None)
+        if about is None:
+            self._single.add(report.nodeid)
+        else:
+            _add(self._run(about["test"], about["flag"]), report)
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, nodeid: str
+    ) -> None:
+        found = re.fullmatch(r"(.*?)(-?)flag([01])\]", nodeid, re.DOTALL)
+        if found is not None and not self._is_again:
+            self._run(_without_flag(nodeid), found[3]).warn(
+                warning_message.category,
+                str(warning_message.message),
+                os.path.basename(warning_message.filename),
+                warning_message.lineno,
+            )
+
+    def _run(self, test: str, flag: str) -> Run:
+        return self._runs.setdefault(test, {}).setdefault(flag, Run())
+
+    # What differs.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        done = yield
+        if hasattr(self._config, "workerinput"):
+            return done  # the one that gave us our work compares
+        if self._is_unsure() and not (session.shouldstop or session.shouldfail):
+            self._run_again(getattr(session, "items", []))  # none where others run them
+        if self._findings():
+            session.testsfailed += 1  # so that pytest ends with 1
+        return done
+
+    def _is_unsure(self) -> bool:
+        """Whether a test passed twice with answers that differ: it may be that they always do."""
+        return any(
+            at_0.outcome == at_1.outcome == "passed" and differences(at_0, at_1)
+            for _, at_0, at_1 in self._pairs()
+        )
+
+    def _run_again(self, items: list[pytest.Item]) -> None:
+        at_0 = [item for item in items if (_flag_of(item) or "0") == "0"]
+        self._is_again = True
+        for item, following in pairwise([*at_0, None]):
+            self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        self._is_again = False
+
+    def _pairs(self) -> Iterator[tuple[str, Run, Run]]:
+        for test, runs in self._runs.items():
+            if len(runs) == len(_FLAGS):
+                yield test, runs["0"], runs["1"]
+
+    def _findings(self) -> dict[str, list[str]]:
+        """Return, by test, what differs between 0 and 1, and not between 0 and 0."""
+        found = {}
+        for test, at_0, at_1 in self._pairs():
+            varying = self._varying(test)
+            lines = [text for what, text in differences(at_0, at_1).items() if what not in varying]
+            if lines:
+                found[test] = lines
+        return found
+
+    def _varying(self, test: str) -> list[str]:
+        """Return what about a test was different when it ran at 0 again."""
+        again = self._again.get(test)
+        if again is None:
+            return []
+        return [what for what in differences(self._runs[test]["0"], again) if what != "outcome"]
+
+    def _moved(self) -> list[Moved]:
+        """Return what has left the event loop, each as often at once as in any test."""
+        found = [each for _, at_0, at_1 in self._pairs() for each in moved(at_0, at_1)]
+        found.sort(key=lambda each: (each.name, -each.most))
+        return [next(same) for _, same in groupby(found, lambda each: each.name)]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        tell = terminalreporter.write_line
+        terminalreporter.section(f"{SYNC_IN_THREADPOOL}: 0 and 1", bold=True)
+        if moves := self._moved():
+            tell("on the event loop at 0, and at 1, as the flag says:")
+        for each in moves:
+            tell(f"  {each.name}: {each.where}, {_together(each.most)}")
+        findings = self._findings()
+        for test, lines in findings.items():
+            tell(f"DIFFERS {test}", red=True)
+            for line in lines:
+                tell(f"  {line}")
+        for test, _, _ in self._pairs():
+            if varying := self._varying(test):
+                tell(f"never the same, at 0 either: {test}: {', '.join(varying)}")
+        if self._is_unsure() and not self._again:
+            tell("not run at 0 again: some of these answers may never be the same")
+        if self._single:
+            tell(f"ran once, at 0, as what is no test function does: {len(self._single)} tests")
+        tell(
+            f"ran at 0 and at 1: {len(list(self._pairs()))} tests, of which {len(findings)} differ"
+        )
+
+
+def _together(most: int) -> str:
+    if most > 1:
+        return f"{most} calls at once"
+    return "never two at once, so no test shows whether it is safe in threads"
+
+
+def _flag_of(item: pytest.Item) -> str | None:
+    """Return at which value a test runs; `None` if it could not be made two, as those of unittest.
+
+    Such tests run once, at 0.
+    """
+    callspec = getattr(item, "callspec", None)
+    flag = None if callspec is None else callspec.params.get(FIXTURE)
+    return flag if flag in _FLAGS else None
+
+
+def _base_of(item: pytest.Item) -> str:
+    return _without_flag(item.nodeid)
+
+
+def _without_flag(nodeid: str) -> str:
+    """Return what the two runs of a test are both called: their ids end with the flag."""
+    return re.sub(r"\[flag[01]\]$", "", re.sub(r"-flag[01]\]$", "]", nodeid))
+
+
+def _add(run: Run, report: pytest.TestReport) -> None:
+    """Add one phase of a test to its run: the worst counts."""
+    if run.outcome in ("", "passed") or (report.failed and run.outcome != "failed"):
+        run.outcome = report.outcome
+        crash = getattr(report.longrepr, "reprcrash", None)
+        run.why = crash.message.splitlines()[0] if report.failed and crash is not None else ""
+    about = getattr(report, "ingress", None)
+    if about is not None and about["seen"] is not None:
+        run.answers, run.ran = about["seen"]["answers"], about["seen"]["ran"]

@@ -1,0 +1,150 @@
+"""`TestClient`: FastAPI's, with the handles of the applications it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from starlette import testclient
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ingress.declaration import Application, Deployment
+from ingress.engines import current_engine
+from ingress.handle import DeploymentHandle
+
+
+class TestClient(testclient.TestClient):
+    """FastAPI's `TestClient` for a bound deployment, or for an app that mounts some.
+
+        with TestClient(hello) as client:
+            assert client.get("/sync").json() == "hi, you"
+            assert client.handle.greet.remote("you").result() == "hi, you"
+
+    Takes what that takes, and does what that does. In the `with` the applications run: a bound
+    deployment and what the app's lifespan starts from the beginning, what is only mounted from its
+    first request or handle on, as under a server. At the end all of them are stopped, and no thread
+    is left. Without `with`, `close()` is the end.
+
+    A WebSocket handler that returns without an answer is a `RuntimeError` where it was connected; a
+    server answers 500 then, and Starlette's client waits for ever.
+    """
+
+    __test__ = False
+
+    def __init__(self, app: ASGIApp, *args: Any, **kwargs: Any) -> None:
+        if isinstance(app, Deployment):
+            raise TypeError(
+                f"TestClient takes a bound deployment, got the deployment {app.name!r}; use "
+                f"TestClient({app.name}.bind(...))"
+            )
+        super().__init__(_Handshakes(app), *args, **kwargs)
+        self.app = app
+        self._applications = list(dict.fromkeys(_applications(app, set())))
+
+    @property
+    def handle(self) -> DeploymentHandle:
+        """A handle to the application, as `serve.run` returns it.
+
+        Raises `ValueError` if there are several, for which there is `get_app_handle`.
+        """
+        return self.get_app_handle()
+
+    def get_app_handle(self, application: Application | None = None) -> DeploymentHandle:
+        """Return a handle to one application, by default the only one.
+
+        Raises `RuntimeError` outside of `with`, `ValueError` if that is not one of the app's.
+        """
+        return current_engine().app_handle(self._name_of(application))
+
+    def get_deployment_handle(
+        self, deployment_name: str, application: Application | None = None
+    ) -> DeploymentHandle:
+        """Return a handle to one deployment of an application, by default of the only one.
+
+        Raises as `get_app_handle`, and `KeyError` if there is no such deployment.
+        """
+        return current_engine().deployment_handle(deployment_name, self._name_of(application))
+
+    def close(self) -> None:
+        super().close()
+        self._stop_applications()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self._stop_applications()
+
+    def _name_of(self, application: Application | None) -> str:
+        """Return what the application is called, once it runs."""
+        known = self._applications
+        if application is None and len(known) == 1:
+            (application,) = known
+        elif application is None or application not in known:
+            what = "which one?" if application is None else f"not {application!r};"
+            raise ValueError(
+                f"{what} this client's app has the applications {known}; give one of them"
+            )
+        if self.portal is None:
+            raise RuntimeError(
+                "there is a handle while the application runs; use "
+                "`with TestClient(app) as client:`"
+            )
+        return self.portal.call(type(application)._host.start, application)
+
+    def _stop_applications(self) -> None:
+        for application in self._applications:
+            if application._hosted is not None:
+                with self._portal_factory() as portal:
+                    portal.call(self._stop, application)
+
+    @staticmethod
+    async def _stop(application: Application) -> None:
+        # Another client's lifespan may have it still.
+        await type(application)._host.close(application, unless_in_lifespan=True)
+
+
+class _Handshakes:
+    """An app whose WebSockets are answered, or raise."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket":
+            await self._app(scope, receive, send)
+            return
+        is_answered = False
+
+        async def answer(message: Message) -> None:
+            nonlocal is_answered
+            is_answered = True
+            await send(message)
+
+        await self._app(scope, receive, answer)
+        if not is_answered:
+            raise RuntimeError(
+                f"the WebSocket handler of {scope['path']!r} returned without an answer; call "
+                "accept() or close() first. A server answers 500 then"
+            )
+
+
+def _applications(app: Any, seen: set[int]) -> Iterator[Application]:
+    """Yield the applications in an app: itself, mounted, in a router, or behind a middleware."""
+    if id(app) in seen:
+        return
+    seen.add(id(app))
+    if isinstance(app, Application):
+        yield app
+        return
+    # A mount and a middleware have an `app`; a router that FastAPI has included is its route's.
+    inside = [getattr(app, "app", None), getattr(app, "original_router", None)]
+    for inner in (*inside, *(getattr(app, "routes", None) or ())):
+        if inner is not None:
+            yield from _applications(inner, seen)

@@ -1,0 +1,136 @@
+"""`leak_check`: threads, file descriptors, tasks and slots are at the end what they were before.
+
+thread    of this process
+fd        a file, socket or event loop that is open; where the system lists them (not Windows)
+task      on the loops of the replicas that run, and on the running one
+slot      a call that runs on a replica, its caller gone or not
+queue     a call that waits for a slot
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from time import monotonic, sleep
+from types import TracebackType
+
+from ingress.engines import current_engine
+from ingress.loops import EventLoopThread, running_loop
+
+GRACE_S = 2.0
+_PAUSE_S = 0.01
+_DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+
+
+class LeakCheck:
+    """What there was at the start; at the end of its `with` there may be no more."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._is_off = False
+        self._before = frozenset[str]()
+
+    def forgive(self) -> None:
+        """Check nothing: the test has failed, and has told enough."""
+        self._is_off = True
+
+    def left(self) -> list[str]:
+        """Return what there is now and was not before."""
+        return sorted(frozenset(_held()) - self._before)
+
+    def __enter__(self) -> LeakCheck:
+        if running_loop() is not None:
+            raise RuntimeError(
+                "a leak check has to let this event loop go on while it waits for tasks to end; "
+                "use `async with leak_check():`"
+            )
+        return self._begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        deadline = monotonic() + self._grace_s
+        while kind is None and self._waits(deadline):
+            sleep(_PAUSE_S)
+
+    async def __aenter__(self) -> LeakCheck:
+        return self._begin()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        deadline = monotonic() + self._grace_s
+        while kind is None and self._waits(deadline):  # noqa: ASYNC110
+            await asyncio.sleep(_PAUSE_S)
+
+    def _begin(self) -> LeakCheck:
+        _have_signal_pipe()
+        self._before = frozenset(_held())
+        return self
+
+    def _waits(self, deadline: float) -> bool:
+        """Whether there is something left that may go yet. Raises `AssertionError` if it may not.
+
+        Asks for it before it looks at the clock: what has gone late has gone.
+        """
+        if self._is_off or not (left := self.left()):
+            return False
+        if monotonic() >= deadline:
+            raise AssertionError(f"left behind: {left}")
+        return True
+
+
+def leak_check(grace_s: float = GRACE_S) -> LeakCheck:
+    """Return a context manager that fails a test which leaves something behind.
+
+        with leak_check():
+            with TestClient(app) as client:
+                ...
+
+    Threads, file descriptors, tasks, slots and places in a queue that were not there before may
+    take `grace_s` to go. After that it raises `AssertionError` with a list of them. A body that
+    raises is not checked. Use `async with` on a running event loop.
+    """
+    return LeakCheck(grace_s)
+
+
+@cache
+def _have_signal_pipe() -> None:
+    """Have what libuv keeps open for a process from its first event loop on: nobody's leak."""
+    EventLoopThread("first loop").stop(GRACE_S)
+
+
+def _held() -> Iterator[str]:
+    for thread in threading.enumerate():
+        yield f"thread {thread.name} ({thread.ident})"
+    yield from _descriptors()
+    running = running_loop()
+    loops = {} if running is None else {running: "this event loop"}
+    for deployment, router in list(current_engine().routers.items()):
+        for number in range(router.num_ongoing):
+            yield f"slot {number} of {deployment}"
+        for number in range(router.num_queued):
+            yield f"place {number} in the queue of {deployment}"
+        loops |= {replica.loop: str(replica.replica_id) for replica in list(router.replicas)}
+    for loop, name in loops.items():
+        for task in asyncio.all_tasks(loop):
+            code = getattr(task.get_coro(), "__qualname__", "?")
+            yield f"task {task.get_name()} on {name}: {code}"
+
+
+def _descriptors() -> Iterator[str]:
+    try:
+        numbers = os.listdir(_DESCRIPTORS)
+    except OSError:  # Windows
+        return
+    for number in numbers:
+        try:
+            yield f"fd {number} {os.readlink(f'{_DESCRIPTORS}/{number}')}"
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+        except OSError:  # macOS: no links, but numbers
+            yield f"fd {number}"
