@@ -157,7 +157,7 @@ class BothValues:
         self._is_again = False
 
     def _pairs(self) -> Iterator[tuple[str, Run, Run]]:
-        for test, runs in self._runs.items():
+        for test, runs in sorted(self._runs.items()):
             if len(runs) == len(_FLAGS):
                 yield test, runs["0"], runs["1"]
 
@@ -202,10 +202,8 @@ class BothValues:
         if self._is_unsure() and not self._again:
             tell("not run at 0 again: some of these answers may never be the same")
         if self._single:
-            tell(f"ran once, at 0, as what is no test function does: {len(self._single)} tests")
-        tell(
-            f"ran at 0 and at 1: {len(list(self._pairs()))} tests, of which {len(findings)} differ"
-        )
+            tell(f"tests at 0 only, which are no test functions: {len(self._single)}")
+        tell(f"tests at 0 and at 1: {len([*self._pairs()])}; that differ: {len(findings)}")
 
 
 def _together(most: int) -> str:

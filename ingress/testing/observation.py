@@ -27,6 +27,7 @@ from ingress.exceptions import RequestCancelledError
 from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.handle import DeploymentHandle, DeploymentResponseGenerator
 from ingress.loops import running_loop
+from ingress.messages import NORMAL
 from ingress.proxy import HTTPProxy
 
 _SHOWN = 100
@@ -185,7 +186,10 @@ class _Answer:
         elif kind in ("response.body", "http.response.body"):
             self._body += message.get("body", b"")
         elif kind == "close":
-            self._begins.append(f"closed {message.get('code', 1000)}")
+            code = message.get("code", NORMAL)
+            # A handler that ends and a client that leaves may meet: either may be first.
+            if code != NORMAL or not self._begins:
+                self._begins.append(f"closed {code}")
         elif kind == "accept":
             self._begins.append("accepted")
         elif kind == "send":
@@ -193,10 +197,8 @@ class _Answer:
             self._body += b"\n"
 
     def __str__(self) -> str:
-        body = bytes(self._body)
-        return (
-            f"{', '.join(self._begins) or 'no answer'} {shortened(body.decode(errors='replace'))}"
-        )
+        begin = ", ".join(self._begins) or "no answer"
+        return f"{begin} {shortened(repr(bytes(self._body).decode(errors='replace')))}"
 
 
 def place() -> str | None:
@@ -218,9 +220,9 @@ def place() -> str | None:
 def shortened(text: str) -> str:
     """Return a text, or its beginning and what tells it from others."""
     if len(text) <= _SHOWN:
-        return repr(text)
+        return text
     digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-    return f"{text[: _SHOWN - 30]!r}... ({len(text)} characters, {digest[:8]})"
+    return f"{text[: _SHOWN - 30]}... ({len(text)} characters, {digest[:8]})"
 
 
 def _request(scope: Scope) -> str:
