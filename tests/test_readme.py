@@ -16,11 +16,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
+from tests.documents import Reader, blocks, links
 from tests.servers import INGRESS, environment, process
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+BLOCKS = blocks(ROOT / "README.md")
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 CONSOLE = [text for language, text in BLOCKS if language == "console"]
 
@@ -55,9 +56,9 @@ def test_every_block_has_a_test() -> None:
     named = [text for text in PYTHON if re.match(r"# \w+\.py\n", text)]
 
     assert [language for language, _ in BLOCKS if language not in ("python", "console")] == ["text"]
-    assert len(named) == 3
-    assert len(PYTHON) == 4
-    assert len(CONSOLE) == 5
+    assert len(named) == 4
+    assert len(PYTHON) == 5
+    assert len(CONSOLE) == 6
 
 
 def test_the_first_application_answers_what_curl_shows(tmp_path: Path) -> None:
@@ -97,6 +98,15 @@ def test_where_the_first_application_runs_is_printed_and_not_typed(tmp_path: Pat
     assert of_any_machine == [
         line for line in shown.splitlines() if not re.search(r"^[\d.]+ cores?: ", line)
     ]
+
+
+def test_the_first_application_is_tested_at_both_values_of_the_flag(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.write(python_block("hello"))
+    reader.write(python_block("test_hello"))
+    (session,) = [text for text in CONSOLE if text.startswith("$ pytest")]
+
+    reader.run(session + "...\ntests at 0 and at 1: 1; that differ: 0\n...\n")
 
 
 def test_deployments_call_each_other(readme_module: object) -> None:
@@ -166,7 +176,7 @@ def test_the_warning_is_quoted_as_it_is_issued(recwarn: pytest.WarningsRecorder)
 
 
 def test_the_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
+    found = links(ROOT / "README.md")
 
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert found
+    assert [link for link in found if not (ROOT / link).exists()] == []

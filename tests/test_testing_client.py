@@ -317,7 +317,7 @@ os._exit(0)
 
 
 @pytest.mark.usefixtures("separate", "switch_interval")
-@pytest.mark.parametrize("path", ["/waits", "/ends"])
+@pytest.mark.parametrize("path", ["/waits", "/ends", "/echo"])
 @pytest.mark.parametrize("make", [StarletteClient, TestClient], ids=["starlettes", "ours"])
 def test_a_client_that_leaves_a_handler_behind_middleware_is_not_cancelled_itself(
     path: str, make: type[StarletteClient]
