@@ -17,6 +17,7 @@ import ingress as serve
 from ingress.exceptions import DeploymentUnavailableError, SyncMethodOnEventLoopWarning
 from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus, DeploymentStatus
+from ingress.testing import Latch
 from tests.fakes import bind
 
 PATIENCE_S = 10.0
@@ -172,8 +173,8 @@ def test_health_is_asked_again_and_again_and_is_in_the_status(says: BaseExceptio
 
 class Latches:
     def __init__(self) -> None:
-        self.started = threading.Event()
-        self.leave = threading.Event()
+        self.started = Latch()
+        self.leave = Latch()
         self.order: list[str] = []
 
 
@@ -195,8 +196,8 @@ class Parent:
         self.child = child
 
     async def __call__(self) -> Any:
-        latches.started.set()
-        await asyncio.to_thread(latches.leave.wait, PATIENCE_S)
+        latches.started.count_down()
+        await latches.leave
         return await self.child.remote()
 
     def __del__(self) -> None:
@@ -207,11 +208,11 @@ def test_what_is_in_flight_still_reaches_its_children_while_the_application_stop
     latches.__init__()  # type: ignore[misc]
     handle = serve.run(bind(Parent, bind(Child)), route_prefix=None)
     response = handle.remote()
-    assert latches.started.wait(PATIENCE_S)
+    latches.started.wait()
     stopping = threading.Thread(target=serve.delete, args=("default",))
     stopping.start()
     until(lambda: serve.status().applications["default"].status is ApplicationStatus.DELETING)
-    latches.leave.set()
+    latches.leave.count_down()
     stopping.join(PATIENCE_S)
 
     assert result(response) == "child"
@@ -223,7 +224,7 @@ def test_what_is_in_flight_still_reaches_its_children_while_the_application_stop
 @serve.deployment(graceful_shutdown_timeout_s=0.1, max_ongoing_requests=1)
 class Endless:
     async def __call__(self) -> None:
-        latches.started.set()
+        latches.started.count_down()
         await asyncio.Future()
 
 
@@ -231,7 +232,7 @@ def test_what_does_not_end_in_time_is_cut_and_what_waits_is_told() -> None:
     latches.__init__()  # type: ignore[misc]
     handle = serve.run(bind(Endless), route_prefix=None)
     running, waiting = handle.remote(), handle.remote()
-    assert latches.started.wait(PATIENCE_S)
+    latches.started.wait()
     begin = time.monotonic()
     serve.shutdown()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ from ingress.exceptions import (
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.settings import Settings
+from ingress.testing import Latch
 from tests.fakes import bind
 
 PATIENCE_S = 10.0
@@ -34,10 +34,10 @@ class Latches:
     """What the user code of these tests waits for, and what it says."""
 
     def __init__(self) -> None:
-        self.started = threading.Event()
-        self.leave = threading.Event()
-        self.ended = threading.Event()
-        self.met = threading.Barrier(2)
+        self.started = Latch()
+        self.leave = Latch()
+        self.ended = Latch()
+        self.met = Latch(2)
 
 
 latches = Latches()
@@ -53,15 +53,15 @@ class Child:
 
     async def wait(self) -> str:
         try:
-            latches.started.set()
-            while not latches.leave.is_set():
-                await asyncio.sleep(0.002)
+            latches.started.count_down()
+            await latches.leave
             return "waited"
         finally:
-            latches.ended.set()
+            latches.ended.count_down()
 
     async def meet(self) -> str:
-        await asyncio.to_thread(latches.met.wait, PATIENCE_S)
+        latches.met.count_down()
+        await latches.met
         return "met"
 
     async def fail(self) -> None:
@@ -72,13 +72,13 @@ class Child:
             for number in range(count):
                 yield number
         finally:
-            latches.ended.set()
+            latches.ended.count_down()
 
     def sync_items(self, count: int) -> Iterator[int]:
         try:
             yield from range(count)
         finally:
-            latches.ended.set()
+            latches.ended.count_down()
 
     async def failing_items(self) -> AsyncIterator[int]:
         yield 1
@@ -123,7 +123,7 @@ class Parent:
 def parent(flags: Settings) -> Iterator[DeploymentHandle]:
     latches.__init__()  # type: ignore[misc]
     yield serve.run(bind(Parent, bind(Child)), route_prefix=None)
-    latches.leave.set()
+    latches.leave.count_down()
     serve.shutdown()
 
 
@@ -131,7 +131,7 @@ def parent(flags: Settings) -> Iterator[DeploymentHandle]:
 def child() -> Iterator[DeploymentHandle]:
     latches.__init__()  # type: ignore[misc]
     yield serve.run(bind(Child), route_prefix=None)
-    latches.leave.set()
+    latches.leave.count_down()
     serve.shutdown()
 
 
@@ -189,12 +189,12 @@ def test_one_handle_serves_several_loops_and_threads_at_once(
 
 def test_a_result_that_does_not_come_in_time_is_not_cancelled(child: DeploymentHandle) -> None:
     response = child.wait.remote()
-    assert latches.started.wait(PATIENCE_S)
+    latches.started.wait()
     with pytest.raises(TimeoutError):
         response.result(timeout_s=0.01)
     assert "pending" in repr(response)
 
-    latches.leave.set()
+    latches.leave.count_down()
     assert result(response) == "waited"
     assert "done" in repr(response)
 
@@ -232,7 +232,7 @@ async def test_what_user_code_raises_is_raised_as_often_as_one_asks(
 
 def test_cancelling_stops_the_work_and_tells_who_waits(child: DeploymentHandle) -> None:
     response = child.wait.remote()
-    assert latches.started.wait(PATIENCE_S)
+    latches.started.wait()
     assert not response.cancelled()
     response.cancel()
     response.cancel()
@@ -240,19 +240,19 @@ def test_cancelling_stops_the_work_and_tells_who_waits(child: DeploymentHandle) 
     with pytest.raises(RequestCancelledError):
         result(response)
     assert response.cancelled()
-    assert latches.ended.wait(PATIENCE_S)
+    latches.ended.wait()
 
 
 @pytest.mark.anyio
 async def test_cancelling_the_awaiter_cancels_the_request(child: DeploymentHandle) -> None:
     response = child.wait.remote()
     task = asyncio.ensure_future(response)
-    await asyncio.to_thread(latches.started.wait, PATIENCE_S)
+    await latches.started
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert await asyncio.to_thread(latches.ended.wait, PATIENCE_S)
+    await latches.ended
     assert response.cancelled()
 
 
@@ -294,7 +294,7 @@ def test_a_call_cancelled_while_its_argument_is_on_its_way_never_runs(
     waiting.cancel()
     with pytest.raises(RequestCancelledError):
         result(waiting)
-    latches.leave.set()
+    latches.leave.count_down()
 
     assert result(argument) == "waited", "the argument itself is not touched"
     assert result(child.remote("next")) == "next"
@@ -386,7 +386,7 @@ def test_a_stream_that_is_left_early_closes_its_producer(
 
         asyncio.run(main())
 
-    assert latches.ended.wait(PATIENCE_S)
+    latches.ended.wait()
     assert result(child.remote("next")) == "next"
     assert [each.message for each in caplog.records if "failed after" in each.message] == []
 

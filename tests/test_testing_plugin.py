@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tomllib
 from importlib.metadata import EntryPoint
@@ -9,8 +10,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import Depends, FastAPI
+from starlette.testclient import TestClient as StarletteClient
 
 import ingress as serve
 from ingress.inspection import explain
@@ -18,7 +21,7 @@ from ingress.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.testing import Latch, TestClient
 from ingress.testing.comparison import Moved, Run, differences, moved
 from ingress.testing.observation import Observer, shortened
-from tests.servers import bind, set_flags
+from tests.servers import bind, served, set_flags
 
 pytest_plugins = ("pytester",)
 
@@ -161,6 +164,7 @@ def test_answers_that_are_never_the_same_are_no_finding(run: Any) -> None:
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(
         [
+            "at 0 again, because answers differ",
             "never the same, at 0 either: test_it.py::test_a_receipt: GET /receipt",
             "tests at 0 and at 1: 1; that differ: 0",
         ]
@@ -262,6 +266,7 @@ def test_answers_over_every_way_and_warnings_are_compared(run: Any) -> None:
             def fails(self): raise ValueError(place())
             def warns(self):
                 if place() == "thread": warnings.warn("not for threads")
+                else: warnings.warn("not for loops")
 
         @serve.deployment
         @serve.ingress(app)
@@ -296,7 +301,8 @@ def test_answers_over_every_way_and_warnings_are_compared(run: Any) -> None:
         """
     )
 
-    result.assert_outcomes(passed=2, warnings=5)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert result.parseoutcomes()["passed"] == 2
     result.stdout.fnmatch_lines(
         [
             "DIFFERS test_it.py::test_all",
@@ -306,6 +312,7 @@ def test_answers_over_every_way_and_warnings_are_compared(run: Any) -> None:
             "  Where.fails(): only at 0: raised ValueError: loop; only at 1: *Error: thread",
             "  Where.many() item: only at 0: 'loop'; only at 1: 'thread'",
             "  Where.one(): only at 0: 'loop'; only at 1: 'thread'",
+            "  only at 0: UserWarning: not for loops (test_it.py:*)",
             "  only at 1: UserWarning: not for threads (test_it.py:*)",
         ]
     )
@@ -450,6 +457,39 @@ def test_the_places_are_those_that_explain_prints(monkeypatch: pytest.MonkeyPatc
     assert sorted(set(ran.values())) == ["event loop", "lane db", "serial thread", "threadpool"]
     assert ran == {name: printed[name] for name in ran}
     assert len(ran) == 7
+
+
+@pytest.mark.parametrize("client", ["starlettes", "transport", "socket"])
+def test_an_answer_is_seen_whichever_client_asks(client: str) -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Greeter:
+        @app.get("/greet", status_code=203)
+        async def greet(self) -> str:
+            return "hello"
+
+    application, observer = bind(Greeter), Observer()
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(application), base_url="http://there"
+        ) as inside:
+            await inside.get("/greet?a=1")
+        await application.aclose()
+
+    with observer.installed():
+        if client == "starlettes":
+            with StarletteClient(application) as inside:
+                inside.get("/greet?a=1")
+        elif client == "transport":
+            asyncio.run(ask())
+        else:
+            httpx.get(f"http://127.0.0.1:{served(application)}/greet?a=1")
+            serve.shutdown()
+
+    assert observer.seen.as_dict()["answers"] == {"GET /greet?a=1": {"203 '\"hello\"'": 1}}
 
 
 def test_calls_that_are_there_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

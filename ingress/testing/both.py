@@ -117,14 +117,13 @@ class BothValues:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, nodeid: str
     ) -> None:
-        found = re.fullmatch(r"(.*?)(-?)flag([01])\]", nodeid, re.DOTALL)
-        if found is not None and not self._is_again:
-            self._run(_without_flag(nodeid), found[3]).warn(
-                warning_message.category,
-                str(warning_message.message),
-                os.path.basename(warning_message.filename),
-                warning_message.lineno,
-            )
+        flag = re.search(r"flag([01])\]$", nodeid)
+        if flag is None:
+            return
+        test = _without_flag(nodeid)
+        run = self._again[test] if self._is_again else self._run(test, flag[1])
+        message, path = warning_message.message, os.path.basename(warning_message.filename)
+        run.warn(warning_message.category, str(message), path, warning_message.lineno)
 
     def _run(self, test: str, flag: str) -> Run:
         return self._runs.setdefault(test, {}).setdefault(flag, Run())
@@ -151,6 +150,10 @@ class BothValues:
 
     def _run_again(self, items: list[pytest.Item]) -> None:
         at_0 = [item for item in items if (_flag_of(item) or "0") == "0"]
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and at_0:
+            reporter.ensure_newline()
+            reporter.write_line("at 0 again, because answers differ")
         self._is_again = True
         for item, following in pairwise([*at_0, None]):
             self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
