@@ -103,6 +103,27 @@ def test_what_the_lifespan_of_a_user_does_is_done() -> None:
     assert events == ["began", "ended"]
 
 
+@pytest.mark.parametrize("separate", ["0", "1"], ids=["separate0", "separate1"])
+def test_what_an_endpoint_raises_is_raised_in_the_test_unless_it_wants_the_answer(
+    separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, separate)
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Broken:
+        @app.get("/")
+        async def get(self) -> None:
+            raise ValueError("no model")
+
+    application = bind(Broken)
+    with TestClient(application) as client, pytest.raises(ValueError, match="no model"):
+        client.get("/")
+    with TestClient(application, raise_server_exceptions=False) as client:
+        assert client.get("/").status_code == 500
+
+
 def test_an_application_that_does_not_start_raises_where_it_is_entered() -> None:
     @serve.deployment
     class Broken:
