@@ -209,8 +209,8 @@ def test_what_sleeps_when_the_application_stops_does_not_hold_it_up(clock: Virtu
             finally:
                 await asyncio.sleep(0.01)  # in real time: the loop is let go
 
-    options = {"graceful_shutdown_timeout_s": 0.05}
-    with TestClient(bind(serve.deployment(**options)(Stubborn))) as client:
+    deployment = serve.deployment(graceful_shutdown_timeout_s=0.05)
+    with TestClient(bind(deployment(Stubborn))) as client:
         answer = client.handle.remote()
         clock.wait_for_timers()
 

@@ -91,18 +91,22 @@ TESTS = """
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what runs a user's test file, `shop.py` next to it, in a process of its own."""
+    """Return what runs a user's test file, `shop.py` next to it."""
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path), str(ROOT)]))
+    pytester.syspathinsert()
     pytester.makepyfile(shop=SHOP)
 
-    def run(tests: str, *args: str, flag: str = "both") -> pytest.RunResult:
+    def run(tests: str, *args: str, flag: str = "both", is_apart: bool = False) -> pytest.RunResult:
         path = pytester.path / "test_it.py"
         path.write_text(dedent(TESTS) + dedent(tests))
         options = ["-p", "ingress.testing.plugin", "-p", "no:cacheprovider", *args]
         if flag:
             options.append(f"--sync-in-threadpool={flag}")
-        return pytester.runpytest_subprocess(*options, timeout=50)
+        if is_apart:
+            return pytester.runpytest_subprocess(*options)
+        # Here warnings are errors, and that would hold for theirs, too.
+        return pytester.runpytest_inprocess("-Wdefault", *options)
 
     return run
 
@@ -114,6 +118,7 @@ def test_a_check_then_act_race_is_found_by_the_users_own_test(run: Any) -> None:
             assert buy_at_once(client).count(True) == 1
         """,
         "-v",
+        is_apart=True,
     )
 
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -346,6 +351,7 @@ def test_processes_of_xdist_are_compared_too(run: Any) -> None:
             client.get("/receipt")
         """,
         "-n2",
+        is_apart=True,
     )
 
     result.assert_outcomes(passed=3, failed=1, warnings=1)
@@ -390,6 +396,7 @@ def test_without_the_option_nothing_happens(run: Any) -> None:
             assert "ingress.testing.both" not in sys.modules
         """,
         flag="",
+        is_apart=True,
     )
 
     result.assert_outcomes(passed=1)

@@ -130,7 +130,7 @@ class BothValues:
 
     # What differs.
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
         done = yield
         if hasattr(self._config, "workerinput"):
