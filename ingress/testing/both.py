@@ -152,8 +152,7 @@ class BothValues:
         at_0 = [item for item in items if (_flag_of(item) or "0") == "0"]
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None and at_0:
-            reporter.ensure_newline()
-            reporter.write_line("at 0 again, because answers differ")
+            reporter.write_line("\nat 0 again, because answers differ")
         self._is_again = True
         for item, following in pairwise([*at_0, None]):
             self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
