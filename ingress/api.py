@@ -26,11 +26,14 @@ LAME_DUCK_S = 0.2  # between the refusal of new requests and the end of the list
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def start(http_options: HTTPOptions | dict[str, Any] | None = None) -> None:
+def start(
+    http_options: HTTPOptions | dict[str, Any] | None = None, *, engine: str | None = None
+) -> None:
     """Start the HTTP server before any application. It then stays until `shutdown`.
 
-    `http_options` say where `run` listens; `host=None` means no HTTP. Raises `RuntimeError` if the
-    address cannot be bound.
+    `http_options` say where `run` listens; `host=None` means no HTTP. `engine` is "local" for this
+    process, or "ray"; by default what `INGRESS_ENGINE` says. Raises `RuntimeError` if the address
+    cannot be bound, or the engine cannot be used.
     """
     if isinstance(http_options, dict):
         http_options = HTTPOptions(**http_options)
@@ -39,7 +42,7 @@ def start(http_options: HTTPOptions | dict[str, Any] | None = None) -> None:
             f"http_options must be an HTTPOptions or a dict of its options, got {http_options!r}; "
             "use serve.start(serve.HTTPOptions(port=8000))"
         )
-    current_engine().start(http_options)
+    current_engine(engine).start(http_options)
 
 
 def run(
@@ -47,18 +50,21 @@ def run(
     blocking: bool = False,
     name: str = "default",
     route_prefix: str | None = "/",
+    *,
+    engine: str | None = None,
 ) -> DeploymentHandle:
     """Start an application and return a handle to it once all its replicas are ready.
 
     It is served over HTTP under `route_prefix`, `None` for not at all. An application of the same
     name is replaced: it stops when the new one is ready. `blocking` returns on Ctrl-C or SIGTERM,
-    after shutting everything down. Raises `RuntimeError`, from what user code raised, if a replica
-    does not start.
+    after shutting everything down. `engine` is "local" for this process, or "ray"; by default that
+    which runs applications already, else what `INGRESS_ENGINE` says. Raises `RuntimeError`, from
+    what user code raised, if a replica does not start.
     """
     _check_target(target)
     _check_name(name)
     _check_route_prefix(route_prefix)
-    handle = current_engine().run(target, name, route_prefix)
+    handle = current_engine(engine).run(target, name, route_prefix)
     if blocking:
         serve_until_signal()
     return handle
@@ -102,7 +108,7 @@ def delete(name: str) -> None:
 
 
 def shutdown() -> None:
-    """Drain and stop everything that runs in this process."""
+    """Drain and stop everything that this process runs."""
     current_engine().shutdown()
 
 

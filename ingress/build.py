@@ -73,18 +73,21 @@ class BuiltApplication:
         return self.deployments[-1]
 
 
-def build(application: Application, name: str) -> BuiltApplication:
+def build(application: Application, name: str, *, acts_on_all: bool = False) -> BuiltApplication:
     """Flatten `application`, to run under `name`.
 
+    `acts_on_all` says that it is for an engine on which every option has an effect.
+
     Raises `ValueError` for a `user_config` that nothing takes and for arguments that contain
-    themselves, `RayServeException` for more than one `@ingress` class. Warns once, with
+    themselves, `RayServeException` for more than one `@ingress` class. Otherwise warns once, with
     `OptionNotActedOnWarning`, about options that have no effect yet.
     """
     plan = _Flattening(name)
     plan.add(application)
     built = BuiltApplication(name, tuple(plan.built.values()))
     _check(built)
-    _warn_of_options_not_acted_on(built)
+    if not acts_on_all:
+        _warn_of_options_not_acted_on(built)
     return built
 
 

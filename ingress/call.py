@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from contextvars import Context, ContextVar
 from time import monotonic
 from typing import Any, Protocol
@@ -304,6 +304,23 @@ class Call:
             # This may have been the one that could still be answered.
             if other is not None and other.queue is not None:
                 other.queue.check_cycle(other)
+
+
+def when_all_settled(calls: Sequence[Call], then: Callable[[], Any]) -> None:
+    """Have `then()` called once all of them, one at least, have an answer; it must not block."""
+    left = len(calls)
+    lock = threading.Lock()  # they are settled in any thread, even at the same moment
+
+    def settled(_: Call) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        then()
+
+    for call in calls:
+        call.when_settled(settled)
 
 
 class Cancellation:

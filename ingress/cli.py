@@ -1,4 +1,4 @@
-"""`ingress run`, `ingress explain` and `ingress openapi`: the command line.
+"""`ingress run`, `build`, `explain`, `check` and `openapi`: the command line.
 
 Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
 stays light.
@@ -6,23 +6,18 @@ stays light.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging.config
 import math
 import os
-import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import uvicorn
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+import yaml
 
 from ingress import api
 from ingress.budget import ThreadBudget, start_again, thread_budget
@@ -30,12 +25,15 @@ from ingress.build import build
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.config import HTTPOptions
-from ingress.declaration import Application, Deployment
-from ingress.engines import current_engine
+from ingress.declaration import Application
+from ingress.engines import current_engine, ray_engine
+from ingress.engines.ray.config_file import HEADER, config_of
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
-from ingress.settings import OMP_NUM_THREADS, Settings
+from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
+from ingress.targets import TargetError, load
+from ingress.terminal import LOGGING, console, error_exit, print_plan, write
 
 app = typer.Typer(
     name="ingress",
@@ -45,8 +43,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-console = Console()
-
 WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 
 Target = Annotated[
@@ -73,6 +69,28 @@ def run(
     reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes; each has all the replicas.")] = 1,
     app_dir: AppDir = Path("."),
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="local: this process; ray: a Ray cluster.  [default: local]", show_default=False
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The Ray cluster; without it, RAY_ADDRESS, or one is started on this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    working_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="What Ray's workers get a copy of; for clusters of several machines.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve an application over HTTP until Ctrl-C.
 
@@ -84,15 +102,21 @@ def run(
     Sets OMP_NUM_THREADS and its like, if they are not set, to what the cores are worth for each
     call that computes.
     """
+    engine = engine or _settings().engine
+    _check_engine(engine, reload=reload, workers=workers, ray_only=[address, working_dir])
     application = _load(target, app_dir)
     settings = _settings()
     host = host or settings.http_host
-    logging.config.dictConfig(_LOGGING)
+    logging.config.dictConfig(LOGGING)
+    if engine == "ray":
+        _prepare_ray(address, working_dir)
+        _serve(application, HTTPOptions(host=host, port=port), settings, None, engine)
+        return
     budget = _budget(application, settings, processes=workers)
     to_set = budget.variables
     os.environ.update(to_set)
     if reload or workers > 1:  # which are new processes
-        _print_plan(application, settings, budget)
+        print_plan(application, settings, budget)
         uvicorn.run(
             target,
             host=host,
@@ -109,7 +133,7 @@ def run(
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
         console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
         start_again()
-    _serve(application, HTTPOptions(host=host, port=port), settings, budget)
+    _serve(application, HTTPOptions(host=host, port=port), settings, budget, engine)
 
 
 @app.command()
@@ -125,15 +149,34 @@ def openapi(
     try:
         schema = json.dumps(application.openapi(), indent=2)
     except TypeError as error:
-        raise _error(str(error)) from None
+        raise error_exit(str(error)) from None
     if output is None:
         typer.echo(schema)
     else:
-        try:
-            output.write_text(schema + "\n")
-        except OSError as error:
-            problem = f"cannot write {str(output)!r}: {error.strerror}"
-            raise _error(f"{problem}; give -o a path in a folder that is there") from None
+        write(output, schema + "\n")
+
+
+@app.command("build")
+def build_command(
+    target: Target,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write to this file.", dir_okay=False)
+    ],
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Write an application's configuration for Ray: `serve deploy`, KubeRay.
+
+    [dim]ingress build main:hello -o serve.yaml[/dim]
+
+    It names the application, it does not contain it: the cluster has to be able to import its
+    modules, and ingress. Nothing is started, and Ray need not be installed.
+    """
+    application = _load(target, app_dir)
+    try:
+        config = config_of(build(application, "default", acts_on_all=True), target, _settings())
+    except (TypeError, ValueError, RayServeException) as error:
+        raise error_exit(str(error)) from None
+    write(output, HEADER.format(target=target) + yaml.safe_dump(config, sort_keys=False))
 
 
 @app.command("explain")
@@ -176,7 +219,7 @@ def explain_command(
     try:
         explanation = explain(application, _settings())
     except (TypeError, ValueError, RayServeException) as error:
-        raise _error(str(error)) from None
+        raise error_exit(str(error)) from None
     if as_json_:
         typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
     else:
@@ -216,7 +259,7 @@ def check(
     report = _check(target, migrate, tests, app_dir)
     typer.echo(rendered(report, format))
     if report.failure:
-        _error(report.failure)
+        error_exit(report.failure)
         raise typer.Exit(2)
     raise typer.Exit(1 if report.findings else 0)
 
@@ -231,23 +274,50 @@ def _budget(application: Application, settings: Settings, *, processes: int) -> 
         with warnings.catch_warnings(action="ignore"):  # what is wrong is said when it is deployed
             return thread_budget(build(application, "default"), settings, processes=processes)
     except Exception as error:
-        raise _error(str(error)) from None
+        raise error_exit(str(error)) from None
+
+
+def _check_engine(engine: str, *, reload: bool, workers: int, ray_only: list[str | None]) -> None:
+    if engine not in ENGINES:
+        raise error_exit(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
+    if engine == "ray" and (reload or workers > 1):
+        raise error_exit(
+            "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
+            "processes a deployment has"
+        )
+    if engine != "ray" and any(ray_only):
+        raise error_exit("--address and --working-dir are for --engine ray")
+
+
+def _prepare_ray(address: str | None, working_dir: str | None) -> None:
+    try:
+        ray_engine().use(address, working_dir)
+    except RuntimeError as error:
+        raise error_exit(str(error)) from None
 
 
 def _serve(
-    application: Application, options: HTTPOptions, settings: Settings, budget: ThreadBudget
+    application: Application,
+    options: HTTPOptions,
+    settings: Settings,
+    budget: ThreadBudget | None,
+    engine: str,
 ) -> None:
     try:
-        api.start(options)
+        api.start(options, engine=engine)
         api.run(application)
+    except KeyboardInterrupt:  # it may take a while on Ray
+        api.shutdown()
+        raise typer.Exit(130) from None
     except Exception as error:
         api.shutdown()
         if error.__cause__ is not None and not isinstance(error.__cause__, OSError):
             raise  # user code raised it: its traceback is what one needs to see
-        raise _error(str(error)) from None
-    _print_plan(application, settings, budget)
+        raise error_exit(str(error)) from None
+    print_plan(application, settings, budget)
+    where = "" if engine == "local" else f" on {engine.capitalize()}"
     console.print(
-        f"Application 'default' is ready at {current_engine().url()} (Ctrl-C to stop)",
+        f"Application 'default' is ready at {current_engine().url()}{where} (Ctrl-C to stop)",
         highlight=False,
     )
     api.serve_until_signal()
@@ -271,7 +341,7 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
             report = check_application(application, name, app_dir, settings, migrate=migrate)
         return report if tests is None else tried(report, tests)
     except CheckError as error:
-        _error(str(error))
+        error_exit(str(error))
     except typer.Exit:  # `_load` has said it
         pass
     except Exception:  # what the user's module raises when it is imported, say
@@ -281,53 +351,17 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
 
 def _load(target: str, app_dir: Path) -> Application:
     """Import what `MODULE:APP` names. Ends the program, with one line, if it is no application."""
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
-        raise _error(
-            f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
-            "main:hello"
-        )
-    sys.path.insert(0, str(app_dir.resolve()))
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise
-        raise _error(
-            f"there is no module {module_name!r} in {app_dir.resolve()}; check the spelling, or "
-            "say where it is with --app-dir"
-        ) from None
-    found: Any = module
-    for name in attribute.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
-            there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
-            raise _error(
-                f"module {module_name!r} has no attribute {attribute!r}; {there}"
-            ) from None
-    if isinstance(found, Application):
-        return found
-    if isinstance(found, Deployment):
-        raise _error(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
-    hint = "decorate its class with @serve.deployment and bind it"
-    if callable(found) and not isinstance(found, type):
-        bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
-        if bound:
-            hint = f"did you mean {module_name}:{bound[0]}?"
-    raise _error(f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}")
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name} object"
+        return load(target, app_dir)
+    except TargetError as error:
+        raise error_exit(str(error)) from None
 
 
 def _settings() -> Settings:
     try:
         return Settings.from_environment()
     except ValueError as error:
-        raise _error(str(error)) from None
+        raise error_exit(str(error)) from None
 
 
 def _graceful_s(application: Application) -> int:
@@ -337,45 +371,3 @@ def _graceful_s(application: Application) -> int:
     """
     configs = [each.deployment.config for each in build(application, "default").deployments]
     return math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
-
-
-def _print_plan(application: Application, settings: Settings, budget: ThreadBudget) -> None:
-    """Print where each deployment and each route runs."""
-    explanation = explain(application, settings)
-    deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
-    callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
-    for each in explanation.deployments:
-        config = each.deployment.config
-        queue = config.max_queued_requests
-        deployments.add_row(
-            each.name,
-            str(config.replica_count),
-            str(config.max_ongoing_requests),
-            "no limit" if queue < 0 else str(queue),
-        )
-    for row in explanation.rows:
-        if row.is_route:
-            place = row.places[settings.run_sync_in_threadpool]
-            callables.add_row(row.what, row.name, row.kind, place.where)
-    console.print(deployments, Text(), callables, Text(), sep="\n", end="")
-    console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
-    if budget.warning:
-        console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
-
-
-def _error(message: str) -> typer.Exit:
-    Console(stderr=True).print(
-        f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
-    )
-    return typer.Exit(1)
-
-
-_LOGGING: dict[str, Any] = {
-    **uvicorn.config.LOGGING_CONFIG,
-    "loggers": {
-        **uvicorn.config.LOGGING_CONFIG["loggers"],
-        "ingress": {"handlers": ["default"], "level": "INFO", "propagate": False},
-        "uvicorn": {"handlers": ["default"], "level": "WARNING", "propagate": False},
-        "uvicorn.error": {"level": "WARNING"},
-    },
-}

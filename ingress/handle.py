@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from ingress.call import CURRENT_CALL, Call
+from ingress.call import CURRENT_CALL, Call, Queue
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import RequestCancelledError, StreamClosedError
+from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
 from ingress.loops import running_loop
 from ingress.options import is_number
 from ingress.types import DeploymentID, RequestMetadata, new_request_id
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what only declares deployments need not import what runs th
 class Directory(Protocol):
     """Where a handle finds its deployment, at every call: it may have been replaced since."""
 
-    def router(self, deployment_id: DeploymentID) -> Router: ...
+    def router(self, deployment_id: DeploymentID) -> CallRouter: ...
 
     def methods(self, deployment_id: DeploymentID) -> list[str] | None: ...
 
@@ -45,6 +45,53 @@ class Directory(Protocol):
 
     def expire(self, call: Call, deadline: float) -> None:
         """Have a call expire at its deadline, on a loop of the framework's."""
+
+
+class CallRouter(Queue, Protocol):
+    """Where a call by handle is submitted: a deployment's queue, in this process or elsewhere."""
+
+    def assign(self, call: Call) -> None:
+        """Start the call, now or when its turn comes, or settle it as refused."""
+
+
+class Invocation:
+    """What a call by handle runs on its replica: a method, with arguments that are resolved.
+
+    What a generator yields goes into `channel`, which is `None` for a single result. Whoever runs
+    it elsewhere reads the fields instead.
+    """
+
+    __slots__ = ("args", "channel", "kwargs", "method")
+
+    def __init__(
+        self, method: str, args: list[Any], kwargs: dict[str, Any], channel: Channel | None
+    ) -> None:
+        self.method = method
+        self.args = args
+        self.kwargs = kwargs
+        self.channel = channel
+
+    def __call__(self, user_code: UserCode) -> Awaitable[Any]:
+        if self.channel is None:
+            return user_code.call(self.method, self.args, self.kwargs)
+        return self._pump(user_code, self.channel)
+
+    async def _pump(self, user_code: UserCode, channel: Channel) -> None:
+        """Put what the method yields into the channel."""
+        async with aclosing(user_code.stream(self.method, self.args, self.kwargs)) as items:
+            async for item in items:
+                if not await pass_on(item, channel):
+                    return  # the generator is closed on the way
+
+
+async def pass_on(item: Any, channel: Channel) -> bool:
+    """Put an item of a stream into its channel. Returns False if nobody takes the rest."""
+    size = len(item) if isinstance(item, str | bytes) else 0
+    try:
+        await channel.put(item, size)
+    except StreamClosedError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +192,7 @@ class DeploymentHandle:
             except Exception as error:
                 call.settle(error=error)
                 return
-            method = options.method_name
-            if channel is None:
-                call.work = lambda user_code: user_code.call(method, resolved, named)
-            else:
-                call.work = lambda user_code: _pump(user_code, method, resolved, named, channel)
+            call.work = Invocation(options.method_name, resolved, named, channel)
             router.assign(call)
 
         if parent is not None:
@@ -204,6 +247,14 @@ class _Response:
     def cancelled(self) -> bool:
         """Whether the request was cancelled before it was answered."""
         return isinstance(self._call.error, RequestCancelledError)
+
+    def __reduce__(self) -> NoReturn:
+        # Text: Ray 2.60.0, handle.py.
+        raise RayServeException(
+            f"`{type(self).__name__}` is not serializable. If it is inside a list or another value "
+            "that is passed to a deployment in another process, pass it as an argument of its own, "
+            "or await it first."
+        )
 
 
 class DeploymentResponse(_Response):
@@ -322,19 +373,6 @@ def _end(channel: Channel, error: BaseException | None) -> None:
     channel.finish(error)
     if isinstance(error, RequestCancelledError):
         channel.close()  # what was not taken yet never will be
-
-
-async def _pump(
-    user_code: UserCode, method: str, args: list[Any], kwargs: dict[str, Any], channel: Channel
-) -> None:
-    """Run on the replica: put what the method yields into the channel."""
-    async with aclosing(user_code.stream(method, args, kwargs)) as items:
-        async for item in items:
-            size = len(item) if isinstance(item, str | bytes) else 0
-            try:
-                await channel.put(item, size)
-            except StreamClosedError:  # nobody takes the rest; the generator is closed on the way
-                return
 
 
 def _resolved(arg: Any) -> Any:

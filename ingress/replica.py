@@ -366,7 +366,9 @@ class Replica:
         finally:
             await self._models.stop()
         if self._borrows:
-            current_default_thread_limiter().total_tokens -= self._anyio_threads
+            limiter = current_default_thread_limiter()
+            # The loop's owner may have set a limit of its own meanwhile, as Ray does.
+            limiter.total_tokens = max(1, limiter.total_tokens - self._anyio_threads)
 
     def _join(self, deadline: float) -> None:
         joins = [("worker threads", self.pools.join), ("event loop", self._home.stop)]

@@ -1,7 +1,8 @@
 """What `serve.status()` returns, in the shape of Ray Serve 2.60's `ServeStatus`.
 
 The counts are read from their owners when one asks: `requests` and `queued` from the deployment's
-router, `ongoing` and `latency_ms` from its replicas.
+router, `ongoing` and `latency_ms` from its replicas; on Ray, which keeps them elsewhere, they are 0
+and empty.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class DeploymentStatus(StrEnum):
     UPDATING = "UPDATING"
     HEALTHY = "HEALTHY"
     UNHEALTHY = "UNHEALTHY"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    UPSCALING = "UPSCALING"
+    DOWNSCALING = "DOWNSCALING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,10 @@ class ApplicationStatusOverview:
 
 @dataclass(frozen=True, slots=True)
 class ServeStatus:
-    """Everything that runs; empty when nothing does. `proxies` has the HTTP server's address."""
+    """Everything that runs; empty when nothing does.
+
+    `proxies` has the HTTP server's address; on Ray the id of each node that serves HTTP.
+    """
 
     proxies: dict[str, str] = field(default_factory=dict)
     applications: dict[str, ApplicationStatusOverview] = field(default_factory=dict)

@@ -88,6 +88,15 @@ class HTTPServer:
             await asyncio.wait([self._serving], timeout=0.15)
 
 
+def check_address(host: str, port: int) -> int:
+    """Return a port of this machine that can be bound: `port`, or a free one for 0.
+
+    Raises `RuntimeError` if it cannot.
+    """
+    with _bind(host, port) as listener:
+        return int(listener.getsockname()[1])
+
+
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -10,7 +10,8 @@ that is started again sees the environment of that moment.
     RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
-    INGRESS_ENGINE                           local   which engine runs the application; the only one
+    INGRESS_ENGINE                           local   which engine runs applications: local or ray
+    RAY_ADDRESS                                      of the Ray cluster; empty starts a local one
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
     library has; `ingress run` sets those that are not (`ingress.budget`)
@@ -30,6 +31,8 @@ REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
+ENGINES = ("local", "ray")
+RAY_ADDRESS = "RAY_ADDRESS"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -58,6 +61,7 @@ class Settings:
     stall_threshold_s: float | None = 0.1
     http_host: str = "127.0.0.1"
     engine: str = "local"
+    ray_address: str | None = None
     native_threads: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -73,7 +77,8 @@ class Settings:
             max_retries=_count(env, MAX_RETRIES, default=10),
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
-            engine=_engine(env),
+            engine=engine_name(env),
+            ray_address=env.get(RAY_ADDRESS) or None,
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
         )
 
@@ -87,15 +92,14 @@ def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     return value == "1"
 
 
-def _engine(env: Mapping[str, str]) -> str:
-    value = env.get(ENGINE) or "local"
-    if value == "ray":
+def engine_name(environ: Mapping[str, str] | None = None) -> str:
+    """Return the engine that the environment names. Raises `ValueError` if it is none."""
+    value = (os.environ if environ is None else environ).get(ENGINE) or "local"
+    if value not in ENGINES:
         raise ValueError(
-            f"{ENGINE}='ray': the ray engine is not available in this version; set it to local, or "
+            f"{ENGINE} must be {' or '.join(ENGINES)}, got {value!r}; set it to one of these, or "
             "unset it"
         )
-    if value != "local":
-        raise ValueError(f"{ENGINE} must be local, got {value!r}; set it to local, or unset it")
     return value
 
 

@@ -220,7 +220,7 @@ def test_first_uses_in_many_threads_make_one_engine() -> None:
         "found, gate = [], threading.Barrier(8)\n"
         "def use():\n"
         "    gate.wait()\n"
-        "    found.append(engines.current_engine())\n"
+        "    found.append(engines.local_engine())\n"
         "threads = [threading.Thread(target=use) for _ in range(8)]\n"
         "for each in threads: each.start()\n"
         "for each in threads: each.join()\n"

@@ -160,7 +160,8 @@ def test_an_engine_that_is_not_there_is_one_line(folder: Path, extra: list[str])
     result = ingress(folder, "run", "app:hello", "--port", "0", *extra, INGRESS_ENGINE="raay")
 
     (line,) = result.stderr.splitlines()
-    assert line == "Error: INGRESS_ENGINE must be local, got 'raay'; set it to local, or unset it"
+    problem = "INGRESS_ENGINE must be local or ray, got 'raay'"
+    assert line == f"Error: {problem}; set it to one of these, or unset it"
     assert result.returncode == 1
 
 

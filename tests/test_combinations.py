@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.exceptions import RequestCancelledError
 from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, wait_until
 
@@ -36,7 +36,7 @@ def asking(timeout_s: float | None) -> str:
 
 def replica(name: str = "default") -> Any:
     """The one replica of the one deployment of an application; status tells no more of it."""
-    (deployment,) = current_engine().applications[name].deployments.values()
+    (deployment,) = local_engine().applications[name].deployments.values()
     (found,) = deployment.replicas
     return found
 

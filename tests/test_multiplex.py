@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.exceptions import (
     ReplicaUnavailableError,
     RequestCancelledError,
@@ -831,7 +831,7 @@ def test_a_load_in_flight_ends_with_its_replica(
     response = server.remote("a")
     ledger.saw("load a")
     started = time.monotonic()
-    current_engine().shutdown(0.1)
+    local_engine().shutdown(0.1)
 
     assert time.monotonic() - started < PATIENCE_S
     assert ledger.unloads == {"a": 1}

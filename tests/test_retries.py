@@ -21,7 +21,7 @@ from starlette.responses import StreamingResponse
 import ingress as serve
 from ingress import retries
 from ingress.call import Call
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
     ReplicaUnavailableError,
@@ -599,7 +599,7 @@ def ongoing() -> int:
 
 def end_a_replica(which: Callable[[Replica], bool] = lambda replica: True) -> None:
     """Take a replica away as a controller that replaces it would."""
-    engine = current_engine()
+    engine = local_engine()
     deployment = engine.applications["default"].ingress
     replica = next(each for each in deployment.replicas if which(each))
     deployment.replicas.remove(replica)
@@ -866,7 +866,7 @@ def test_with_retries_set_to_0_what_was_turned_away_is_told_at_once(
         return "quick"
 
     port = served(quick.bind())
-    (router,) = current_engine().routers.values()
+    (router,) = local_engine().routers.values()
     call = make_call()
     call.runner = router.replicas[0]
     router.reassign(call, GONE)

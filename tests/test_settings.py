@@ -107,9 +107,8 @@ def test_the_host_is_taken_as_it_is_and_what_is_empty_as_unset() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("raay", "INGRESS_ENGINE must be local, got 'raay'; set it to local, or unset it"),
-        ("Local", "INGRESS_ENGINE must be local, got 'Local'"),
-        ("ray", "the ray engine is not available in this version; set it to local, or unset it"),
+        ("raay", "INGRESS_ENGINE must be local or ray, got 'raay'; set it to one of these, or"),
+        ("Local", "INGRESS_ENGINE must be local or ray, got 'Local'"),
     ],
 )
 def test_an_engine_that_is_not_there_is_refused_by_name(value: str, message: str) -> None:

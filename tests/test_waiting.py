@@ -24,7 +24,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.attempts import RequestLimits
 from ingress.call import Call
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
     ReplicaUnavailableError,
@@ -61,7 +61,7 @@ class Engine:
         serve.run(target)
         (url,) = serve.status().proxies
         self.port = int(url.rpartition(":")[2])
-        self.engine = current_engine()
+        self.engine = local_engine()
         self.running = self.engine.applications["default"]
         self._tasks = {loop: len(_tasks(loop)) for loop in self._loops()}
 

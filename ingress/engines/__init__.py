@@ -1,32 +1,74 @@
-"""Which engine runs applications: `local` is this process.
+"""Which engine runs applications: `local` is this process, `ray` a Ray cluster.
 
-It is imported when something runs for the first time: what only declares deployments, as a test or
-a command line does, takes little longer to import than FastAPI.
+It is chosen where something is started, `serve.run(app, engine="ray")`, else by `INGRESS_ENGINE`,
+and asked until what it runs is over. An `Application` that is used as an ASGI app runs in its
+server's process whatever is chosen.
+
+An engine is imported when something runs on it for the first time: what only declares deployments,
+as a test or a command line does, takes little longer to import than FastAPI.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from ingress.declaration import Application, ApplicationHost
+from ingress.settings import ENGINES, engine_name
 
 if TYPE_CHECKING:
+    from ingress.config import HTTPOptions
     from ingress.engines.local import LocalEngine
+    from ingress.engines.ray.engine import RayEngine
+    from ingress.handle import DeploymentHandle
+    from ingress.schema import ServeStatus
 
-__all__ = ["current_engine"]
+__all__ = ["Engine", "current_engine", "local_engine", "ray_engine"]
+
+
+class Engine(Protocol):
+    """What `ingress.api` asks of an engine. Thread-safe, but for what must not run in a loop."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has something to stop."""
+
+    def start(self, http_options: HTTPOptions | None) -> None: ...
+
+    def run(
+        self, application: Application, name: str, route_prefix: str | None
+    ) -> DeploymentHandle: ...
+
+    def delete(self, name: str) -> None: ...
+
+    def refuse(self) -> None:
+        """Answer new requests that there are no more, until `shutdown`."""
+
+    def shutdown(self) -> None: ...
+
+    def status(self) -> ServeStatus: ...
+
+    def url(self) -> str | None:
+        """Return where applications are served over HTTP, if they are."""
+
+    def app_handle(self, name: str) -> DeploymentHandle: ...
+
+    def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle: ...
+
 
 _local: LocalEngine | None = None
+_ray: RayEngine | None = None
+_chosen: Engine | None = None
 _making = RLock()
 
 
-def current_engine() -> LocalEngine:
-    """Return the engine that `ingress.api` speaks to."""
+def local_engine() -> LocalEngine:
+    """Return the engine of this process."""
     global _local
     if _local is None:
         from ingress.engines.local import LocalEngine
@@ -39,12 +81,55 @@ def current_engine() -> LocalEngine:
     return _local
 
 
+def ray_engine() -> RayEngine:
+    """Return the engine of Ray. Raises `RuntimeError` if there is no Ray, or another version."""
+    global _ray
+    if _ray is None:
+        from ingress.engines.ray import check_installed
+
+        check_installed()
+        from ingress.engines.ray.engine import RayEngine
+
+        with _making:
+            if _ray is None:
+                _ray = RayEngine()
+    return _ray
+
+
+_ENGINES: dict[str, Callable[[], Engine]] = {"local": local_engine, "ray": ray_engine}
+
+
+def current_engine(name: str | None = None) -> Engine:
+    """Return the engine that `ingress.api` speaks to; a `name` chooses it.
+
+    Raises `ValueError` for a name that is none, `RuntimeError` if another one runs something.
+    """
+    global _chosen
+    if name is not None and name not in _ENGINES:
+        raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {name!r}")
+    with _making:
+        running = _chosen if _chosen is not None and _chosen.is_running else None
+        if name is None:
+            _chosen = running or _ENGINES[engine_name()]()
+        else:
+            engine = _ENGINES[name]()
+            if running is not None and running is not engine:
+                raise RuntimeError(
+                    f"engine={name!r} cannot be used while applications run on another engine; "
+                    "call serve.shutdown() first"
+                )
+            _chosen = engine
+        return _chosen
+
+
 class _FirstUse:
     """The host until an application is used: makes the one that stays, and asks that."""
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
+        if _is_meant_for_ray():
+            return _refuse(scope, receive, send)
         return self._host()(application, scope, receive, send)
 
     async def start(self, application: Application) -> str:
@@ -61,8 +146,27 @@ class _FirstUse:
 
         with _making:
             if Application._host is self:
-                Application._host = Hosting(current_engine())
+                Application._host = Hosting(local_engine())
         return Application._host
+
+
+def _is_meant_for_ray() -> bool:
+    try:
+        return engine_name() == "ray"
+    except ValueError:  # to be named when the engine starts
+        return False
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    message = (
+        "INGRESS_ENGINE='ray': an application that a server runs is in that server's process; "
+        "use ingress run --engine ray, or unset it"
+    )
+    if scope["type"] != "lifespan":
+        raise RuntimeError(message)
+    await receive()
+    # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
+    await send({"type": "lifespan.startup.failed", "message": message})
 
 
 Application._host = _FirstUse()

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ingress.attempts import RequestLimits
 from ingress.build import BuiltApplication, build
-from ingress.call import Call
+from ingress.call import Call, when_all_settled
 from ingress.config import HTTPOptions
 from ingress.controller import Controller, RunningApplication
 from ingress.declaration import Application
@@ -152,6 +153,11 @@ class LocalEngine:
             number += 1
             name = f"default_{number}"
         return name
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has an application, or serves HTTP."""
+        return self._users > 0
 
     # `serve.run` and friends: from a thread without a running loop.
 
@@ -358,23 +364,11 @@ class LocalEngine:
         return []
 
     def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        threads = self.threads
-        left = len(responses)
-        lock = threading.Lock()  # they are settled in any thread, even at the same moment
-
-        def settled(_: Call) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left:
-                    return
-            if threads.router is None:
-                then()
-            else:
-                threads.router.mailbox.post(then)
-
-        for response in responses:
-            response._call.when_settled(settled)
+        router = self.threads.router
+        when_all_settled(
+            [response._call for response in responses],
+            then if router is None else partial(router.mailbox.post, then),
+        )
 
     def expire(self, call: Call, deadline: float) -> None:
         threads = self._threads

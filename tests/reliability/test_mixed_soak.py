@@ -26,7 +26,7 @@ from websockets.exceptions import WebSocketException
 
 import ingress as serve
 from ingress import deadlines, threads
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
@@ -228,7 +228,7 @@ def workers() -> list[str]:
 
 def left_behind(root: Any) -> dict[str, Any]:
     """Return what is not as it was before the first request. Looks inside: much of it is no API."""
-    engine = current_engine()
+    engine = local_engine()
     found: dict[str, Any] = {
         "in flight": set(engine._proxy._in_flight),
         "swept": set(engine._proxy._swept),

@@ -1,0 +1,88 @@
+"""An application as Ray Serve deployments, each of them our `RayReplica`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve as ray_serve
+
+from ingress.batching import warn_of_capacity
+from ingress.build import BuiltApplication, BuiltDeployment, fill
+from ingress.engines.ray.code import pickled_arguments, reference_to
+from ingress.engines.ray.lowering import options_for_ray
+from ingress.engines.ray.messages import ReplicaSpec
+from ingress.engines.ray.replica import HTTPReplica, RayReplica
+from ingress.user_code import public_methods
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What an application does not say itself: `environment` is for the replicas' processes.
+
+    `default_cpus` is what a replica reserves that does not say; `None` for what Ray thinks.
+    """
+
+    environment: dict[str, str]
+    default_cpus: float | None = None
+    request_timeout_s: float | None = None
+
+
+def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
+    """Return what Ray's `serve.run` takes.
+
+    Raises `TypeError` for what cannot be sent to a worker, `ValueError` for what Ray cannot do, and
+    what is wrong with the routes.
+    """
+    methods = methods_of(built)
+    nodes: dict[str, Any] = {}
+    for each in built.deployments:
+        config = each.deployment.config
+        spec = ReplicaSpec(
+            code=reference_to(each),
+            arguments=pickled_arguments(each),
+            max_ongoing_requests=config.max_ongoing_requests,
+            num_cpus=config.num_cpus,
+            lanes=dict(config.lanes),
+            user_config=config.user_config,
+            methods=methods,
+            request_timeout_s=lowering.request_timeout_s,
+            stop_timeout_s=config.graceful_shutdown_timeout_s,
+        )
+        # Here, where the user sees it: a worker would say it once for each replica.
+        warn_of_capacity(each.name, each.deployment.func_or_class, config.max_ongoing_requests)
+        _ = each.bound_app
+        options = options_for_ray(each, lowering.environment, default_cpus=lowering.default_cpus)
+        kind = HTTPReplica if each is built.ingress else RayReplica
+        children = {name: nodes[name] for name in _children(each)}
+        nodes[each.name] = ray_serve.deployment(kind, **options).bind(spec, children)
+    return nodes[built.ingress.name]
+
+
+def methods_of(built: BuiltApplication) -> dict[str, list[str] | None]:
+    """Return what the handle of each deployment may call; `None` for any name."""
+    return {each.name: _callable_names(each.deployment.func_or_class) for each in built.deployments}
+
+
+def _callable_names(target: Any) -> list[str] | None:
+    """Return the methods of a class, and what its constructor may make one; `None` of a function.
+
+    There is no instance here to be asked; what a constructor sets is among the names it uses.
+    """
+    if not inspect.isclass(target):
+        return None
+    names = {*public_methods(target)}
+    for cls in target.__mro__:
+        code = getattr(vars(cls).get("__init__"), "__code__", None)
+        if code is not None:
+            names.update(name for name in code.co_names if not name.startswith("_"))
+    return sorted(names)
+
+
+def _children(built: BuiltDeployment) -> Iterator[str]:
+    """Return the deployments whose handles are in the constructor arguments."""
+    found: dict[str, None] = {}
+    fill(built.init_args, built.init_kwargs, lambda name: found.setdefault(name))
+    return iter(found)

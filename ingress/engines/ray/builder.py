@@ -1,0 +1,22 @@
+"""What Ray's own `serve deploy` and `serve run` import, in what `ingress build` wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ingress.build import build as flatten
+from ingress.engines.ray.application import Lowering, application_for_ray
+from ingress.engines.ray.lowering import environment_for_workers
+from ingress.settings import Settings
+from ingress.targets import load
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return the application that `args["target"]`, such as "main:hello", names.
+
+    The flags are those in the environment Ray gives the application.
+    """
+    built = flatten(load(str(args["target"])), str(args.get("name", "default")), acts_on_all=True)
+    timeout_s = args.get("request_timeout_s")
+    environment = environment_for_workers(Settings.from_environment())
+    return application_for_ray(built, Lowering(environment, request_timeout_s=timeout_s))

@@ -1,0 +1,210 @@
+"""The handles' way to other processes.
+
+    handle.remote() -> RemoteRouter.assign -> a task on our loop -> Ray's handle -> RayReplica
+                       the answer settles the call, as that of a replica in this process would
+
+A call is `ingress.call.Call` on both engines, so what is awaited, iterated, cancelled and timed out
+is the same code; so are arguments that are calls themselves. Only the middle is Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ray.serve import context as ray_context
+
+from ingress.call import Call, when_all_settled
+from ingress.deadlines import deadlines_of
+from ingress.engines.ray.errors import translated
+from ingress.engines.ray.messages import Envelope, remote_name
+from ingress.handle import CallRouter, DeploymentHandle, DeploymentResponse, Invocation, pass_on
+from ingress.loops import EventLoopThread
+from ingress.types import DeploymentID, RequestMetadata
+
+RayHandle = Any
+FindHandle = Callable[[DeploymentID], RayHandle]
+FindMethods = Callable[[DeploymentID], list[str] | None]
+
+
+class RayDirectory:
+    """The deployments of a cluster, as handles find them; one a process. Thread-safe.
+
+    Its loop lives from the first call to `close`. In a pickle it is that of the process it is
+    unpickled in.
+    """
+
+    def __init__(self, find_handle: FindHandle, find_methods: FindMethods) -> None:
+        self._find_handle = find_handle
+        self._find_methods = find_methods
+        # What is posted to it once it has stopped is lost, and with it the calls of an engine that
+        # was shut down while they were made.
+        self._home = EventLoopThread("ingress-ray", _refuse)
+        self._routers: dict[DeploymentID, RemoteRouter] = {}
+
+    def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
+        return DeploymentHandle(deployment_id, self)
+
+    def router(self, deployment_id: DeploymentID) -> CallRouter:
+        router = self._routers.get(deployment_id)
+        if router is None:
+            router = RemoteRouter(self._home, lambda: self._find_handle(deployment_id))
+            router = self._routers.setdefault(deployment_id, router)
+        return router
+
+    def methods(self, deployment_id: DeploymentID) -> list[str] | None:
+        return self._find_methods(deployment_id)
+
+    def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
+        when_all_settled(
+            [response._call for response in responses],
+            lambda: self._home.mailbox.post(then),
+        )
+
+    def later(self, callback: Callable[[], Any]) -> None:
+        self._home.mailbox.post(callback)
+
+    def expire(self, call: Call, deadline: float) -> None:
+        deadlines = deadlines_of(self._home.loop)
+        deadlines.add(call, deadline)
+        call.when_settled(deadlines.discard)
+
+    def forget(self, app_name: str) -> None:
+        """Look the deployments of an application up again: it was deployed anew, or deleted."""
+        for deployment_id in list(self._routers):
+            if deployment_id.app_name == app_name:
+                self._routers.pop(deployment_id, None)
+
+    def close(self) -> None:
+        """End the loop; calls that are on their way are cancelled."""
+        self._home.stop(1.0)
+
+    def __reduce__(self) -> tuple[Callable[[], RayDirectory], tuple[()]]:
+        return _unpickled, ()
+
+
+def _refuse(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    for call in args:
+        if isinstance(call, Call):
+            call.cancel()
+
+
+_here: RayDirectory | None = None
+
+
+def use_here(directory: RayDirectory | None) -> None:
+    """Have handles that come to this process from another one use this directory."""
+    global _here
+    _here = directory
+
+
+def directory_here() -> RayDirectory | None:
+    """Return the directory of this process: its replica's, or its engine's."""
+    return _here
+
+
+def _unpickled() -> RayDirectory:
+    if _here is None:
+        raise RuntimeError(
+            "a DeploymentHandle was unpickled in a process that runs no deployment; make it there: "
+            "serve.start(engine='ray'), then serve.get_app_handle(...)"
+        )
+    return _here
+
+
+class RemoteRouter:
+    """One deployment in other processes; a `CallRouter`. Its tasks live on the directory's loop.
+
+    Waiting for a replica, trying another and refusing are Ray's router's.
+    """
+
+    def __init__(self, home: EventLoopThread, find_handle: Callable[[], RayHandle]) -> None:
+        self._mailbox = home.mailbox
+        self._loop = home.loop
+        self._find_handle = find_handle
+        self._handles: dict[tuple[str, bool], RayHandle] = {}
+        self._tasks: dict[Call, asyncio.Task[None]] = {}
+
+    def assign(self, call: Call) -> None:
+        self._mailbox.post(self._begin, call)
+
+    def withdraw(self, call: Call) -> bool:
+        self._mailbox.post(self._cancel, call)
+        return True
+
+    def holders(self, call: Call) -> None:
+        """Say that it goes on by itself, for all we know: who holds what is elsewhere."""
+
+    def check_cycle(self, call: Call) -> None:
+        """A cycle through several processes is not seen."""
+
+    def describe_cycle(self, call: Call, chain: str) -> str:
+        return chain
+
+    def _begin(self, call: Call) -> None:
+        if call.settled:  # cancelled on its way here
+            return
+        # In the caller's context, which was copied for it: tracers look there.
+        task = self._loop.create_task(self._run(call), context=call.context)
+        self._tasks[call] = task
+        task.add_done_callback(lambda _: self._tasks.pop(call, None))
+
+    def _cancel(self, call: Call) -> None:
+        task = self._tasks.get(call)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, call: Call) -> None:
+        metadata = call.metadata
+        invocation = call.work
+        assert isinstance(invocation, Invocation)
+        response: Any = None
+        try:
+            _show_request(metadata)
+            response = self._handle(metadata).remote(
+                Envelope.of(metadata), *invocation.args, **invocation.kwargs
+            )
+            if invocation.channel is None:
+                call.settle(await response)
+            else:
+                async for item in response:
+                    if not await pass_on(item, invocation.channel):
+                        response.cancel()
+                        break
+                call.settle()
+        except asyncio.CancelledError as error:
+            # Us, if there is an answer; otherwise the replica, which was told to by somebody else.
+            if response is not None and call.settled:
+                response.cancel()
+            call.settle(error=translated(error, metadata))
+        except Exception as error:
+            call.settle(error=translated(error, metadata))
+        finally:
+            call.let_go()
+
+    def _handle(self, metadata: RequestMetadata) -> RayHandle:
+        key = remote_name(metadata.method_name), metadata.is_streaming
+        handle = self._handles.get(key)
+        if handle is None:
+            name, is_streaming = key
+            handle = self._find_handle().options(method_name=name, stream=is_streaming)
+            self._handles[key] = handle
+        if metadata.multiplexed_model_id:
+            return handle.options(multiplexed_model_id=metadata.multiplexed_model_id)
+        return handle
+
+
+def _show_request(metadata: RequestMetadata) -> None:
+    """Have Ray log this call under our request's id, and end it with nobody's but ours.
+
+    Ray would also cancel it with the request of its own that it finds in the context. Its names are
+    private, which is why `SUPPORTED` names one version.
+    """
+    ray_context._serve_request_context.set(
+        ray_context._RequestContext(
+            route=metadata.route,
+            request_id=metadata.request_id,
+            app_name=metadata.app_name or metadata.deployment.app_name,
+        )
+    )

@@ -1,0 +1,194 @@
+"""Connecting to a Ray cluster, or starting one on this machine; what may be wrong with it.
+
+what we started        a cluster, Serve on one that had none     ends with `close`
+what was there         a cluster, its Serve                      stays
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.context import _get_global_client
+
+from ingress.engines.ray import SUPPORTED
+from ingress.server import check_address
+
+logger = logging.getLogger("ingress")
+
+REACH_S = 5.0  # how long a cluster may take to answer at its address
+_CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The cluster this process is connected to. `address` is `None` if this process started it."""
+
+    address: str | None
+    is_ours: bool
+    serve_is_ours: bool = False
+
+    @classmethod
+    def connect(cls, address: str | None, working_dir: str | None) -> Cluster:
+        """Connect to the cluster at `address`, else to a new one on this machine.
+
+        `working_dir` is a folder, or an address of one, that workers get. A connection that this
+        process has already is used as it is. Raises `RuntimeError` if there is no such cluster.
+        """
+        if ray.is_initialized():
+            if address is not None or working_dir is not None:
+                logger.warning(
+                    "this process is connected to Ray already; address and working directory are "
+                    "those of that connection"
+                )
+            return cls(ray.get_runtime_context().gcs_address, is_ours=False)
+        runtime_env = None if working_dir is None else {"working_dir": working_dir}
+        if address in (None, "local"):
+            try:
+                ray.init(address="local", include_dashboard=False, runtime_env=runtime_env)
+            except Exception as error:
+                _disconnect()
+                raise RuntimeError(f"cannot start a Ray cluster: {_first_line(error)}") from error
+            return cls(None, is_ours=True)
+        assert address is not None
+        _check_reachable(address)
+        try:
+            ray.init(address=address, runtime_env=runtime_env)
+        except Exception as error:
+            _disconnect()
+            raise _unreachable(address, _first_line(error)) from error
+        return cls(address, is_ours=False)
+
+    @staticmethod
+    def would_be_ours(address: str | None) -> bool:
+        """Whether `connect` would start a cluster."""
+        return address in (None, "local") and not ray.is_initialized()
+
+    def start_serve(self, options: dict[str, Any]) -> None:
+        """Start Ray Serve with these HTTP options, unless it runs.
+
+        Raises `RuntimeError` if the address cannot be bound.
+        """
+        if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
+            self._compare(options)
+            return
+        host, port = options.get("host"), options["port"]
+        if host is not None and self._is_here():
+            options = {**options, "port": check_address(host, port)}
+        elif port == 0:
+            raise RuntimeError(
+                f"port 0 has no meaning on the cluster at {self.address}; name a port"
+            )
+        try:
+            ray_serve.start(http_options=options)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                ray_serve.shutdown()
+            raise RuntimeError(
+                f"Ray Serve did not start on {host}:{port}: {_first_line(error)}"
+            ) from error
+        self.serve_is_ours = True
+
+    def _compare(self, wanted: dict[str, Any]) -> None:
+        """Say what Serve, which runs already, does otherwise; its options cannot be changed."""
+        running = _get_global_client().http_config
+        ignored = [
+            f"{name}={value!r}"
+            for name, value in wanted.items()
+            if name in ("host", "port", "request_timeout_s") and getattr(running, name) != value
+        ]
+        if ignored:
+            logger.warning(
+                "%s has no effect: Ray Serve runs on this cluster already, at %s",
+                ", ".join(ignored),
+                self.url(),
+            )
+
+    def url(self) -> str | None:
+        """Return where Serve's proxies listen, as seen from their nodes."""
+        options = _get_global_client().http_config
+        if options.host is None:
+            return None
+        scheme = "https" if options.ssl_certfile else "http"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        return f"{scheme}://{host}:{options.port}"
+
+    def _is_here(self) -> bool:
+        """Whether the node with the first proxy is this machine."""
+        if self.is_ours or self.address is None:
+            return True
+        host = self.address.rpartition(":")[0].strip("[]")
+        try:
+            return host == ray.util.get_node_ip_address() or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+    def warn_if_too_small(self, cpus: float) -> None:
+        """Say it if a cluster has fewer CPUs than an application reserves: it may wait for ever."""
+        there = ray.cluster_resources().get("CPU", 0.0)
+        if cpus > there:
+            logger.warning(
+                "the application reserves %g CPUs and the cluster has %g: replicas wait until "
+                "there are more; reserve less with ray_actor_options={'num_cpus': ...}",
+                cpus,
+                there,
+            )
+
+    def close(self) -> None:
+        """End what we started. Never raises: there is nothing anybody could do."""
+        try:
+            if self.serve_is_ours:
+                ray_serve.shutdown()
+        except Exception:
+            logger.exception("Ray Serve could not be shut down")
+        if self.is_ours:
+            _disconnect()
+
+
+def _disconnect() -> None:
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `RuntimeError` if nobody answers: Ray itself would try for a minute and more."""
+    if address.startswith("ray://"):
+        raise RuntimeError(
+            f"address {address!r} is one of Ray Client, which cannot stream; run on a node of the "
+            "cluster with its host:port, or deploy with ingress build and serve deploy"
+        )
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise RuntimeError(
+            f"address {address!r} is not host:port of a Ray cluster; `ray start --head` prints it"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        raise _unreachable(address, error.strerror or str(error)) from None
+    try:
+        is_ray = ray._raylet.check_health(address, timeout=REACH_S)
+    except Exception as error:  # it is another version of Ray
+        raise _unreachable(address, _first_line(error)) from None
+    if not is_ray:
+        raise _unreachable(address, "what answers there is not a Ray cluster")
+
+
+def _unreachable(address: str, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"cannot connect to a Ray cluster at {address}: {reason}; is Ray {SUPPORTED} running there "
+        "(`ray start --head`)?"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,168 @@
+"""The user's classes and arguments on their way to a worker.
+
+    a class or function        by import path, if its module has it: the worker imports the module
+                               by value, if not: of `__main__`, or made inside a function
+    constructor arguments      by value, with slots where handles go
+
+By path is more than cheaper: Ray pickles by value what a decorator stands in front of, with all
+that its module's functions use, and what a module made once would be there twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
+
+from ray import cloudpickle
+from starlette.datastructures import State
+
+from ingress.build import BuiltDeployment
+from ingress.declaration import Application, Deployment
+
+
+class Reference(Protocol):
+    """Where a worker gets a class or function from."""
+
+    def resolve(self) -> Callable[..., Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByPath:
+    """What is in a module, under its own name or that of its deployment."""
+
+    module: str
+    name: str
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import it. Raises `ImportError` if this process cannot."""
+        try:
+            found: Any = import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (self.module + ".").startswith(error.name + "."):
+                raise
+            raise ModuleNotFoundError(
+                f"module {self.module!r} cannot be imported on the workers; send the folder it is "
+                "in with ingress run --working-dir, or install it there",
+                name=error.name,
+            ) from None
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        target = _behind(found)
+        if not callable(target):
+            raise ImportError(
+                f"module {self.module!r} of the workers has no {self.name!r}; is it another "
+                "version of it?"
+            )
+        return target  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class ByValue:
+    """What no worker can import, pickled."""
+
+    pickled: bytes
+
+    def resolve(self) -> Callable[..., Any]:
+        return pickle.loads(self.pickled)  # type: ignore[no-any-return]
+
+
+def reference_to(built: BuiltDeployment) -> Reference:
+    """Return where a worker gets the deployment's class or function from.
+
+    Raises `TypeError` if it can get it from nowhere.
+    """
+    target = built.deployment.func_or_class
+    module = sys.modules.get(target.__module__)
+    if module is not None and module.__name__ != "__main__":
+        for name in _names(module, target):
+            return ByPath(module.__name__, name)
+    try:
+        return ByValue(_pickled_code(target))
+    except Exception as error:
+        raise TypeError(
+            f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a worker: "
+            f"{error}; put it into a module of its own, which workers can import"
+        ) from error
+
+
+def pickled_arguments(built: BuiltDeployment) -> bytes:
+    """Return the constructor arguments. Raises `TypeError` with the name of one that cannot be."""
+    try:
+        return _dumps((built.init_args, built.init_kwargs))
+    except Exception as error:
+        for name, value in _named_arguments(built):
+            try:
+                _dumps(value)
+            except Exception as problem:
+                raise TypeError(
+                    f"deployment {built.name!r}: constructor argument {name!r} cannot be sent to a "
+                    f"worker: {problem}; make it in the constructor"
+                ) from problem
+        raise TypeError(
+            f"deployment {built.name!r}: its constructor arguments cannot be sent to a worker: "
+            f"{error}"
+        ) from error
+
+
+def _names(module: ModuleType, target: Any) -> Iterator[str]:
+    """Yield the names under which a module has a class or function, its own first."""
+    found: Any = module
+    for part in target.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if _behind(found) is target:
+        yield target.__qualname__
+    for name, value in list(vars(module).items()):
+        if _behind(value) is target:
+            yield name
+
+
+def _behind(found: Any) -> Any:
+    """Return the class or function of a deployment or application, else the thing itself."""
+    if isinstance(found, Application):
+        found = found.deployment
+    return found.func_or_class if isinstance(found, Deployment) else found
+
+
+def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, Any]]:
+    args, kwargs = built.init_args, built.init_kwargs
+    try:
+        bound = inspect.signature(built.deployment.func_or_class).bind(*args, **kwargs)
+        yield from bound.arguments.items()
+    except (TypeError, ValueError):  # some classes written in C have no signature
+        yield from ((str(number), value) for number, value in enumerate(args))
+        yield from kwargs.items()
+
+
+def _dumps(value: Any) -> bytes:
+    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+
+
+class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Also pickles what is in each FastAPI app: a lock, and a `State` whose `__getattr__` recurses.
+
+    A lock that code holds is nobody's: it arrives unlocked.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _LOCKS):
+            return (threading.Lock if type(obj) is _LOCKS[0] else threading.RLock), ()
+        if isinstance(obj, State):
+            return State, (dict(obj._state),)
+        return super().reducer_override(obj)
+
+
+def _pickled_code(target: Any) -> bytes:
+    with io.BytesIO() as file:
+        _CodePickler(file).dump(target)
+        return file.getvalue()
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))

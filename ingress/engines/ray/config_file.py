@@ -1,0 +1,73 @@
+"""What `ingress build` writes: the configuration of an application for Ray's own `serve deploy`.
+
+Does not import Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ingress.build import BuiltApplication
+from ingress.config import HTTPOptions
+from ingress.engines.ray.lowering import (
+    environment_for_workers,
+    http_options_for_ray,
+    options_for_ray,
+)
+from ingress.settings import Settings
+
+BUILDER = "ingress.engines.ray.builder:build"
+HOST = "0.0.0.0"  # a cluster serves others; Ray's own files say the same
+
+HEADER = """\
+# For `serve deploy`, or serveConfigV2 of a KubeRay RayService: {target}
+# The cluster's Python needs ingress and the application's modules; add runtime_env.working_dir,
+# an address of a zip file, if they are not installed there.
+"""
+
+
+def config_of(built: BuiltApplication, target: str, settings: Settings) -> dict[str, Any]:
+    """Return what `serve deploy` reads. Raises `ValueError` for what Ray cannot do.
+
+    `deployments` is there to be changed: what it says goes before what the code says.
+    """
+    http = http_options_for_ray(HTTPOptions(), settings)
+    args: dict[str, Any] = {"target": target}
+    if settings.request_timeout_s is not None:
+        args["request_timeout_s"] = settings.request_timeout_s
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {
+            "host": HOST,
+            **{name: value for name, value in http.items() if name != "host" and value is not None},
+        },
+        "applications": [
+            {
+                "name": built.name,
+                "route_prefix": "/",
+                "import_path": BUILDER,
+                "args": args,
+                "runtime_env": {"env_vars": environment_for_workers(settings)},
+                "deployments": [_options(options_for_ray(each, {})) for each in built.deployments],
+            }
+        ],
+    }
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a deployment that stand in a file: plain values, none of them empty."""
+    plain = {}
+    for name, value in options.items():
+        if name == "ray_actor_options":
+            value = {key: each for key, each in value.items() if key != "runtime_env"}
+        if value is not None and value != {} and _is_plain(value):
+            plain[name] = value
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, str | int | float)

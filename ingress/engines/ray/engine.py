@@ -1,0 +1,262 @@
+"""Applications on a Ray cluster, as `ingress.api` asks for them."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import serve as ray_serve
+
+from ingress.build import BuiltApplication, build
+from ingress.config import HTTPOptions
+from ingress.declaration import Application
+from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
+from ingress.engines.ray.calls import RayDirectory, directory_here, use_here
+from ingress.engines.ray.cluster import Cluster
+from ingress.engines.ray.lowering import (
+    environment_for_workers,
+    http_options_for_ray,
+    import_folders,
+    request_timeout_s,
+)
+from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.handle import DeploymentHandle
+from ingress.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ServeStatus,
+)
+from ingress.settings import Settings
+from ingress.types import DeploymentID
+
+_START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")
+
+
+class RayEngine:
+    """One per process. Thread-safe.
+
+    It is connected from the first use to `shutdown`, which stops what this process deployed and
+    started; what was there before stays.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # `run`, `delete` and `shutdown` take turns
+        self._cluster: Cluster | None = None
+        self._directory: RayDirectory | None = None
+        self._http_options = HTTPOptions()
+        self._is_started = False
+        self._applications: dict[str, BuiltApplication] = {}
+        self._address: str | None = None
+        self._working_dir: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._cluster is not None
+
+    @property
+    def directory(self) -> RayDirectory:
+        """What handles find deployments in: in a replica's process it is the replica's."""
+        if directory_here() is None:
+            self.connect()
+        directory = directory_here()
+        assert directory is not None
+        return directory
+
+    def use(self, address: str | None, working_dir: str | None) -> None:
+        """Say which cluster to connect to, and which folder workers get a copy of.
+
+        By default it is the cluster at `RAY_ADDRESS`, or a new one on this machine. For before the
+        first use.
+        """
+        self._address, self._working_dir = address, working_dir
+
+    def connect(self) -> Cluster:
+        """Connect, or start a cluster. Raises `RuntimeError` if there is none at the address."""
+        with self._lock:
+            if self._cluster is None:
+                address = self._address or Settings.from_environment().ray_address
+                self._cluster = Cluster.connect(address, self._working_dir)
+                if directory_here() is None:
+                    self._directory = RayDirectory(_find_handle, self._find_methods)
+                    use_here(self._directory)
+            return self._cluster
+
+    def start(self, http_options: HTTPOptions | None) -> None:
+        with self._lock, self._nothing_left_if_it_fails():
+            if http_options is not None:
+                self._http_options = http_options
+            self._start()
+
+    @contextmanager
+    def _nothing_left_if_it_fails(self) -> Iterator[None]:
+        was_running = self.is_running
+        try:
+            yield
+        except BaseException:
+            if not was_running:
+                self.shutdown()
+            raise
+
+    def _start(self) -> Cluster:
+        settings = Settings.from_environment()
+        options = http_options_for_ray(self._http_options, settings)
+        cluster = self.connect()
+        if not self._is_started:
+            cluster.start_serve(options)
+            self._is_started = True
+        return cluster
+
+    def run(
+        self, application: Application, name: str, route_prefix: str | None
+    ) -> DeploymentHandle:
+        built = build(application, name, acts_on_all=True)
+        with self._lock, self._nothing_left_if_it_fails():
+            # Before anything is started: what is wrong with it needs no cluster.
+            lowered = application_for_ray(built, self._lowering())
+            cluster = self._start()
+            if not cluster.is_ours:
+                cluster.warn_if_too_small(_reserved_cpus(built))
+            is_new = name not in ray_serve.status().applications
+            self._applications[name] = built
+            try:
+                ray_serve.run(lowered, name=name, route_prefix=route_prefix)
+            except BaseException as error:
+                if is_new:
+                    self.delete(name)
+                if isinstance(error, Exception):
+                    raise _failed_to_deploy(name, error) from error
+                raise
+            self.directory.forget(name)
+            return self.directory.handle(DeploymentID(built.ingress.name, name))
+
+    def _lowering(self) -> Lowering:
+        settings = Settings.from_environment()
+        if self._cluster is None:
+            is_ours = Cluster.would_be_ours(self._address or settings.ray_address)
+        else:
+            is_ours = self._cluster.is_ours
+        return Lowering(
+            environment_for_workers(
+                settings, import_folders() if self._working_dir is None else []
+            ),
+            # A machine of our own runs what it is asked to, as one process does.
+            default_cpus=0.0 if is_ours else None,
+            request_timeout_s=request_timeout_s(self._http_options, settings),
+        )
+
+    def delete(self, name: str) -> None:
+        with self._lock:
+            self._applications.pop(name, None)
+            if self._cluster is None:
+                return
+            ray_serve.delete(name)
+            self.directory.forget(name)
+
+    def refuse(self) -> None:
+        """Leave new requests to Ray's proxies, which drain by themselves."""
+
+    def shutdown(self) -> None:
+        """Delete the applications that this process deployed, and end what it started."""
+        with self._lock:
+            cluster = self._cluster
+            if cluster is None:
+                return
+            for name in list(self._applications):
+                self.delete(name)
+            if self._directory is not None:
+                use_here(None)
+                self._directory.close()
+            cluster.close()
+            self._cluster = self._directory = None
+            self._is_started = False
+            self._http_options = HTTPOptions()
+
+    def status(self) -> ServeStatus:
+        if self._cluster is None and directory_here() is None:
+            return ServeStatus()
+        known = ray_serve.status()
+        return ServeStatus(
+            {node: str(state.value) for node, state in known.proxies.items()},
+            {name: _overview(each) for name, each in known.applications.items()},
+            known.target_capacity,
+        )
+
+    def url(self) -> str | None:
+        return self._cluster.url() if self._cluster is not None and self._is_started else None
+
+    def app_handle(self, name: str) -> DeploymentHandle:
+        directory = self.directory
+        try:
+            found = ray_serve.get_app_handle(name)
+        except Exception as error:
+            running = sorted(ray_serve.status().applications)
+            raise RayServeException(
+                f"Application '{name}' does not exist. Running: {running}."
+            ) from error
+        return directory.handle(DeploymentID(found.deployment_name, name))
+
+    def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle:
+        directory = self.directory
+        deployment_id = DeploymentID(deployment_name, app_name)
+        try:
+            ray_serve.get_deployment_handle(deployment_name, app_name)
+        except Exception as error:
+            known = sorted(
+                str(DeploymentID(each, app))
+                for app, overview in ray_serve.status().applications.items()
+                for each in overview.deployments
+            )
+            raise KeyError(f"{deployment_id} does not exist. Running: {known}.") from error
+        return directory.handle(deployment_id)
+
+    def _find_methods(self, deployment_id: DeploymentID) -> list[str] | None:
+        built = self._applications.get(deployment_id.app_name)
+        return None if built is None else methods_of(built).get(deployment_id.name)
+
+
+def _find_handle(deployment_id: DeploymentID) -> Any:
+    try:
+        return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
+    except Exception as error:
+        raise DeploymentUnavailableError(
+            f"{deployment_id} is unavailable because it is not deployed."
+        ) from error
+
+
+def _reserved_cpus(built: BuiltApplication) -> float:
+    configs = [each.deployment.config for each in built.deployments]
+    return sum(config.num_cpus * config.replica_count for config in configs)
+
+
+def _failed_to_deploy(name: str, error: Exception) -> RuntimeError:
+    """Return what the user's code made of its start, in the words of both engines."""
+    text = str(error)
+    found = _START_FAILED.search(text)
+    if found is None:
+        return RuntimeError(f"Deploying application '{name}' failed: {text}")
+    return RuntimeError(f"Deploying application '{name}' failed: {found[0]}")
+
+
+def _overview(theirs: Any) -> ApplicationStatusOverview:
+    return ApplicationStatusOverview(
+        ApplicationStatus(theirs.status.value),
+        theirs.message,
+        theirs.last_deployed_time_s,
+        {
+            name: DeploymentStatusOverview(
+                status=DeploymentStatus(each.status.value),
+                status_trigger=str(getattr(each.status_trigger, "value", each.status_trigger)),
+                replica_states={
+                    str(getattr(state, "value", state)): count
+                    for state, count in each.replica_states.items()
+                },
+                message=each.message,
+            )
+            for name, each in theirs.deployments.items()
+        },
+    )

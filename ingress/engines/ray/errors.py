@@ -1,0 +1,98 @@
+"""What Ray raises, in our words; and what leaves a replica's process, so that it can."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+from ray import cloudpickle
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+from ray.serve import exceptions as theirs
+
+from ingress import exceptions
+from ingress.controller import described
+from ingress.exceptions import RayServeException
+from ingress.types import DeploymentID, RequestMetadata
+
+_DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)
+_CANCELLED = (theirs.RequestCancelledError, TaskCancelledError, asyncio.CancelledError)
+
+
+def translated(error: BaseException, metadata: RequestMetadata) -> BaseException:
+    """Return what the caller of a deployment gets for what Ray raised.
+
+    What user code raised is the very exception, as in one process, with the remote traceback as a
+    note; what Ray says itself is one of `ingress.exceptions`.
+    """
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, BaseException) and cause is not error:
+            told = translated(cause, metadata)
+            if not isinstance(told, exceptions.RequestCancelledError):
+                _add_traceback(told, str(error.traceback_str))
+            return told
+        return RayServeException(str(error))
+    if isinstance(error, exceptions.UserCodeExit):
+        error.__cause__ = error.original  # which a pickle leaves out
+        return error
+    if isinstance(error, exceptions.RayServeException):
+        return error
+    told = _in_our_words(error, metadata)
+    if told is not error:
+        told.__cause__ = error
+    return told
+
+
+def _in_our_words(error: BaseException, metadata: RequestMetadata) -> BaseException:
+    deployment = metadata.deployment
+    if isinstance(error, theirs.BackPressureError):
+        queued, limit = error.args[:2]
+        return exceptions.BackPressureError(queued, limit, deployment.name)
+    if isinstance(error, theirs.DeploymentUnavailableError):
+        return exceptions.DeploymentUnavailableError(error.message)
+    if isinstance(error, theirs.ReplicaUnavailableError):
+        return exceptions.ReplicaUnavailableError(error.message)
+    if isinstance(error, _CANCELLED):
+        return exceptions.RequestCancelledError(metadata.request_id)
+    if isinstance(error, _DIED):
+        return died(deployment, error)
+    if isinstance(error, theirs.RayServeException | RayError):
+        return RayServeException(str(error))
+    return error
+
+
+def died(deployment: DeploymentID, error: BaseException) -> exceptions.ReplicaUnavailableError:
+    """Return what a caller is told whose replica's process ended under the call."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return exceptions.ReplicaUnavailableError(
+        f"A replica of {deployment} went before it answered ({reason}); send the request again if "
+        "that is safe."
+    )
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an exception of user code such that it arrives: itself, if it can be pickled."""
+    try:
+        pickle.loads(cloudpickle.dumps(error))
+    except Exception as problem:
+        told = RayServeException(
+            f"{described(error)} (it cannot be sent to another process: {described(problem)})"
+        )
+        told.__cause__ = error
+        return told
+    return error
+
+
+def _add_traceback(error: BaseException, text: str) -> None:
+    try:
+        error.add_note(f"\nThe traceback in the replica's process:\n{text}")
+    except Exception:  # an exception class of the user's that takes no attributes
+        pass

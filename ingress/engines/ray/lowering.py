@@ -1,0 +1,190 @@
+"""The options of a deployment, the flags and `HTTPOptions`, as Ray Serve takes them.
+
+    option                                   on Ray
+    name, num_replicas, max_ongoing_requests always given: the defaults are ours on both engines
+    those of `PASSED`                        given to Ray if they were given to us
+    ray_actor_options                        the same, with the flags in its environment
+    lanes, user_config                       our own runtime's, in the replica
+    request_router_class of ours             refused: the router there is Ray's
+    retry_started_methods (`HTTPOptions`)    refused: the proxies there are Ray's
+
+Source of Ray's names: Ray 2.60.0, serve/config.py. Does not import Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ingress.build import BuiltDeployment
+from ingress.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ingress.options import Options
+from ingress.settings import (
+    ENGINE,
+    ROUTER_IN_SEPARATE_LOOP,
+    STALL_THRESHOLD_MS,
+    SYNC_IN_THREADPOOL,
+    USER_CODE_IN_SEPARATE_THREAD,
+    Settings,
+)
+
+PASSED = frozenset(
+    {
+        "autoscaling_config",
+        "backpressure_config",
+        "deployment_actors",
+        "gang_scheduling_config",
+        "graceful_shutdown_timeout_s",
+        "graceful_shutdown_wait_loop_s",
+        "health_check_period_s",
+        "health_check_timeout_s",
+        "logging_config",
+        "max_constructor_retry_count",
+        "max_queued_requests",
+        "max_replicas_per_node",
+        "max_surge_percent",
+        "placement_group_bundle_label_selector",
+        "placement_group_bundles",
+        "placement_group_fallback_strategy",
+        "placement_group_strategy",
+        "request_router_config",
+        "rolling_update_percentage",
+        "user_config",
+    }
+)
+OURS = frozenset({"lanes", "max_ongoing_requests", "num_replicas", "ray_actor_options"})
+"""What is not in `PASSED` and acted on here or in the replica; a test compares with the config."""
+
+_RAYS_OWN = "ray_actor_options={'num_cpus': ...}"
+
+
+def options_for_ray(
+    built: BuiltDeployment, environment: Mapping[str, str], *, default_cpus: float | None = None
+) -> dict[str, Any]:
+    """Return the keywords of Ray's `@serve.deployment`.
+
+    `environment` is for the replicas' processes; `default_cpus` what a replica reserves that does
+    not say. Raises `ValueError` for an option that has no effect on Ray.
+    """
+    config = built.deployment.config
+    given = config.model_fields_set
+    options: dict[str, Any] = {
+        "name": built.name,
+        "max_ongoing_requests": config.max_ongoing_requests,
+    }
+    if "num_replicas" in given or config.autoscaling_config is None:
+        options["num_replicas"] = config.num_replicas
+    for name in PASSED & given:
+        value = getattr(config, name)
+        if value is not None:
+            options[name] = _plain(value, f"deployment {built.name!r}")
+    actor: dict[str, Any] = dict(config.ray_actor_options)
+    if default_cpus is not None:
+        actor.setdefault("num_cpus", default_cpus)
+    runtime_env = dict(actor.get("runtime_env") or {})
+    runtime_env["env_vars"] = {**environment, **(runtime_env.get("env_vars") or {})}
+    options["ray_actor_options"] = {**actor, "runtime_env": runtime_env}
+    return options
+
+
+def environment_for_workers(settings: Settings, folders: Sequence[str] = ()) -> dict[str, str]:
+    """Return the flags as environment variables, and where modules are imported from."""
+    threshold_s = settings.stall_threshold_s
+    environment = {
+        ENGINE: "ray",
+        SYNC_IN_THREADPOOL: str(int(settings.run_sync_in_threadpool)),
+        USER_CODE_IN_SEPARATE_THREAD: str(int(settings.run_user_code_in_separate_thread)),
+        ROUTER_IN_SEPARATE_LOOP: str(int(settings.run_router_in_separate_loop)),
+        STALL_THRESHOLD_MS: f"{0 if threshold_s is None else threshold_s * 1e3:g}",
+    }
+    if folders:
+        # Ray puts in what the variable is on the worker's node.
+        environment["PYTHONPATH"] = os.pathsep.join([*folders, "${PYTHONPATH}"])
+    return environment
+
+
+def import_folders() -> list[str]:
+    """Return where this process imports modules from, without what comes with its Python.
+
+    Workers on the same machine find the application's module there, as Ray's users expect; on
+    another one the folders do not exist, and `--working-dir` is what brings the module.
+    """
+    installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    found: dict[str, None] = {}
+    for entry in sys.path:
+        path = os.path.realpath(entry or os.getcwd())
+        is_pythons = any(path == each or path.startswith(each + os.sep) for each in installed)
+        if os.path.isdir(path) and not is_pythons:
+            found[path] = None
+    return list(found)
+
+
+def http_options_for_ray(options: HTTPOptions, settings: Settings) -> dict[str, Any]:
+    """Return the keywords of Ray's `HTTPOptions`. Raises `ValueError` for what Ray cannot do."""
+    if options.retry_started_methods:
+        raise ValueError(
+            f"retry_started_methods={options.retry_started_methods!r} has no effect on Ray, whose "
+            "proxies try no request again that user code may have seen; leave it out"
+        )
+    given = options.model_fields_set
+    lowered = {
+        name: getattr(options, name)
+        for name in HTTPOptions.model_fields
+        if name in given and name not in ("retry_started_methods", "request_timeout_s")
+    }
+    lowered.setdefault("host", settings.http_host)
+    lowered.setdefault("port", options.port)
+    lowered["request_timeout_s"] = request_timeout_s(options, settings)
+    if "keep_alive_timeout_s" in lowered:
+        lowered["keep_alive_timeout_s"] = int(lowered["keep_alive_timeout_s"])
+    return lowered
+
+
+def request_timeout_s(options: HTTPOptions, settings: Settings) -> float | None:
+    """Return how long an HTTP request may take; code beats environment."""
+    is_given = "request_timeout_s" in options.model_fields_set
+    return options.request_timeout_s if is_given else settings.request_timeout_s
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return an option without our classes; of those, what was given."""
+    if isinstance(value, RequestRouterConfig):
+        _check_router(value, where)
+    if not isinstance(value, Options):
+        return value
+    plain = {name: _plain(getattr(value, name), where) for name in value.model_fields_set}
+    if isinstance(value, AutoscalingConfig):
+        _check_policy(value, where)
+    return plain
+
+
+def _check_router(config: RequestRouterConfig, where: str) -> None:
+    router = config.request_router_class
+    if "request_router_class" not in config.model_fields_set or not _is_ours(router):
+        return
+    raise ValueError(
+        f"request_router_class={_name(router)!r} of {where} cannot run on Ray, where routing is "
+        "Ray's; leave it out there, or give a ray.serve.request_router.RequestRouter"
+    )
+
+
+def _check_policy(config: AutoscalingConfig, where: str) -> None:
+    policy = config.policy.policy_function
+    if "policy" in config.model_fields_set and _is_ours(policy):
+        raise ValueError(
+            f"policy_function={_name(policy)!r} of {where} cannot run on Ray, where scaling is "
+            "Ray's; leave it out there, or give a function of ray.serve.autoscaling_policy"
+        )
+
+
+def _is_ours(target: Any) -> bool:
+    return _name(target).partition(":")[0].split(".")[0] == "ingress"
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    return f"{target.__module__}:{getattr(target, '__qualname__', target)}"

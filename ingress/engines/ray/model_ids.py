@@ -1,0 +1,54 @@
+"""Which models a replica has, told to Ray's router, so that it prefers who has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ray import serve as ray_serve
+from ray.serve._private.common import RequestRoutingInfo
+from ray.serve.context import _get_global_client
+
+from ingress.replica import Replica
+
+logger = logging.getLogger("ingress")
+
+PERIOD_S = 0.1  # Ray's own. Source: Ray 2.60.0, constants.py
+
+
+class ModelIds:
+    """Owned by the loop Ray calls the replica on. Its task begins with the first `watch`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._told: frozenset[str] = frozenset()
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Tell of changes from now on: a request has named a model."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._tell(self._replica.model_ids)
+            except Exception:
+                logger.exception("could not tell Ray which models %s has", self._replica.replica_id)
+            await asyncio.sleep(PERIOD_S)
+
+    def _tell(self, ids: frozenset[str]) -> None:
+        if ids == self._told:
+            return
+        # What `ray.serve.multiplexed` does; there is no public name for it.
+        _get_global_client().record_request_routing_info(
+            RequestRoutingInfo(
+                replica_id=ray_serve.get_replica_context().replica_id,
+                multiplexed_model_ids=sorted(ids),
+            )
+        )
+        self._told = ids

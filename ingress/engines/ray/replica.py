@@ -1,0 +1,328 @@
+"""What runs in a replica's process: Ray calls us, and we run the user's code as in one process.
+
+    Ray's proxy  -> HTTPReplica, an ASGI app -> Exchange   -+
+    Ray's router -> RemoteMethod             -> Invocation -+-> Router -> Replica -> user code
+
+Ray sees a class that is all `async def`; where a `def` runs, lanes, batches, models and contexts
+are our own `Replica`'s, on a loop of its own or, with the flag at 0, on Ray's. Its slots are ours
+too: Ray gives one back when a request is cancelled, ours when its thread returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextvars import copy_context
+from time import monotonic
+from typing import Any, TypeVar
+
+from ray import serve as ray_serve
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.asgi import ASGI
+from ingress.build import fill
+from ingress.call import Call
+from ingress.channel import Channel
+from ingress.context import REPLICA
+from ingress.controller import described
+from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
+from ingress.engines.ray.errors import portable
+from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
+from ingress.engines.ray.model_ids import ModelIds
+from ingress.exceptions import DeploymentUnavailableError
+from ingress.exchange import Exchange
+from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
+from ingress.loop_executor import lend_executor
+from ingress.loops import run_on
+from ingress.replica import Replica
+from ingress.responses import error_response
+from ingress.router import Router
+from ingress.settings import Settings
+from ingress.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
+from ingress.websocket import WebSocketExchange
+
+logger = logging.getLogger("ingress")
+
+T = TypeVar("T")
+
+
+class RayReplica:
+    """What Ray makes of a deployment: one an actor. Owned by the loop Ray calls it on.
+
+    `children` are Ray's handles of the deployments in the user's constructor arguments. All our
+    names are private: the others are the user's methods.
+    """
+
+    async def __init__(self, spec: ReplicaSpec, children: dict[str, RayHandle]) -> None:
+        context = ray_serve.get_replica_context()
+        self._deployment = DeploymentID(context.deployment, context.app_name)
+        self._spec = spec
+        self._user_config = spec.user_config
+        self._children = children
+        self._directory = RayDirectory(self._find_handle, self._find_methods)
+        use_here(self._directory)
+        _log_where_ray_does()
+        try:
+            await self._start(ReplicaID(context.replica_tag, self._deployment))
+        except Exception as error:
+            raise RuntimeError(
+                f"deployment '{context.deployment}' failed to start: {described(error)}"
+            ) from error
+
+    async def _start(self, replica_id: ReplicaID) -> None:
+        spec, settings = self._spec, Settings.from_environment()
+        target = spec.code.resolve()
+        app_spec = getattr(target, "__ingress_spec__", None)
+        args, kwargs = fill(
+            *pickle.loads(spec.arguments),
+            lambda name: self._directory.handle(DeploymentID(name, self._deployment.app_name)),
+        )
+        borrowed = None
+        if not settings.run_user_code_in_separate_thread:
+            borrowed = asyncio.get_running_loop()
+            lend_executor(borrowed)
+        self._router = Router(self._deployment)
+        self._replica = Replica(
+            replica_id,
+            target,
+            None if app_spec is None else app_spec.bind(target),
+            max_ongoing=spec.max_ongoing_requests,
+            num_cpus=spec.num_cpus,
+            lanes=spec.lanes,
+            sync_in_threadpool=settings.run_sync_in_threadpool,
+            release=self._router.release,
+            borrowed=borrowed,
+            stall_threshold_s=settings.stall_threshold_s,
+        )
+        self._model_ids = ModelIds(self._replica)
+        for hook in HOOKS - {"reconfigure"}:
+            if hasattr(target, hook):  # Ray looks for these, once, when we have been made
+                setattr(self, hook, _Hook(self, hook))
+        await self._replica.start(args, kwargs, spec.user_config)
+        self._router.add(self._replica)
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        """Return what Ray calls for a method of the user's; whether there is one, that will see."""
+        if name.startswith("_") or name in HOOKS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return RemoteMethod(self, name)
+
+    # What Ray calls itself.
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Tell the user's instance of a new config; what it was started with it knows."""
+        if user_config != self._user_config:
+            self._user_config = user_config
+            await self._on_user_loop(self._replica.user_code.reconfigure(user_config))
+
+    async def _run_hook(self, name: str) -> Any:
+        if name == "check_health":
+            return await self._replica.check_health()
+        return await self._on_user_loop(self._replica.user_code.call(name, (), {}))
+
+    async def _on_user_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        async def run() -> T:
+            REPLICA.set(self._replica.context)
+            return await work
+
+        return await run_on(self._replica.loop, run())
+
+    async def __del__(self) -> None:
+        """Stop, as Ray has it: requests have ended by now, or are not waited for any longer."""
+        replica = self.__dict__.get("_replica")
+        if replica is not None:
+            self._router.refuse(f"{self._deployment} is unavailable because it was stopped.")
+            self._model_ids.stop()
+            await replica.stop(self._spec.stop_timeout_s)
+        self._directory.close()
+
+    def _find_handle(self, deployment_id: DeploymentID) -> RayHandle:
+        if deployment_id.app_name == self._deployment.app_name:
+            handle = self._children.get(deployment_id.name)
+            if handle is not None:
+                return handle
+        try:
+            return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
+        except Exception as error:
+            raise DeploymentUnavailableError(
+                f"{deployment_id} is unavailable because it is not deployed."
+            ) from error
+
+    def _find_methods(self, deployment_id: DeploymentID) -> list[str] | None:
+        is_ours = deployment_id.app_name == self._deployment.app_name
+        return self._spec.methods.get(deployment_id.name) if is_ours else None
+
+    # Calls by handle.
+
+    async def _call(self, envelope: Envelope, args: Any, kwargs: Any) -> Any:
+        invocation = Invocation(envelope.method_name, args, kwargs, None)
+        try:
+            return await DeploymentResponse(self._submit(envelope, invocation))
+        except Exception as error:
+            raise portable(error) from error.__cause__
+
+    async def _stream(self, envelope: Envelope, args: Any, kwargs: Any) -> AsyncIterator[Any]:
+        channel = Channel()
+        invocation = Invocation(envelope.method_name, args, kwargs, channel)
+        call = self._submit(envelope, invocation)
+        items = DeploymentResponseGenerator(call, channel, self._directory)
+        try:
+            async for item in items:
+                yield item
+        except Exception as error:
+            raise portable(error) from error.__cause__
+        finally:
+            await items.aclose()
+
+    def _submit(self, envelope: Envelope, invocation: Invocation) -> Call:
+        call = Call(envelope.metadata(self._deployment), invocation, copy_context())
+        if call.deadline is not None:
+            self._directory.expire(call, call.deadline)
+        if envelope.multiplexed_model_id:
+            self._model_ids.watch()
+        self._router.assign(call)
+        return call
+
+    # HTTP.
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request or WebSocket that Ray's proxy was sent."""
+        exchange = self._exchange(scope, receive, send)
+        deadline = exchange.metadata.deadline
+        if deadline is not None:
+            deadlines_of(exchange.loop).add(exchange, deadline)
+        try:
+            await exchange.respond()
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if exchange.started or not await _answer(error, exchange, scope, receive, send):
+                raise portable(error) from error.__cause__  # Ray logs it, and cuts what had begun
+        finally:
+            if deadline is not None:
+                deadlines_of(exchange.loop).discard(exchange)
+
+    def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
+        request_id = model_id = ""
+        has_body = False
+        timeout_s = self._spec.request_timeout_s
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":  # the last is the proxy's own
+                request_id = value.decode("latin-1")
+            elif name == b"content-length":
+                has_body = value != b"0"
+            elif name == b"transfer-encoding":
+                has_body = True
+            elif name == TIMEOUT_HEADER:
+                timeout_s = earlier(timeout_s, value)
+            elif name.replace(b"-", b"_") == b"serve_multiplexed_model_id":
+                model_id = value.decode("latin-1")
+        if model_id:
+            self._model_ids.watch()
+        now = monotonic()
+        metadata = RequestMetadata(
+            request_id or new_request_id(),
+            self._deployment,
+            route=scope.get("root_path") or "/",
+            multiplexed_model_id=model_id,
+            is_http_request=True,
+            deadline=None if timeout_s is None else now + timeout_s,
+        )
+        kind = Exchange if scope["type"] == "http" else WebSocketExchange
+        send = _without_our_id(send, metadata.request_id)
+        inner = {**scope, "asgi": ASGI}
+        exchange = kind(metadata, self._router, inner, receive, send, has_body=has_body)
+        exchange.started_at = now
+        return exchange
+
+
+@ray_serve.ingress()
+class HTTPReplica(RayReplica):
+    """The deployment of an application that requests from outside come to."""
+
+    docs_path = None
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        return self._asgi
+
+    async def _asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._serve(scope, receive, send)
+            return
+        # The user's app has had its own, and will be shut down with the replica.
+        for what in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{what}.complete"})
+
+
+class RemoteMethod:
+    """A method of the user's, as Ray calls it.
+
+    An object, because Ray would run a function that is no `async def` in a thread or warn of it,
+    and this returns what the call asks for: something to await, or to iterate.
+    """
+
+    def __init__(self, replica: RayReplica, name: str) -> None:
+        self.__name__ = name
+        self._replica = replica
+
+    def __call__(self, envelope: Envelope, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(envelope, Envelope):
+            raise TypeError(
+                f"{self.__name__!r} belongs to a deployment of ingress; call it by its handle, "
+                "ingress.get_deployment_handle(...)"
+            )
+        if envelope.is_streaming:
+            return self._replica._stream(envelope, args, kwargs)
+        return self._replica._call(envelope, args, kwargs)
+
+
+class _Hook:
+    """A hook of the user's, as Ray calls it; an object for the same reason."""
+
+    def __init__(self, replica: RayReplica, name: str) -> None:
+        self.__name__ = name
+        self._replica = replica
+
+    def __call__(self) -> Awaitable[Any]:
+        return self._replica._run_hook(self.__name__)
+
+
+async def _answer(
+    error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+) -> bool:
+    """Tell the client that its request failed. Returns False if that needs a look."""
+    status = getattr(error, "status_code", 500)
+    if not exchange.is_http:
+        if status != 500:
+            await send({"type": "websocket.close", "code": 1013, "reason": str(error)[:100]})
+        return bool(status != 500)
+    response = error_response(error)
+    await response(scope, receive, send)
+    return response.status_code != 500
+
+
+def _without_our_id(send: Send, request_id: str) -> Send:
+    """Leave the request's id to Ray's proxy, which adds it to every response."""
+    ours = (b"x-request-id", request_id.encode("latin-1"))
+
+    async def send_without_our_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [pair for pair in message.get("headers", ()) if tuple(pair) != ours]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_without_our_id
+
+
+def _log_where_ray_does() -> None:
+    """Have our records where Ray Serve's are: its log files, and the driver's terminal."""
+    for handler in logging.getLogger("ray.serve").handlers:
+        if handler not in logger.handlers:
+            logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
