@@ -40,7 +40,8 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "app_examples"
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py"))
 NO_SERVERS = ("model", "request_batching", "slow_server")
-APPLICATIONS = [name for name in EXAMPLES if name not in NO_SERVERS]
+NEEDS_RAY = ("ray_parallel",)  # run by tests/engines
+APPLICATIONS = [name for name in EXAMPLES if name not in (*NO_SERVERS, *NEEDS_RAY)]
 CURL = re.compile(r"^    curl '?http://127\.0\.0\.1:8000(/[^\s']*)'?(?: {4}|\n    )(\S.*)$", re.M)
 
 TESTED: set[str] = set()
@@ -106,7 +107,7 @@ def results(responses: list[Any]) -> list[Any]:
 
 
 def test_every_example_has_a_test_of_its_own() -> None:
-    assert sorted(TESTED) == EXAMPLES
+    assert sorted({*TESTED, *NEEDS_RAY}) == EXAMPLES
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -118,6 +119,8 @@ def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
         attribute = "hello" if name == "hello" else "app"
         assert f"ingress run app_examples.{name}:{attribute}\n" in docstring
         assert "    curl " in docstring
+    elif name in NEEDS_RAY:
+        assert f"ingress run app_examples.{name}:app --engine ray\n" in docstring
     else:
         assert f"    python -m app_examples.{name}\n" in docstring
     assert f"({name}.py)" in (FOLDER / "README.md").read_text()

@@ -1,0 +1,383 @@
+"""The Ray engine where there is no Ray: options on their way to it, and what is refused.
+
+What needs Ray is in tests/engines.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ingress as serve
+from ingress.build import BuiltDeployment, build
+from ingress.config import DeploymentConfig, HTTPOptions
+from ingress.engines.ray import lowering
+from ingress.engines.ray.config_file import config_of
+from ingress.engines.ray.lowering import (
+    environment_for_workers,
+    http_options_for_ray,
+    import_folders,
+    options_for_ray,
+)
+from ingress.engines.ray.messages import CALL, Envelope, remote_name
+from ingress.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.types import DeploymentID, RequestMetadata
+from tests.servers import INGRESS, PATIENCE_S, ROOT, UVICORN, environment, process, write_module
+
+needs_no_ray = pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+
+APP = """
+import ingress as serve
+
+@serve.deployment(num_replicas=2, lanes={"db": 3}, ray_actor_options={"num_cpus": 0.5})
+class Child: ...
+
+@serve.deployment(user_config={"a": 1}, health_check_period_s=3)
+class Hello:
+    def __init__(self, child): ...
+    def reconfigure(self, user_config): ...
+    def __call__(self): return "hi"
+
+hello = Hello.bind(Child.bind())
+"""
+
+
+class Plain:
+    async def __call__(self) -> str:
+        return "hi"
+
+
+def built(**options: Any) -> BuiltDeployment:
+    application = serve.deployment(**options)(Plain).bind()
+    return build(application, "default", acts_on_all=True).ingress
+
+
+def lowered(**options: Any) -> dict[str, Any]:
+    return options_for_ray(built(**options), {})
+
+
+def ingress(
+    folder: Path, *arguments: str, path: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    given = {**environment(folder), **environ}
+    if path is not None:
+        given["PYTHONPATH"] = os.pathsep.join([str(path), given["PYTHONPATH"]])
+    return subprocess.run(
+        [*INGRESS, *arguments],
+        cwd=folder,
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_module(tmp_path, "app", APP)
+    return tmp_path
+
+
+# Options
+
+
+def test_every_option_of_a_deployment_has_its_place_on_ray() -> None:
+    assert {*lowering.PASSED, *lowering.OURS} == {*DeploymentConfig.model_fields}
+    assert not lowering.PASSED & lowering.OURS
+
+
+def test_what_was_not_given_is_left_to_ray_but_for_our_defaults() -> None:
+    assert lowered() == {
+        "name": "Plain",
+        "max_ongoing_requests": 100,
+        "num_replicas": 1,
+        "ray_actor_options": {"runtime_env": {"env_vars": {}}},
+    }
+
+
+def test_what_was_given_is_what_ray_gets_and_of_a_config_only_what_was_given_of_it() -> None:
+    options = lowered(
+        max_queued_requests=7,
+        graceful_shutdown_timeout_s=3.0,
+        autoscaling_config=serve.AutoscalingConfig(max_replicas=4),
+        backpressure_config={"status_code": 429},
+        logging_config=serve.LoggingConfig(log_level="DEBUG"),
+        lanes={"db": 2},
+    )
+
+    assert options["max_queued_requests"] == 7
+    assert options["graceful_shutdown_timeout_s"] == 3.0
+    assert options["autoscaling_config"] == {"max_replicas": 4}
+    assert options["backpressure_config"] == {"status_code": 429}
+    assert options["logging_config"] == {"log_level": "DEBUG"}
+    assert "num_replicas" not in options  # Ray refuses both
+    assert "lanes" not in options
+
+
+def test_the_flags_go_into_the_workers_environment_and_the_users_own_variables_win() -> None:
+    flags = environment_for_workers(Settings(run_sync_in_threadpool=True, stall_threshold_s=None))
+    runtime_env = {"pip": ["numpy"], "env_vars": {"MINE": "1", "INGRESS_STALL_THRESHOLD_MS": "9"}}
+    actor = {"num_gpus": 1, "runtime_env": runtime_env}
+
+    options = options_for_ray(built(ray_actor_options=actor), flags, default_cpus=0.0)
+
+    env_vars = options["ray_actor_options"]["runtime_env"].pop("env_vars")
+    assert options["ray_actor_options"] == {
+        "num_cpus": 0.0,
+        "num_gpus": 1,
+        "runtime_env": {"pip": ["numpy"]},
+    }
+    assert env_vars == {
+        "INGRESS_ENGINE": "ray",
+        "INGRESS_STALL_THRESHOLD_MS": "9",
+        "MINE": "1",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "1",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
+    }
+    assert Settings.from_environment(flags) == Settings(
+        run_sync_in_threadpool=True, stall_threshold_s=None, engine="ray"
+    )
+
+
+def test_workers_import_from_where_this_process_does_but_for_what_comes_with_its_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    folders = import_folders()
+
+    assert folders[0] == str(tmp_path.resolve())
+    assert not [each for each in folders if "site-packages" in each or "lib-dynload" in each]
+    assert environment_for_workers(Settings(), folders)["PYTHONPATH"].endswith("${PYTHONPATH}")
+
+
+class Policy: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"request_router_config": {"request_router_class": "ingress.request_router:Mine"}},
+            "request_router_class='ingress.request_router:Mine' of deployment 'Plain' cannot run",
+        ),
+        (
+            {"autoscaling_config": {"policy": {"policy_function": "ingress:mine"}}},
+            "policy_function='ingress:mine' of deployment 'Plain' cannot run on Ray",
+        ),
+    ],
+    ids=["router", "policy"],
+)
+def test_what_cannot_work_on_ray_is_refused_by_name(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lowered(**options)
+
+
+def test_http_options_become_rays_and_a_retry_of_what_has_started_is_refused() -> None:
+    given = HTTPOptions(port=9000, keep_alive_timeout_s=5.5, request_timeout_s=2)
+
+    assert http_options_for_ray(given, Settings(request_timeout_s=9)) == {
+        "host": "127.0.0.1",
+        "port": 9000,
+        "keep_alive_timeout_s": 5,
+        "request_timeout_s": 2,
+    }
+    assert http_options_for_ray(HTTPOptions(), Settings(request_timeout_s=9)) == {
+        "host": "127.0.0.1",
+        "port": 8000,
+        "request_timeout_s": 9,
+    }
+    with pytest.raises(ValueError, match=r"retry_started_methods=\['GET'\] has no effect on Ray"):
+        http_options_for_ray(HTTPOptions(retry_started_methods=["GET"]), Settings())
+
+
+# Calls
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("score", "score"),
+        ("__call__", CALL),
+        ("_private", CALL),
+        ("check_health", CALL),
+        ("app", CALL),
+    ],
+)
+def test_ray_is_told_a_methods_own_name_unless_it_means_something_else_there(
+    method: str, name: str
+) -> None:
+    assert remote_name(method) == name
+
+
+def test_a_deadline_crosses_as_the_time_that_is_left() -> None:
+    deployment = DeploymentID("Plain")
+    metadata = RequestMetadata("id", deployment, method_name="score", deadline=None)
+
+    assert Envelope.of(metadata).metadata(deployment) == metadata._replace(app_name="")
+    past = Envelope.of(metadata._replace(deadline=0.0))
+    assert past.left_s == 0.0
+
+
+# Bad input
+
+
+def test_an_engine_that_is_none_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ValueError, match="engine must be 'local' or 'ray', got 'raay'"):
+        serve.start(engine="raay")
+
+    result = ingress(folder, "run", "app:hello", "--engine", "raay")
+
+    assert result.stderr == "Error: --engine must be local or ray, got 'raay'\n"
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "ray", "--workers", "2"], "--reload and --workers are for the local engine"),
+        (["--engine", "ray", "--reload"], "--reload and --workers are for the local engine"),
+        (["--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
+        (["--working-dir", "."], "--address and --working-dir are for --engine ray"),
+    ],
+)
+def test_what_belongs_to_the_other_engine_is_refused(
+    folder: Path, arguments: list[str], message: str
+) -> None:
+    result = ingress(folder, "run", "app:hello", "--port", "0", *arguments)
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: {message}")
+    assert result.returncode == 1
+
+
+@needs_no_ray
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None:
+    arguments, environ = ["run", "app:hello", "--port", "0"], {"INGRESS_ENGINE": "ray"}
+    if how == "option":
+        arguments, environ = [*arguments, "--engine", "ray"], {}
+
+    result = ingress(folder, *arguments, **environ)
+
+    (line,) = result.stderr.splitlines()
+    assert line == (
+        "Error: the ray engine needs Ray Serve 2.60, which is not installed; in a clone of this "
+        'project: python -m pip install -e ".[ray]"'
+    )
+    assert result.returncode == 1
+
+
+@needs_no_ray
+def test_without_ray_what_is_asked_of_the_engine_says_so() -> None:
+    application = serve.deployment(Plain).bind()
+
+    with pytest.raises(RuntimeError, match="needs Ray Serve 2.60, which is not installed"):
+        serve.run(application, engine="ray")
+    assert serve.status().applications == {}
+
+
+@needs_no_ray
+def test_another_version_of_ray_is_named_with_the_one_that_is_supported(folder: Path) -> None:
+    other = folder / "other"
+    metadata = other / "ray-2.41.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.41.0\n")
+
+    result = ingress(folder, "run", "app:hello", "--engine", "ray", path=other)
+
+    (line,) = result.stderr.splitlines()
+    assert line == (
+        "Error: the ray engine supports Ray 2.60.x, and 2.41.0 is installed; "
+        "python -m pip install 'ray[serve]==2.60.*'"
+    )
+
+
+def test_a_server_of_its_own_does_not_run_an_application_that_is_meant_for_ray(
+    folder: Path,
+) -> None:
+    environ = {**environment(folder), "INGRESS_ENGINE": "ray"}
+
+    with process([*UVICORN, "app:hello"], folder, environ) as server:
+        assert server.wait() != 0
+
+    assert "INGRESS_ENGINE='ray'" in server.output
+    assert "use ingress run --engine ray" in server.output
+
+
+@pytest.mark.parametrize("code", ["", "serve.run(app, route_prefix=None); serve.shutdown()"])
+def test_nothing_but_its_engine_imports_ray(tmp_path: Path, code: str) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("")  # one that could be imported
+    script = (
+        "import sys, ingress as serve\n"
+        "app = serve.deployment(lambda: None, name='one').bind()\n"
+        f"{code}\n"
+        "print('ray' in sys.modules, 'ingress.engines.ray' in sys.modules)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+
+    assert ran.stdout.split() == ["False", "False"]
+
+
+# ingress build
+
+
+def test_build_writes_what_names_the_application_its_options_and_the_flags(folder: Path) -> None:
+    file = folder / "serve.yaml"
+
+    result = ingress(folder, "build", "app:hello", "-o", "serve.yaml", **{SYNC_IN_THREADPOOL: "1"})
+
+    assert result.returncode == 0, result.stderr
+    assert file.read_text().startswith("# For `serve deploy`")
+    config = yaml.safe_load(file.read_text())
+    (application,) = config["applications"]
+    assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
+    assert application["import_path"] == "ingress.engines.ray.builder:build"
+    assert application["args"] == {"target": "app:hello"}
+    assert application["runtime_env"]["env_vars"][SYNC_IN_THREADPOOL] == "1"
+    assert application["deployments"] == [
+        {
+            "name": "Child",
+            "max_ongoing_requests": 100,
+            "num_replicas": 2,
+            "ray_actor_options": {"num_cpus": 0.5},
+        },
+        {
+            "name": "Hello",
+            "max_ongoing_requests": 100,
+            "num_replicas": 1,
+            "health_check_period_s": 3.0,
+            "user_config": {"a": 1},
+        },
+    ]
+
+
+def test_a_request_timeout_is_in_the_file_for_the_proxies_and_for_the_replicas() -> None:
+    application = build(serve.deployment(Plain).bind(), "default")
+
+    config = config_of(application, "app:hello", Settings(request_timeout_s=2.5))
+
+    assert config["http_options"]["request_timeout_s"] == 2.5
+    assert config["applications"][0]["args"]["request_timeout_s"] == 2.5
+
+
+def test_build_says_where_it_cannot_write(folder: Path) -> None:
+    result = ingress(folder, "build", "app:hello", "-o", "nowhere/serve.yaml")
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: cannot write 'nowhere/serve.yaml': No such file")
+    assert result.returncode == 1
