@@ -28,7 +28,7 @@ class RayParallel:
     async def __call__(self, request):
         values = [1, 2, 3, 4]
         refs = [heavy_task.remote(v) for v in values]
-        results = await asyncio.gather(*[r for r in refs])
+        results = await asyncio.gather(*[r for r in refs])  # noqa: C416
         return {"results": results}
 
 

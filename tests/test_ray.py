@@ -281,7 +281,7 @@ def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None
 def test_without_ray_what_is_asked_of_the_engine_says_so() -> None:
     application = serve.deployment(Plain).bind()
 
-    with pytest.raises(RuntimeError, match="needs Ray Serve 2.60, which is not installed"):
+    with pytest.raises(RuntimeError, match=r"needs Ray Serve 2\.60, which is not installed"):
         serve.run(application, engine="ray")
     assert serve.status().applications == {}
 

@@ -43,10 +43,8 @@ def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
         spec = ReplicaSpec(
             code=reference_to(each),
             arguments=pickled_arguments(each),
-            max_ongoing_requests=config.max_ongoing_requests,
             num_cpus=config.num_cpus,
             lanes=dict(config.lanes),
-            user_config=config.user_config,
             methods=methods,
             request_timeout_s=lowering.request_timeout_s,
             stop_timeout_s=config.graceful_shutdown_timeout_s,

@@ -31,11 +31,17 @@ FindMethods = Callable[[DeploymentID], list[str] | None]
 class RayDirectory:
     """The deployments of a cluster, as handles find them; one a process. Thread-safe.
 
-    Its loop lives from the first call to `close`. In a pickle it is that of the process it is
-    unpickled in.
+    `is_known` says of a deployment that it is there, without asking the cluster. Its loop lives
+    from the first call to `close`. In a pickle it is that of the process it is unpickled in.
     """
 
-    def __init__(self, find_handle: FindHandle, find_methods: FindMethods) -> None:
+    def __init__(
+        self,
+        find_handle: FindHandle,
+        find_methods: FindMethods,
+        is_known: Callable[[DeploymentID], bool],
+    ) -> None:
+        self.is_known = is_known
         self._find_handle = find_handle
         self._find_methods = find_methods
         # What is posted to it once it has stopped is lost, and with it the calls of an engine that

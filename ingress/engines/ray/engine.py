@@ -82,7 +82,7 @@ class RayEngine:
                 address = self._address or Settings.from_environment().ray_address
                 self._cluster = Cluster.connect(address, self._working_dir)
                 if directory_here() is None:
-                    self._directory = RayDirectory(_find_handle, self._find_methods)
+                    self._directory = RayDirectory(_find_handle, self._find_methods, self._is_known)
                     use_here(self._directory)
             return self._cluster
 
@@ -203,16 +203,14 @@ class RayEngine:
     def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle:
         directory = self.directory
         deployment_id = DeploymentID(deployment_name, app_name)
-        try:
-            ray_serve.get_deployment_handle(deployment_name, app_name)
-        except Exception as error:
-            known = sorted(
-                str(DeploymentID(each, app))
-                for app, overview in ray_serve.status().applications.items()
-                for each in overview.deployments
-            )
-            raise KeyError(f"{deployment_id} does not exist. Running: {known}.") from error
+        if not directory.is_known(deployment_id) and deployment_id not in (known := _running()):
+            names = sorted(map(str, known))
+            raise KeyError(f"{deployment_id} does not exist. Running: {names}.")
         return directory.handle(deployment_id)
+
+    def _is_known(self, deployment_id: DeploymentID) -> bool:
+        built = self._applications.get(deployment_id.app_name)
+        return built is not None and deployment_id.name in [each.name for each in built.deployments]
 
     def _find_methods(self, deployment_id: DeploymentID) -> list[str] | None:
         built = self._applications.get(deployment_id.app_name)
@@ -220,12 +218,20 @@ class RayEngine:
 
 
 def _find_handle(deployment_id: DeploymentID) -> Any:
-    try:
-        return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
-    except Exception as error:
+    # Asked here, because Ray remembers handles, and a call to what was deleted waits for ever.
+    if deployment_id not in _running():
         raise DeploymentUnavailableError(
             f"{deployment_id} is unavailable because it is not deployed."
-        ) from error
+        )
+    return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
+
+
+def _running() -> set[DeploymentID]:
+    return {
+        DeploymentID(each, app)
+        for app, overview in ray_serve.status().applications.items()
+        for each in overview.deployments
+    }
 
 
 def _reserved_cpus(built: BuiltApplication) -> float:

@@ -30,16 +30,15 @@ class ReplicaSpec:
     """What a replica is made of.
 
     `code` is a `Reference` to the user's class or function, `arguments` its pickled constructor
-    arguments with slots for handles. `methods` says, for each deployment they may name, what its
-    handle may call; `None` for any name. `request_timeout_s` is the proxies'.
+    arguments with slots for handles. `methods` says, for each deployment of the application, what
+    its handle may call; `None` for any name. `request_timeout_s` is the proxies'. What may change
+    later, Ray has.
     """
 
     code: Any
     arguments: bytes
-    max_ongoing_requests: int
     num_cpus: float
     lanes: Mapping[str, int] = field(default_factory=dict)
-    user_config: Any = None
     methods: Mapping[str, list[str] | None] = field(default_factory=dict)
     request_timeout_s: float | None = None
     stop_timeout_s: float = 20.0

@@ -61,9 +61,13 @@ class RayReplica:
         context = ray_serve.get_replica_context()
         self._deployment = DeploymentID(context.deployment, context.app_name)
         self._spec = spec
-        self._user_config = spec.user_config
+        # Not what the code says: a `serve deploy` file goes before it. No public name has it.
+        self._config = context._deployment_config
+        self._user_config = self._config.user_config
         self._children = children
-        self._directory = RayDirectory(self._find_handle, self._find_methods)
+        self._directory = RayDirectory(
+            self._find_handle, self._find_methods, self._is_of_our_application
+        )
         use_here(self._directory)
         _log_where_ray_does()
         try:
@@ -90,7 +94,7 @@ class RayReplica:
             replica_id,
             target,
             None if app_spec is None else app_spec.bind(target),
-            max_ongoing=spec.max_ongoing_requests,
+            max_ongoing=self._config.max_ongoing_requests,
             num_cpus=spec.num_cpus,
             lanes=spec.lanes,
             sync_in_threadpool=settings.run_sync_in_threadpool,
@@ -102,7 +106,7 @@ class RayReplica:
         for hook in HOOKS - {"reconfigure"}:
             if hasattr(target, hook):  # Ray looks for these, once, when we have been made
                 setattr(self, hook, _Hook(self, hook))
-        await self._replica.start(args, kwargs, spec.user_config)
+        await self._replica.start(args, kwargs, self._user_config)
         self._router.add(self._replica)
 
     def __getattr__(self, name: str) -> RemoteMethod:
@@ -141,10 +145,8 @@ class RayReplica:
         self._directory.close()
 
     def _find_handle(self, deployment_id: DeploymentID) -> RayHandle:
-        if deployment_id.app_name == self._deployment.app_name:
-            handle = self._children.get(deployment_id.name)
-            if handle is not None:
-                return handle
+        if self._is_of_our_application(deployment_id) and deployment_id.name in self._children:
+            return self._children[deployment_id.name]
         try:
             return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
         except Exception as error:
@@ -153,8 +155,15 @@ class RayReplica:
             ) from error
 
     def _find_methods(self, deployment_id: DeploymentID) -> list[str] | None:
-        is_ours = deployment_id.app_name == self._deployment.app_name
-        return self._spec.methods.get(deployment_id.name) if is_ours else None
+        if not self._is_of_our_application(deployment_id):
+            return None
+        return self._spec.methods.get(deployment_id.name)
+
+    def _is_of_our_application(self, deployment_id: DeploymentID) -> bool:
+        return (
+            deployment_id.app_name == self._deployment.app_name
+            and deployment_id.name in self._spec.methods
+        )
 
     # Calls by handle.
 
