@@ -294,6 +294,7 @@ def _prepare_ray(address: str | None, working_dir: str | None) -> None:
         ray_engine().use(address, working_dir)
     except RuntimeError as error:
         raise error_exit(str(error)) from None
+    console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
 
 
 def _serve(

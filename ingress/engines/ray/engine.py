@@ -31,6 +31,7 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ServeStatus,
 )
+from ingress.server import check_address
 from ingress.settings import Settings
 from ingress.types import DeploymentID
 
@@ -86,6 +87,9 @@ class RayEngine:
                     use_here(self._directory)
             return self._cluster
 
+    def _would_be_ours(self) -> bool:
+        return Cluster.would_be_ours(self._address or Settings.from_environment().ray_address)
+
     def start(self, http_options: HTTPOptions | None) -> None:
         with self._lock, self._nothing_left_if_it_fails():
             if http_options is not None:
@@ -105,6 +109,8 @@ class RayEngine:
     def _start(self) -> Cluster:
         settings = Settings.from_environment()
         options = http_options_for_ray(self._http_options, settings)
+        if self._cluster is None and self._would_be_ours() and options["host"] is not None:
+            check_address(options["host"], options["port"])  # before it takes its time
         cluster = self.connect()
         if not self._is_started:
             cluster.start_serve(options)
@@ -136,10 +142,7 @@ class RayEngine:
 
     def _lowering(self) -> Lowering:
         settings = Settings.from_environment()
-        if self._cluster is None:
-            is_ours = Cluster.would_be_ours(self._address or settings.ray_address)
-        else:
-            is_ours = self._cluster.is_ours
+        is_ours = self._would_be_ours() if self._cluster is None else self._cluster.is_ours
         return Lowering(
             environment_for_workers(
                 settings, import_folders() if self._working_dir is None else []

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ray import serve as ray_serve
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.asgi import ASGI
 from ingress.build import fill
@@ -255,17 +255,17 @@ class HTTPReplica(RayReplica):
 
     docs_path = None
 
-    async def __serve_build_asgi_app__(self) -> Any:
-        return self._asgi
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "lifespan":
+                await self._serve(scope, receive, send)
+                return
+            # The user's app has had its own, and will be shut down with the replica.
+            for what in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{what}.complete"})
 
-    async def _asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan":
-            await self._serve(scope, receive, send)
-            return
-        # The user's app has had its own, and will be shut down with the replica.
-        for what in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{what}.complete"})
+        return app
 
 
 class RemoteMethod:
@@ -330,8 +330,9 @@ def _without_our_id(send: Send, request_id: str) -> Send:
 
 def _log_where_ray_does() -> None:
     """Have our records where Ray Serve's are: its log files, and the driver's terminal."""
-    for handler in logging.getLogger("ray.serve").handlers:
+    rays = logging.getLogger("ray.serve")
+    for handler in rays.handlers:
         if handler not in logger.handlers:
             logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(rays.level)
     logger.propagate = False

@@ -1,0 +1,531 @@
+"""The Ray engine, on a real cluster: what users do with it, in Python and from the command line.
+
+That it does the same as the local one is for the scenarios to show. Skipped where there is no Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.sync.client import connect
+
+import ingress as serve
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    UserCodeExit,
+)
+from tests.engines import ray_app
+from tests.servers import INGRESS, ROOT, ServerProcess, write_module
+
+pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+PATIENCE_S = 60.0  # a replica is a process that imports Ray
+# It lives until its standard input is closed, so it ends with whoever started it.
+CLUSTER = """
+import sys, tempfile, ray
+with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+    ray.init(num_cpus=32, include_dashboard=False, object_store_memory=10**8, _temp_dir=folder,
+             log_to_driver=False)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+"""
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Ray's own threads and sockets stay while this process is connected."""
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
+    try:
+        lines = iter(cluster.stdout.readline, "")
+        yield next(line.strip() for line in lines if re.fullmatch(r"[\d.]+:\d+\n", line))
+    finally:
+        cluster.stdin.close()
+        cluster.wait(PATIENCE_S)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What runs under /x while these tests do."""
+
+    url: str
+    front: serve.DeploymentHandle
+    child: serve.DeploymentHandle
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, trust_env=False, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def it(address: str) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("RAY_ADDRESS", address)
+        environ.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        port = free_port()
+        serve.start(serve.HTTPOptions(port=port), engine="ray")
+        front = serve.run(ray_app.app, name="x", route_prefix="/x")
+        child = serve.get_deployment_handle("Child", "x")
+        yield Served(f"http://127.0.0.1:{port}/x", front, child)
+        serve.shutdown()
+
+
+# HTTP
+
+
+def test_a_fastapi_class_answers_with_its_own_instance(it: Served) -> None:
+    assert it.get("/").json() == ["Ada", 1, True]
+    assert it.get("/sync").json() == "worker"
+    assert it.get("/async").json() == "loop"
+
+
+def test_a_guard_where_a_router_is_included_holds(it: Served) -> None:
+    assert it.get("/guarded/secret").status_code == 401
+    assert it.get("/guarded/secret", token="right").json() == "secret"
+
+
+def test_request_id_route_and_application_are_known_in_the_replica_and_in_those_it_calls(
+    it: Served,
+) -> None:
+    response = it.get("/items/7", **{"x-request-id": "mine"})
+
+    mine, childs = response.json()
+    assert mine == {"item": 7, "route": "/x/items/{item}", "request_id": "mine"}
+    assert childs == {
+        "request_id": "mine",
+        "route": "/x/items/{item}",
+        "app_name": "x",
+        "deployment": "Child",
+        "method_name": "context",
+        "is_http_request": False,
+        "replica_is_of": ["x", "Child"],
+    }
+    assert response.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_what_a_child_raises_is_caught_by_its_class_and_what_nobody_catches_is_a_500(
+    it: Served,
+) -> None:
+    assert it.get("/fail").json() == "Boom 1"
+    assert it.get("/error").status_code == 500
+    assert it.get("/nothing").status_code == 404
+
+
+def test_responses_are_arguments_and_deployments_are_found_by_name_inside_a_replica(
+    it: Served,
+) -> None:
+    assert it.get("/sums").json() == 8
+    assert it.get("/by-name").json() == 10
+
+
+def test_a_stream_arrives_and_one_that_fails_never_ends_clean(it: Served) -> None:
+    assert it.get("/lines").text == "0\n1\n2\n"
+    with pytest.raises(httpx.RemoteProtocolError):
+        it.get("/cut")
+
+
+def test_a_body_arrives_whole(it: Served) -> None:
+    body = b"x" * 3_000_000
+    response = httpx.post(it.url + "/size", content=body, trust_env=False, timeout=PATIENCE_S)
+
+    assert response.json() == len(body)
+
+
+def test_a_websocket_echoes(it: Served) -> None:
+    with connect(it.url.replace("http", "ws") + "/shout", proxy=None) as client:
+        client.send("hey")
+        assert client.recv(timeout=PATIENCE_S) == "HEY"
+
+
+def test_a_client_that_leaves_ends_its_request_and_what_that_called(
+    it: Served, tmp_path: Path
+) -> None:
+    mine, childs = tmp_path / "mine", tmp_path / "childs"
+
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(
+            it.url + "/wait",
+            params={"mine": str(mine), "childs": str(childs)},
+            timeout=1.0,
+            trust_env=False,
+        )
+
+    wait_until(lambda: mine.exists() and childs.exists())
+
+
+def test_a_request_whose_time_is_up_is_answered_408_and_so_is_told_what_it_called(
+    it: Served, tmp_path: Path
+) -> None:
+    mine, childs = tmp_path / "mine", tmp_path / "childs"
+
+    answer = it.get(
+        f"/wait?mine={mine}&childs={childs}", **{"x-request-timeout-seconds": "0.5"}
+    )
+
+    assert answer.status_code == 408
+    wait_until(lambda: mine.exists() and childs.exists())
+
+
+def test_a_plain_function_answers_as_it_does_here(it: Served) -> None:
+    serve.run(ray_app.plain_http.bind(), name="plain", route_prefix="/plain")
+    url = it.url.removesuffix("/x") + "/plain"
+
+    answers = {
+        query: httpx.get(url + query, trust_env=False, timeout=PATIENCE_S)
+        for query in ("", "?error=1", "?stream=1")
+    }
+
+    assert answers[""].json() == {"path": "/plain"}
+    assert answers[""].headers["content-length"] == "17"
+    assert (answers["?error=1"].status_code, answers["?error=1"].json()) == (418, {"detail": "tea"})
+    assert answers["?stream=1"].text == "0\n1\n2\n"
+    serve.delete("plain")
+
+
+# Handles
+
+
+def test_a_method_runs_where_it_does_here(it: Served) -> None:
+    places = [
+        getattr(it.child, name).remote().result()
+        for name in ("on_loop", "sync", "in_thread", "in_lane")
+    ]
+
+    assert places == ["loop", "loop", "worker", "lane"]
+    assert list(it.child.options(stream=True).places.remote(2)) == ["loop", "loop"]
+
+
+def test_an_exception_is_the_users_own_with_the_replicas_traceback(it: Served) -> None:
+    with pytest.raises(ray_app.Boom) as raised:
+        it.child.fail.remote().result()
+
+    assert raised.value.number == 1
+    assert type(raised.value) is ray_app.Boom
+    assert 'raise Boom(1, "one")' in "".join(raised.value.__notes__)
+
+
+def test_an_exception_that_cannot_travel_arrives_as_what_it_says(it: Served) -> None:
+    with pytest.raises(RayServeException, match="Odd: 2 two"):
+        it.child.fail_oddly.remote().result()
+
+
+def test_what_is_no_exception_is_the_requests_alone(it: Served) -> None:
+    with pytest.raises(UserCodeExit) as raised:
+        it.child.leave.remote().result()
+
+    assert isinstance(raised.value.__cause__, SystemExit)
+    assert it.child.remote(1).result() == 2
+
+
+def test_methods_are_known_and_what_a_constructor_makes_one_and_private_ones_by_name(
+    it: Served,
+) -> None:
+    assert not hasattr(it.child, "nothing")
+    assert it.child.from_constructor.remote().result() == "from the constructor"
+    assert it.front.options(method_name="_private").remote().result() == "private"
+    with pytest.raises(RayServeException, match="Tried to call a method 'nothing'"):
+        it.child.options(method_name="nothing").remote().result()
+
+
+def test_calls_that_arrive_together_run_together_also_in_a_def(it: Served) -> None:
+    # Of eight calls on two replicas one has four at least, and the other's wait is over with it.
+    for method in ("together", "together_in_thread"):
+        calls = [getattr(it.child, method).remote(number) for number in range(8)]
+        place = "loop" if method == "together" else "worker"
+        assert (4, place) in [tuple(call.result()) for call in calls]
+
+
+def test_calls_for_a_model_go_to_the_replica_that_has_it(it: Served) -> None:
+    handle = it.child.options(multiplexed_model_id="mine")
+    handle.model.remote().result()
+    time.sleep(1.0)  # Ray's routers hear of it by and by
+
+    found = {tuple(handle.model.remote().result()) for _ in range(10)}
+
+    assert len(found) == 1
+
+
+def test_a_cancelled_call_is_cancelled_where_it_runs_and_a_def_is_told(
+    it: Served, tmp_path: Path
+) -> None:
+    for method, file in (("sleep", tmp_path / "slept"), ("work", tmp_path / "told")):
+        call = getattr(it.child, method).remote(str(file))
+        with pytest.raises(TimeoutError):
+            call.result(timeout_s=1.0)
+        call.cancel()
+        with pytest.raises(RequestCancelledError):
+            call.result()
+        assert call.cancelled()
+        wait_until(file.exists)
+
+
+def test_a_stream_that_nobody_iterates_any_longer_is_closed_where_it_runs(
+    it: Served, tmp_path: Path
+) -> None:
+    ended = tmp_path / "ended"
+    items = it.child.options(stream=True).items.remote(10**9, str(ended))
+    assert next(items) == 0
+
+    del items
+
+    wait_until(ended.exists)
+
+
+def test_arguments_and_results_are_copies_and_what_cannot_be_copied_is_refused(it: Served) -> None:
+    given = [1]
+
+    assert it.child.remote(given).result() == [1, 1]
+    with pytest.raises(TypeError, match="pickle"):
+        it.child.remote(threading.Lock()).result()
+    with pytest.raises(RayServeException, match="`DeploymentResponse` is not serializable"):
+        it.child.remote([it.child.remote(1)]).result()
+
+
+def test_a_handle_crosses_to_another_process(it: Served) -> None:
+    (same,) = it.child.remote([it.child]).result()[:1]
+
+    assert same.deployment_id == it.child.deployment_id
+    assert same.remote(2).result() == 4
+
+
+def test_a_replica_that_dies_is_told_to_its_caller_and_made_again(it: Served) -> None:
+    with pytest.raises(ReplicaUnavailableError, match="send the request again if that is safe"):
+        it.child.die.remote().result()
+
+    assert it.child.remote(2).result() == 4
+    running = {"RUNNING": 2}
+    wait_until(
+        lambda: serve.status().applications["x"].deployments["Child"].replica_states == running
+    )
+
+
+def test_the_flags_are_in_the_workers_environment(it: Served) -> None:
+    assert it.child.flags.remote().result() == {
+        "INGRESS_ENGINE": "ray",
+        "INGRESS_STALL_THRESHOLD_MS": "100",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "0",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
+    }
+
+
+# Applications
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+def test_a_class_made_in_a_function_travels_at_either_value_of_the_flags(
+    it: Served, separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastapi import FastAPI
+
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
+    monkeypatch.setenv("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", separate)
+    app = FastAPI()
+    app.state.greeting = "hello"
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Local:
+        @app.get("/")
+        def root(self) -> str:
+            return str(app.state.greeting)
+
+        def sync(self) -> str:
+            return ray_app.where()
+
+        async def on_loop(self) -> str:
+            return ray_app.where()
+
+    handle = serve.run(Local.bind(), name="local", route_prefix="/local")
+
+    url = it.url.removesuffix("/x") + "/local/"
+    assert httpx.get(url, trust_env=False, timeout=PATIENCE_S).json() == "hello"
+    assert handle.sync.remote().result() == "worker"
+    assert handle.on_loop.remote().result() == "loop"
+    serve.delete("local")
+
+
+def test_an_application_that_is_deleted_is_gone_for_those_who_have_its_handle(it: Served) -> None:
+    handle = serve.run(ray_app.plain_http.bind(), name="brief", route_prefix=None)
+    assert "brief" in serve.status().applications
+
+    serve.delete("brief")
+
+    assert "brief" not in serve.status().applications
+    with pytest.raises(DeploymentUnavailableError, match="is not deployed"):
+        handle.remote().result()
+    with pytest.raises(RayServeException, match="Application 'brief' does not exist"):
+        serve.get_app_handle("brief")
+    with pytest.raises(KeyError, match="plain_http"):
+        serve.get_deployment_handle("plain_http", "brief")
+
+
+def test_a_constructor_that_fails_fails_the_start_and_leaves_nothing(it: Served) -> None:
+    message = (
+        r"Deploying application 'fails' failed: deployment 'Fails' failed to start: "
+        r"ValueError: no model$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        serve.run(ray_app.Fails.bind(), name="fails", route_prefix="/fails")
+
+    assert "fails" not in serve.status().applications
+
+
+def test_an_argument_that_cannot_be_sent_is_named_before_anything_starts(it: Served) -> None:
+    application = ray_app.Front.bind(ray_app.Child.bind(threading.Lock()), "Ada")
+
+    with pytest.raises(
+        TypeError,
+        match="deployment 'Child': constructor argument 'factor' cannot be sent to a worker: "
+        "cannot pickle '_thread.lock' object; make it in the constructor",
+    ):
+        serve.run(application, name="locked")
+
+
+def test_a_deadline_crosses_with_the_call(it: Served, tmp_path: Path) -> None:
+    answer = it.get(
+        f"/wait?mine={tmp_path / 'mine'}&childs={tmp_path / 'childs'}",
+        **{"x-request-timeout-seconds": "1"},
+    )
+
+    assert answer.status_code == 408
+    assert re.fullmatch(r"Request \S+ timed out after [\d.]+s\.", answer.text)
+    assert issubclass(RequestTimeoutError, RequestCancelledError)
+
+
+def test_another_engine_cannot_be_chosen_while_applications_run(it: Served) -> None:
+    with pytest.raises(RuntimeError, match="engine='local' cannot be used while applications run"):
+        serve.run(ray_app.plain_http.bind(), name="here", engine="local")
+
+
+# The command line
+
+
+def run_ingress(
+    folder: Path, *arguments: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*INGRESS, "run", *arguments],
+        cwd=folder,
+        env=environment(folder, **environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def environment(folder: Path, **environ: str) -> dict[str, str]:
+    given = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return {
+        **given,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "200",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **environ,
+    }
+
+
+def test_an_example_runs_from_the_command_line_until_ctrl_c_and_the_cluster_stays(
+    it: Served, address: str, tmp_path: Path
+) -> None:
+    command = [*INGRESS, "run", "app_examples.hello:hello", "--app-dir", str(ROOT)]
+    command += ["--engine", "ray", "--address", address]
+    server = ServerProcess(command, tmp_path, environment(tmp_path))
+    try:
+        wait_until(lambda: "is ready at" in server.output and "Ctrl-C" in server.output)
+        url = it.url.removesuffix("/x")
+        answer = httpx.get(url + "/sync?name=Ada", trust_env=False, timeout=PATIENCE_S)
+        server.signal(signal.SIGINT)
+        assert server.wait(PATIENCE_S) == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+    assert answer.json() == "hi, Ada"
+    assert "no effect" in server.output  # the port: Serve was there
+    assert set(serve.status().applications) == {"x"}
+    assert it.get("/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("address_given", "message"),
+    [
+        ("127.0.0.1:1", "cannot connect to a Ray cluster at 127.0.0.1:1: Connection refused"),
+        ("nowhere", "address 'nowhere' is not host:port of a Ray cluster"),
+        ("ray://127.0.0.1:10001", "is one of Ray Client, which cannot stream"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_line(
+    tmp_path: Path, address_given: str, message: str
+) -> None:
+    write_module(tmp_path, "app", "import ingress as serve\nhello = serve.deployment(lambda: 1, ")
+    (tmp_path / "app.py").write_text(
+        "import ingress as serve\n@serve.deployment\ndef f(): return 1\nhello = f.bind()\n"
+    )
+
+    result = run_ingress(tmp_path, "app:hello", "--engine", "ray", "--address", address_given)
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+    assert result.returncode == 1
+
+
+def test_a_port_that_is_taken_is_one_line_before_a_cluster_is_started(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(
+        "import ingress as serve\n@serve.deployment\ndef f(): return 1\nhello = f.bind()\n"
+    )
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        result = run_ingress(tmp_path, "app:hello", "--engine", "ray", "--port", str(port))
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: Failed to bind to address '127.0.0.1:{port}'")
+    assert result.returncode == 1
