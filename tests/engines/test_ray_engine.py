@@ -202,9 +202,7 @@ def test_a_request_whose_time_is_up_is_answered_408_and_so_is_told_what_it_calle
 ) -> None:
     mine, childs = tmp_path / "mine", tmp_path / "childs"
 
-    answer = it.get(
-        f"/wait?mine={mine}&childs={childs}", **{"x-request-timeout-seconds": "0.5"}
-    )
+    answer = it.get(f"/wait?mine={mine}&childs={childs}", **{"x-request-timeout-seconds": "0.5"})
 
     assert answer.status_code == 408
     wait_until(lambda: mine.exists() and childs.exists())
@@ -445,9 +443,7 @@ def test_another_engine_cannot_be_chosen_while_applications_run(it: Served) -> N
 # The command line
 
 
-def run_ingress(
-    folder: Path, *arguments: str, **environ: str
-) -> subprocess.CompletedProcess[str]:
+def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*INGRESS, "run", *arguments],
         cwd=folder,

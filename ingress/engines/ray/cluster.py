@@ -13,8 +13,10 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import ray
 from ray import serve as ray_serve
+from ray._private.grpc_utils import init_grpc_channel
 from ray.serve.context import _get_global_client
 
 from ingress.engines.ray import SUPPORTED
@@ -174,12 +176,13 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
     except OSError as error:
         raise _unreachable(address, error.strerror or str(error)) from None
+    channel = init_grpc_channel(address)
     try:
-        is_ray = ray._raylet.check_health(address, timeout=REACH_S)
-    except Exception as error:  # it is another version of Ray
-        raise _unreachable(address, _first_line(error)) from None
-    if not is_ray:
-        raise _unreachable(address, "what answers there is not a Ray cluster")
+        grpc.channel_ready_future(channel).result(REACH_S)
+    except grpc.FutureTimeoutError:
+        raise _unreachable(address, "what answers there is not a Ray cluster") from None
+    finally:
+        channel.close()
 
 
 def _unreachable(address: str, reason: str) -> RuntimeError:

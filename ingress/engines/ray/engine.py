@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray import serve as ray_serve
+from ray.serve.exceptions import RayServeException as TheirException
 
 from ingress.build import BuiltApplication, build
 from ingress.config import HTTPOptions
@@ -128,7 +129,6 @@ class RayEngine:
             if not cluster.is_ours:
                 cluster.warn_if_too_small(_reserved_cpus(built))
             is_new = name not in ray_serve.status().applications
-            self._applications[name] = built
             try:
                 ray_serve.run(lowered, name=name, route_prefix=route_prefix)
             except BaseException as error:
@@ -137,6 +137,7 @@ class RayEngine:
                 if isinstance(error, Exception):
                     raise _failed_to_deploy(name, error) from error
                 raise
+            self._applications[name] = built
             self.directory.forget(name)
             return self.directory.handle(DeploymentID(built.ingress.name, name))
 
@@ -242,8 +243,11 @@ def _reserved_cpus(built: BuiltApplication) -> float:
     return sum(config.num_cpus * config.replica_count for config in configs)
 
 
-def _failed_to_deploy(name: str, error: Exception) -> RuntimeError:
+def _failed_to_deploy(name: str, error: Exception) -> Exception:
     """Return what the user's code made of its start, in the words of both engines."""
+    cause = getattr(error, "cause", error)  # of what the controller raised
+    if isinstance(cause, TheirException):  # a prefix that is taken, say
+        return RayServeException(str(cause))
     text = str(error)
     found = _START_FAILED.search(text)
     if found is None:
