@@ -5,6 +5,7 @@ That it does the same as the local one is for the scenarios to show. Skipped whe
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -24,7 +25,10 @@ import pytest
 from websockets.sync.client import connect
 
 import ingress as serve
+from ingress.build import BuiltDeployment, build
+from ingress.engines.ray import check_installed
 from ingress.exceptions import (
+    BackPressureError,
     DeploymentUnavailableError,
     RayServeException,
     ReplicaUnavailableError,
@@ -32,10 +36,18 @@ from ingress.exceptions import (
     RequestTimeoutError,
     UserCodeExit,
 )
+from ingress.types import DeploymentID, RequestMetadata
 from tests.engines import ray_app
-from tests.servers import INGRESS, ROOT, ServerProcess, write_module
+from tests.servers import INGRESS, ROOT, ServerProcess
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", exc_type=ImportError)
+check_installed()
+
+from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
+from ray.serve import exceptions as rays  # noqa: E402
+
+from ingress.engines.ray.code import ByPath, ByValue, reference_to  # noqa: E402
+from ingress.engines.ray.errors import translated  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -112,6 +124,68 @@ def it(address: str) -> Iterator[Served]:
         child = serve.get_deployment_handle("Child", "x")
         yield Served(f"http://127.0.0.1:{port}/x", front, child)
         serve.shutdown()
+
+
+# Without a cluster
+
+
+def built(application: serve.Application) -> list[BuiltDeployment]:
+    return list(build(application, "x", acts_on_all=True).deployments)
+
+
+def test_a_class_travels_as_its_modules_name_and_one_that_no_module_has_by_value() -> None:
+    @serve.deployment
+    class Local: ...
+
+    child, front = built(ray_app.app)
+    (local,) = built(Local.bind())
+
+    assert reference_to(child) == ByPath("tests.engines.ray_app", "Child")
+    assert reference_to(front).resolve() is ray_app.Front.func_or_class
+    by_value = reference_to(local)
+    assert isinstance(by_value, ByValue)
+    assert by_value.resolve().__qualname__ == Local.func_or_class.__qualname__
+
+
+def test_a_module_that_no_worker_has_is_named_with_what_brings_it() -> None:
+    with pytest.raises(
+        ModuleNotFoundError, match=r"module 'nowhere\.at_all' cannot be imported on"
+    ):
+        ByPath("nowhere.at_all", "Child").resolve()
+    with pytest.raises(
+        ImportError, match=r"module 'tests\.engines\.ray_app' of the workers has no"
+    ):
+        ByPath("tests.engines.ray_app", "Nobody").resolve()
+
+
+DEPLOYMENT = DeploymentID("Child", "x")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "text"),
+    [
+        (
+            rays.BackPressureError(3, 2),
+            BackPressureError,
+            r"num_queued_requests=3, max_queued_requests=2\) on 'Child'",
+        ),
+        (rays.DeploymentUnavailableError(DEPLOYMENT), DeploymentUnavailableError, "unavailable"),
+        (rays.RequestCancelledError("id"), RequestCancelledError, "Request mine was cancelled"),
+        (asyncio.CancelledError(), RequestCancelledError, "Request mine was cancelled"),
+        (ActorDiedError(), ReplicaUnavailableError, "send the request again if that is safe"),
+        (rays.RayServeException("what"), RayServeException, "^what$"),
+        (RayTaskError("f", "trace", ray_app.Boom(1, "one")), ray_app.Boom, "one"),
+        (ValueError("mine"), ValueError, "mine"),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_what_ray_raises_is_one_of_our_exceptions(
+    theirs: BaseException, ours: type[BaseException], text: str
+) -> None:
+    error = translated(theirs, RequestMetadata("mine", DEPLOYMENT))
+
+    assert type(error) is ours
+    assert re.search(text, str(error))
 
 
 # HTTP
@@ -418,8 +492,8 @@ def test_an_argument_that_cannot_be_sent_is_named_before_anything_starts(it: Ser
 
     with pytest.raises(
         TypeError,
-        match="deployment 'Child': constructor argument 'factor' cannot be sent to a worker: "
-        "cannot pickle '_thread.lock' object; make it in the constructor",
+        match=r"deployment 'Child': constructor argument 'factor' cannot be sent to a worker: "
+        r"cannot pickle '_thread\.lock' object; make it in the constructor",
     ):
         serve.run(application, name="locked")
 
@@ -501,7 +575,6 @@ def test_an_example_runs_from_the_command_line_until_ctrl_c_and_the_cluster_stay
 def test_a_cluster_that_is_not_there_is_one_line(
     tmp_path: Path, address_given: str, message: str
 ) -> None:
-    write_module(tmp_path, "app", "import ingress as serve\nhello = serve.deployment(lambda: 1, ")
     (tmp_path / "app.py").write_text(
         "import ingress as serve\n@serve.deployment\ndef f(): return 1\nhello = f.bind()\n"
     )

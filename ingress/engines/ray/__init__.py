@@ -23,6 +23,7 @@ do not import Ray; nothing outside of this package does.
 
 from __future__ import annotations
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["SUPPORTED", "check_installed"]
@@ -49,7 +50,8 @@ def check_installed() -> None:
             f"python -m pip install 'ray[serve]=={SUPPORTED}.*'"
         )
     try:
-        import ray.serve  # noqa: F401
+        with warnings.catch_warnings(action="ignore"):  # Ray's own, of what it uses itself
+            import ray.serve  # noqa: F401
     except ImportError as error:
         raise RuntimeError(
             f"Ray {installed} is installed without Ray Serve ({error}); "
