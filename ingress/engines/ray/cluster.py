@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,11 @@ class Cluster:
             ray.init(address=address, runtime_env=runtime_env)
         except Exception as error:
             _disconnect()
+            if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
+                raise RuntimeError(
+                    f"the Ray cluster at {address} wants a token; set RAY_AUTH_MODE=token, on its "
+                    "own machine, or bring the token as Ray's documentation says"
+                ) from None
             raise _unreachable(address, _first_line(error)) from error
         return cls(address, is_ours=False)
 

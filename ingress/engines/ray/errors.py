@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 
 from ray import cloudpickle
 from ray.exceptions import (
@@ -22,6 +23,7 @@ from ingress.controller import described
 from ingress.exceptions import RayServeException
 from ingress.types import DeploymentID, RequestMetadata
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)
 _CANCELLED = (theirs.RequestCancelledError, TaskCancelledError, asyncio.CancelledError)
 
@@ -37,7 +39,7 @@ def translated(error: BaseException, metadata: RequestMetadata) -> BaseException
         if isinstance(cause, BaseException) and cause is not error:
             told = translated(cause, metadata)
             if not isinstance(told, exceptions.RequestCancelledError):
-                _add_traceback(told, str(error.traceback_str))
+                _add_traceback(told, _COLOUR.sub("", str(error)))
             return told
         return RayServeException(str(error))
     if isinstance(error, exceptions.UserCodeExit):
