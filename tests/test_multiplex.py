@@ -1041,7 +1041,7 @@ def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
             ]
             for response in batch:
                 answer(response)
-        (router,) = (handle._directory.router(handle.deployment_id),)
+        router = local_engine().router(handle.deployment_id)
         assert [replica.requested for replica in router.replicas] == [{}] * 4
         assert all(len(replica.model_ids) == 3 for replica in router.replicas)
         assert all(not replica._models.in_use for replica in router.replicas)

@@ -64,9 +64,9 @@ def lowered(**options: Any) -> dict[str, Any]:
 
 
 def ingress(
-    folder: Path, *arguments: str, path: Path | None = None, **environ: str
+    folder: Path, *arguments: str, environ: dict[str, str] | None = None, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    given = {**environment(folder), **environ}
+    given = {**environment(folder), **(environ or {})}
     if path is not None:
         given["PYTHONPATH"] = os.pathsep.join([str(path), given["PYTHONPATH"]])
     return subprocess.run(
@@ -267,7 +267,7 @@ def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None
     if how == "option":
         arguments, environ = [*arguments, "--engine", "ray"], {}
 
-    result = ingress(folder, *arguments, **environ)
+    result = ingress(folder, *arguments, environ=environ)
 
     (line,) = result.stderr.splitlines()
     assert line == (
@@ -339,7 +339,9 @@ def test_nothing_but_its_engine_imports_ray(tmp_path: Path, code: str) -> None:
 def test_build_writes_what_names_the_application_its_options_and_the_flags(folder: Path) -> None:
     file = folder / "serve.yaml"
 
-    result = ingress(folder, "build", "app:hello", "-o", "serve.yaml", **{SYNC_IN_THREADPOOL: "1"})
+    result = ingress(
+        folder, "build", "app:hello", "-o", "serve.yaml", environ={SYNC_IN_THREADPOOL: "1"}
+    )
 
     assert result.returncode == 0, result.stderr
     assert file.read_text().startswith("# For `serve deploy`")

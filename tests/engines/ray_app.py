@@ -113,7 +113,7 @@ class Child:
         return model_id, os.getpid()
 
     async def model(self) -> tuple[str, int]:
-        return await self.load(serve.get_multiplexed_model_id())  # type: ignore[no-any-return]
+        return await self.load(serve.get_multiplexed_model_id())
 
     async def context(self) -> dict[str, Any]:
         request, replica = serve.get_request_context(), serve.get_replica_context()
@@ -241,13 +241,19 @@ class Front:
 
 
 api.include_router(guarded, prefix="/guarded", dependencies=[Depends(guard)])
-app = Front.bind(Child.bind(2), "Ada")
 
 
 @serve.deployment
 class Fails:
     def __init__(self) -> None:
         raise ValueError("no model")
+
+
+# What a class decorator returns, type checkers do not see.
+child: Any = Child
+front: Any = Front
+fails: Any = Fails
+app: serve.Application = front.bind(child.bind(2), "Ada")
 
 
 @serve.deployment

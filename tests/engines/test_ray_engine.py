@@ -134,17 +134,16 @@ def built(application: serve.Application) -> list[BuiltDeployment]:
 
 
 def test_a_class_travels_as_its_modules_name_and_one_that_no_module_has_by_value() -> None:
-    @serve.deployment
     class Local: ...
 
     child, front = built(ray_app.app)
-    (local,) = built(Local.bind())
+    (local,) = built(serve.deployment(Local).bind())
 
     assert reference_to(child) == ByPath("tests.engines.ray_app", "Child")
-    assert reference_to(front).resolve() is ray_app.Front.func_or_class
+    assert reference_to(front).resolve() is ray_app.front.func_or_class
     by_value = reference_to(local)
     assert isinstance(by_value, ByValue)
-    assert by_value.resolve().__qualname__ == Local.func_or_class.__qualname__
+    assert by_value.resolve().__qualname__ == Local.__qualname__
 
 
 def test_a_module_that_no_worker_has_is_named_with_what_brings_it() -> None:
@@ -439,7 +438,6 @@ def test_a_class_made_in_a_function_travels_at_either_value_of_the_flags(
     app = FastAPI()
     app.state.greeting = "hello"
 
-    @serve.deployment
     @serve.ingress(app)
     class Local:
         @app.get("/")
@@ -452,7 +450,7 @@ def test_a_class_made_in_a_function_travels_at_either_value_of_the_flags(
         async def on_loop(self) -> str:
             return ray_app.where()
 
-    handle = serve.run(Local.bind(), name="local", route_prefix="/local")
+    handle = serve.run(serve.deployment(Local).bind(), name="local", route_prefix="/local")
 
     url = it.url.removesuffix("/x") + "/local/"
     assert httpx.get(url, trust_env=False, timeout=PATIENCE_S).json() == "hello"
@@ -482,13 +480,13 @@ def test_a_constructor_that_fails_fails_the_start_and_leaves_nothing(it: Served)
         r"ValueError: no model$"
     )
     with pytest.raises(RuntimeError, match=message):
-        serve.run(ray_app.Fails.bind(), name="fails", route_prefix="/fails")
+        serve.run(ray_app.fails.bind(), name="fails", route_prefix="/fails")
 
     assert "fails" not in serve.status().applications
 
 
 def test_an_argument_that_cannot_be_sent_is_named_before_anything_starts(it: Served) -> None:
-    application = ray_app.Front.bind(ray_app.Child.bind(threading.Lock()), "Ada")
+    application = ray_app.front.bind(ray_app.child.bind(threading.Lock()), "Ada")
 
     with pytest.raises(
         TypeError,

@@ -57,7 +57,9 @@ class RayReplica:
     names are private: the others are the user's methods.
     """
 
-    async def __init__(self, spec: ReplicaSpec, children: dict[str, RayHandle]) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, spec: ReplicaSpec, children: dict[str, RayHandle]
+    ) -> None:
         context = ray_serve.get_replica_context()
         self._deployment = DeploymentID(context.deployment, context.app_name)
         self._spec = spec
@@ -81,8 +83,10 @@ class RayReplica:
         spec, settings = self._spec, Settings.from_environment()
         target = spec.code.resolve()
         app_spec = getattr(target, "__ingress_spec__", None)
+        given_args, given_kwargs = pickle.loads(spec.arguments)
         args, kwargs = fill(
-            *pickle.loads(spec.arguments),
+            given_args,
+            given_kwargs,
             lambda name: self._directory.handle(DeploymentID(name, self._deployment.app_name)),
         )
         borrowed = None
