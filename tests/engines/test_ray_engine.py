@@ -51,6 +51,7 @@ from ingress.engines.ray.errors import translated  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 PATIENCE_S = 60.0  # a replica is a process that imports Ray
 # It lives until its standard input is closed, so it ends with whoever started it.
 CLUSTER = """
@@ -83,7 +84,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
     cluster = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
         env=environ,
@@ -117,7 +118,8 @@ class Served:
 def it(address: str) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("RAY_ADDRESS", address)
-        environ.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in QUIET.items():
+            environ.setenv(name, value)
         port = free_port()
         serve.start(serve.HTTPOptions(port=port), engine="ray")
         front = serve.run(ray_app.app, name="x", route_prefix="/x")
@@ -535,7 +537,7 @@ def environment(folder: Path, **environ: str) -> dict[str, str]:
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "200",
-        "RAY_USAGE_STATS_ENABLED": "0",
+        **QUIET,
         **environ,
     }
 

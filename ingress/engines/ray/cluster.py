@@ -67,8 +67,8 @@ class Cluster:
             _disconnect()
             if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
                 raise RuntimeError(
-                    f"the Ray cluster at {address} wants a token; set RAY_AUTH_MODE=token, on its "
-                    "own machine, or bring the token as Ray's documentation says"
+                    f"the Ray cluster at {address} wants a token: on its own machine say "
+                    "--address auto, elsewhere set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
                 ) from None
             raise _unreachable(address, _first_line(error)) from error
         return cls(address, is_ours=False)

@@ -132,11 +132,12 @@ class RayEngine:
             try:
                 ray_serve.run(lowered, name=name, route_prefix=route_prefix)
             except BaseException as error:
+                told = _failed_to_deploy(name, error) if isinstance(error, Exception) else error
                 if is_new:
                     self.delete(name)
-                if isinstance(error, Exception):
-                    raise _failed_to_deploy(name, error) from error
-                raise
+                if told is error:
+                    raise
+                raise told from error
             self._applications[name] = built
             self.directory.forget(name)
             return self.directory.handle(DeploymentID(built.ingress.name, name))
@@ -248,11 +249,13 @@ def _failed_to_deploy(name: str, error: Exception) -> Exception:
     cause = getattr(error, "cause", error)  # of what the controller raised
     if isinstance(cause, TheirException):  # a prefix that is taken, say
         return RayServeException(str(cause))
-    text = str(error)
-    found = _START_FAILED.search(text)
-    if found is None:
-        return RuntimeError(f"Deploying application '{name}' failed: {text}")
-    return RuntimeError(f"Deploying application '{name}' failed: {found[0]}")
+    overview = ray_serve.status().applications.get(name)
+    deployments = [] if overview is None else overview.deployments.values()
+    texts = [*(each.message for each in deployments), str(error)]
+    for text in texts:
+        if found := _START_FAILED.search(text):
+            return RuntimeError(f"Deploying application '{name}' failed: {found[0]}")
+    return RuntimeError("\n".join([f"Deploying application '{name}' failed: {error}", *texts[:-1]]))
 
 
 def _overview(theirs: Any) -> ApplicationStatusOverview:
