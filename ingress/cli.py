@@ -109,8 +109,9 @@ def run(
     host = host or settings.http_host
     logging.config.dictConfig(LOGGING)
     if engine == "ray":
-        _prepare_ray(address, working_dir)
-        _serve(application, HTTPOptions(host=host, port=port), settings, None, engine)
+        options = HTTPOptions(host=host, port=port)
+        _prepare_ray(address, working_dir, options)
+        _serve(application, options, settings, None, engine)
         return
     budget = _budget(application, settings, processes=workers)
     to_set = budget.variables
@@ -289,9 +290,9 @@ def _check_engine(engine: str, *, reload: bool, workers: int, ray_only: list[str
         raise error_exit("--address and --working-dir are for --engine ray")
 
 
-def _prepare_ray(address: str | None, working_dir: str | None) -> None:
+def _prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptions) -> None:
     try:
-        ray_engine().use(address, working_dir)
+        ray_engine().use(address, working_dir, options)
     except RuntimeError as error:
         raise error_exit(str(error)) from None
     console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
@@ -305,14 +306,21 @@ def _serve(
     engine: str,
 ) -> None:
     try:
-        api.start(options, engine=engine)
-        api.run(application)
+        if engine == "local":
+            api.start(options, engine=engine)
+        api.run(application, engine=engine)  # Ray looks at the application before it starts
     except KeyboardInterrupt:  # it may take a while on Ray
         api.shutdown()
         raise typer.Exit(130) from None
     except Exception as error:
         api.shutdown()
-        if error.__cause__ is not None and not isinstance(error.__cause__, OSError):
+        if engine == "local":
+            cause = error.__cause__
+            needs_a_look = cause is not None and not isinstance(cause, OSError)
+        else:  # what user code raised is among the workers' records
+            expected = (RuntimeError, TypeError, ValueError, RayServeException)
+            needs_a_look = not isinstance(error, expected)
+        if needs_a_look:
             raise  # user code raised it: its traceback is what one needs to see
         raise error_exit(str(error)) from None
     print_plan(application, settings, budget)

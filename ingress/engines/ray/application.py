@@ -22,12 +22,14 @@ from ingress.user_code import public_methods
 class Lowering:
     """What an application does not say itself: `environment` is for the replicas' processes.
 
-    `default_cpus` is what a replica reserves that does not say; `None` for what Ray thinks.
+    `default_cpus` is what a replica reserves that does not say, `constructor_tries` how often one
+    is made that fails; `None` for what Ray thinks.
     """
 
     environment: dict[str, str]
     default_cpus: float | None = None
     request_timeout_s: float | None = None
+    constructor_tries: int | None = None
 
 
 def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
@@ -53,6 +55,8 @@ def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
         warn_of_capacity(each.name, each.deployment.func_or_class, config.max_ongoing_requests)
         _ = each.bound_app
         options = options_for_ray(each, lowering.environment, default_cpus=lowering.default_cpus)
+        if lowering.constructor_tries is not None:
+            options.setdefault("max_constructor_retry_count", lowering.constructor_tries)
         kind = HTTPReplica if each is built.ingress else RayReplica
         children = {name: nodes[name] for name in _children(each)}
         nodes[each.name] = ray_serve.deployment(kind, **options).bind(spec, children)

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import socket
 import traceback
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Cluster:
 
     address: str | None
     is_ours: bool
+    was_connected: bool = False
     serve_is_ours: bool = False
 
     @classmethod
@@ -45,12 +47,7 @@ class Cluster:
         process has already is used as it is. Raises `RuntimeError` if there is no such cluster.
         """
         if ray.is_initialized():
-            if address is not None or working_dir is not None:
-                logger.warning(
-                    "this process is connected to Ray already; address and working directory are "
-                    "those of that connection"
-                )
-            return cls(ray.get_runtime_context().gcs_address, is_ours=False)
+            return cls(ray.get_runtime_context().gcs_address, is_ours=False, was_connected=True)
         runtime_env = None if working_dir is None else {"working_dir": working_dir}
         if address in (None, "local"):
             try:
@@ -78,13 +75,14 @@ class Cluster:
         """Whether `connect` would start a cluster."""
         return address in (None, "local") and not ray.is_initialized()
 
-    def start_serve(self, options: dict[str, Any]) -> None:
+    def start_serve(self, options: dict[str, Any], given: Set[str] = frozenset()) -> None:
         """Start Ray Serve with these HTTP options, unless it runs.
 
-        Raises `RuntimeError` if the address cannot be bound.
+        Then it says what of those that were `given` has no effect. Raises `RuntimeError` if the
+        address cannot be bound.
         """
         if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
-            self._compare(options)
+            self._compare({name: options[name] for name in options.keys() & given})
             return
         host, port = options.get("host"), options["port"]
         if host is not None and self._is_here():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from ingress.server import check_address
 from ingress.settings import Settings
 from ingress.types import DeploymentID
 
+logger = logging.getLogger("ingress")
+
 _START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")
 
 
@@ -69,13 +72,14 @@ class RayEngine:
         assert directory is not None
         return directory
 
-    def use(self, address: str | None, working_dir: str | None) -> None:
-        """Say which cluster to connect to, and which folder workers get a copy of.
+    def use(self, address: str | None, working_dir: str | None, http_options: HTTPOptions) -> None:
+        """Say which cluster to connect to, which folder workers get a copy of, and where to listen.
 
         By default it is the cluster at `RAY_ADDRESS`, or a new one on this machine. For before the
         first use.
         """
         self._address, self._working_dir = address, working_dir
+        self._http_options = http_options
 
     def connect(self) -> Cluster:
         """Connect, or start a cluster. Raises `RuntimeError` if there is none at the address."""
@@ -83,6 +87,11 @@ class RayEngine:
             if self._cluster is None:
                 address = self._address or Settings.from_environment().ray_address
                 self._cluster = Cluster.connect(address, self._working_dir)
+                if self._cluster.was_connected and (self._address or self._working_dir):
+                    logger.warning(
+                        "this process is connected to Ray already: --address and --working-dir "
+                        "have no effect"
+                    )
                 if directory_here() is None:
                     self._directory = RayDirectory(_find_handle, self._find_methods, self._is_known)
                     use_here(self._directory)
@@ -114,7 +123,7 @@ class RayEngine:
             check_address(options["host"], options["port"])  # before it takes its time
         cluster = self.connect()
         if not self._is_started:
-            cluster.start_serve(options)
+            cluster.start_serve(options, self._http_options.model_fields_set)
             self._is_started = True
         return cluster
 
@@ -152,6 +161,8 @@ class RayEngine:
             # A machine of our own runs what it is asked to, as one process does.
             default_cpus=0.0 if is_ours else None,
             request_timeout_s=request_timeout_s(self._http_options, settings),
+            # Somebody waits, and wants to read what is wrong with it.
+            constructor_tries=1,
         )
 
     def delete(self, name: str) -> None:
