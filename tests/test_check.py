@@ -24,6 +24,7 @@ from tests.checking import (
 from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, write_module
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "app_examples").glob("*.py"))
+EXAMPLES.remove("ray_parallel")  # which needs Ray
 OF_THE_FLAG = {"cpu_with_threadpool"}
 """Examples that say themselves that they block without the flag."""
 

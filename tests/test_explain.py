@@ -198,7 +198,9 @@ def drive(name: str, it: Served) -> None:
 
 
 @pytest.mark.parametrize("sync", ["0", "1"], ids=["flag 0", "flag 1"])
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "slow_server"])
+@pytest.mark.parametrize(
+    "name", [name for name in EXAMPLES if name not in ("slow_server", "ray_parallel")]
+)
 def test_every_row_of_an_example_names_the_thread_it_runs_on(
     name: str, sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
