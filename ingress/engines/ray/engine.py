@@ -184,10 +184,10 @@ class RayEngine:
                 return
             for name in list(self._applications):
                 self.delete(name)
-            if self._directory is not None:
+            cluster.close()
+            if self._directory is not None:  # not before: Ray's routers may live on its loop
                 use_here(None)
                 self._directory.close()
-            cluster.close()
             self._cluster = self._directory = None
             self._is_started = False
             self._http_options = HTTPOptions()

@@ -57,7 +57,9 @@ def _in_our_words(error: BaseException, metadata: RequestMetadata) -> BaseExcept
     deployment = metadata.deployment
     if isinstance(error, theirs.BackPressureError):
         queued, limit = error.args[:2]
-        return exceptions.BackPressureError(queued, limit, deployment.name)
+        refused = exceptions.BackPressureError(queued, limit, deployment.name)
+        refused.status_code = error.status_code  # 503, or what `backpressure_config` says
+        return refused
     if isinstance(error, theirs.DeploymentUnavailableError):
         return exceptions.DeploymentUnavailableError(error.message)
     if isinstance(error, theirs.ReplicaUnavailableError):
