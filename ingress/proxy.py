@@ -170,7 +170,7 @@ class HTTPProxy:
                 if following is None and not await (
                     self._cut(error, exchange, receive)
                     if exchange.started
-                    else self._answer(error, exchange, scope, receive, send)
+                    else answer(error, exchange, scope, receive, _with_request_id(send, request_id))
                 ):
                     raise  # as Starlette does, so that the server logs it and cuts what had begun
             finally:
@@ -193,20 +193,6 @@ class HTTPProxy:
             loop.call_later(SWEEP_S, self._sweep, loop)
         else:
             self._swept.discard(loop)
-
-    async def _answer(
-        self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
-    ) -> bool:
-        """Tell the client that its request failed. Returns False if that needs a look."""
-        status = getattr(error, "status_code", 500)
-        if not exchange.is_http:
-            if status != 500:
-                await send({"type": "websocket.close", "code": 1013, "reason": str(error)[:100]})
-            return bool(status != 500)
-        response = error_response(error)
-        send = _with_request_id(send, exchange.metadata.request_id)
-        await response(scope, receive, send)
-        return response.status_code != 500
 
     async def _cut(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
         """Cut a response that has begun. Returns False if the server has to, as at an error."""
@@ -271,6 +257,20 @@ class HTTPProxy:
             )
         )
         await response(scope, receive, _with_request_id(send, _request_id(scope)))
+
+
+async def answer(
+    error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+) -> bool:
+    """Tell the client that its request failed. Returns False if that needs a look."""
+    status = getattr(error, "status_code", 500)
+    if not exchange.is_http:
+        if status != 500:
+            await send({"type": "websocket.close", "code": 1013, "reason": str(error)[:100]})
+        return bool(status != 500)
+    response = error_response(error)
+    await response(scope, receive, send)
+    return response.status_code != 500
 
 
 _INTERESTING = frozenset(

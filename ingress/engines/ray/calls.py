@@ -19,6 +19,7 @@ from ingress.call import Call, when_all_settled
 from ingress.deadlines import deadlines_of
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
+from ingress.exceptions import RequestCancelledError
 from ingress.handle import CallRouter, DeploymentHandle, DeploymentResponse, Invocation, pass_on
 from ingress.loops import EventLoopThread
 from ingress.types import DeploymentID, RequestMetadata
@@ -32,7 +33,7 @@ class RayDirectory:
     """The deployments of a cluster, as handles find them; one a process. Thread-safe.
 
     `is_known` says of a deployment that it is there, without asking the cluster. Its loop lives
-    from the first call to `close`. In a pickle it is that of the process it is unpickled in.
+    until `close`. In a pickle it is that of the process it is unpickled in.
     """
 
     def __init__(
@@ -44,8 +45,7 @@ class RayDirectory:
         self.is_known = is_known
         self._find_handle = find_handle
         self._find_methods = find_methods
-        # What is posted to it once it has stopped is lost, and with it the calls of an engine that
-        # was shut down while they were made.
+        # Calls that are made while the engine is being shut down must not wait for ever.
         self._home = EventLoopThread("ingress-ray", _refuse)
         self._routers: dict[DeploymentID, RemoteRouter] = {}
 
@@ -154,12 +154,18 @@ class RemoteRouter:
         # In the caller's context, which was copied for it: tracers look there.
         task = self._loop.create_task(self._run(call), context=call.context)
         self._tasks[call] = task
-        task.add_done_callback(lambda _: self._tasks.pop(call, None))
+        task.add_done_callback(lambda _: self._end(call))
 
     def _cancel(self, call: Call) -> None:
         task = self._tasks.get(call)
         if task is not None:
             task.cancel()
+
+    def _end(self, call: Call) -> None:
+        del self._tasks[call]
+        # Race with a cancellation before the task's first step, of which not one line then runs.
+        call.settle(error=RequestCancelledError(call.metadata.request_id))
+        call.let_go()
 
     async def _run(self, call: Call) -> None:
         metadata = call.metadata
@@ -186,8 +192,6 @@ class RemoteRouter:
             call.settle(error=translated(error, metadata))
         except Exception as error:
             call.settle(error=translated(error, metadata))
-        finally:
-            call.let_go()
 
     def _handle(self, metadata: RequestMetadata) -> RayHandle:
         key = remote_name(metadata.method_name), metadata.is_streaming

@@ -38,8 +38,8 @@ from ingress.exchange import Exchange
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.loop_executor import lend_executor
 from ingress.loops import run_on
+from ingress.proxy import answer
 from ingress.replica import Replica
-from ingress.responses import error_response
 from ingress.router import Router
 from ingress.settings import Settings
 from ingress.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
@@ -213,7 +213,7 @@ class RayReplica:
         except ClientDisconnect:
             pass
         except Exception as error:
-            if exchange.started or not await _answer(error, exchange, scope, receive, send):
+            if exchange.started or not await answer(error, exchange, scope, receive, send):
                 raise portable(error) from error.__cause__  # Ray logs it, and cuts what had begun
         finally:
             if deadline is not None:
@@ -224,8 +224,8 @@ class RayReplica:
         has_body = False
         timeout_s = self._spec.request_timeout_s
         for name, value in scope["headers"]:
-            if name == b"x-request-id":  # the last is the proxy's own
-                request_id = value.decode("latin-1")
+            if name == b"x-request-id":  # the client's, else the proxy's; of several the first
+                request_id = request_id or value.decode("latin-1")
             elif name == b"content-length":
                 has_body = value != b"0"
             elif name == b"transfer-encoding":
@@ -306,20 +306,6 @@ class _Hook:
 
     def __call__(self) -> Awaitable[Any]:
         return self._replica._run_hook(self.__name__)
-
-
-async def _answer(
-    error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
-) -> bool:
-    """Tell the client that its request failed. Returns False if that needs a look."""
-    status = getattr(error, "status_code", 500)
-    if not exchange.is_http:
-        if status != 500:
-            await send({"type": "websocket.close", "code": 1013, "reason": str(error)[:100]})
-        return bool(status != 500)
-    response = error_response(error)
-    await response(scope, receive, send)
-    return response.status_code != 500
 
 
 def _without_our_id(send: Send, request_id: str) -> Send:
