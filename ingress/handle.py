@@ -26,7 +26,6 @@ from ingress.options import is_number
 from ingress.types import DeploymentID, RequestMetadata, new_request_id
 
 if TYPE_CHECKING:  # what only declares deployments need not import what runs them
-    from ingress.router import Router
     from ingress.user_code import UserCode
 
 

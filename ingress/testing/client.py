@@ -10,7 +10,7 @@ from starlette import testclient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.declaration import Application, Deployment
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
 
 
@@ -55,7 +55,7 @@ class TestClient(testclient.TestClient):
 
         Raises `RuntimeError` outside of `with`, `ValueError` if that is not one of the app's.
         """
-        return current_engine().app_handle(self._name_of(application))
+        return local_engine().app_handle(self._name_of(application))
 
     def get_deployment_handle(
         self, deployment_name: str, application: Application | None = None
@@ -64,7 +64,7 @@ class TestClient(testclient.TestClient):
 
         Raises as `get_app_handle`, and `KeyError` if there is no such deployment.
         """
-        return current_engine().deployment_handle(deployment_name, self._name_of(application))
+        return local_engine().deployment_handle(deployment_name, self._name_of(application))
 
     def close(self) -> None:
         super().close()

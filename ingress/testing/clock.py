@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any, TypeVarTuple, Unpack
 
 from ingress import replica
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.loops import EventLoopThread, running_loop
 from ingress.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 
@@ -74,7 +74,7 @@ class VirtualClock:
                 "VirtualClock moves the event loops that replicas have for themselves, and with "
                 f"{USER_CODE_IN_SEPARATE_THREAD}=0 they have none; set it to 1 for this test"
             )
-        if running := sorted(current_engine().applications):
+        if running := sorted(local_engine().applications):
             raise RuntimeError(
                 f"VirtualClock moves what is started after it, and {running} runs already; enter "
                 "it first: with VirtualClock() as clock, TestClient(app) as client:"

@@ -18,7 +18,7 @@ from functools import cache
 from time import monotonic, sleep
 from types import TracebackType
 
-from ingress.engines import current_engine
+from ingress.engines import local_engine
 from ingress.loops import EventLoopThread, running_loop
 
 GRACE_S = 2.0
@@ -110,7 +110,7 @@ def _held() -> Iterator[str]:
     yield from _descriptors()
     running = running_loop()
     loops = {} if running is None else {running: "this event loop"}
-    for deployment, router in list(current_engine().routers.items()):
+    for deployment, router in list(local_engine().routers.items()):
         for number in range(router.num_ongoing):
             yield f"slot {number} of {deployment}"
         for number in range(router.num_queued):
