@@ -60,7 +60,7 @@ class Recursive:
         self.following = following
 
     async def __call__(self, value: int) -> int:
-        counts = await asyncio.gather(*(each.remote(value) for each in self.following))
+        counts: list[int] = await asyncio.gather(*(each.remote(value) for each in self.following))
         return value + sum(counts)
 
 
