@@ -15,13 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from websockets.sync.client import connect
 
 import ingress as serve
@@ -45,6 +47,8 @@ check_installed()
 
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 from ray.serve import exceptions as rays  # noqa: E402
+from ray.serve.context import _get_global_client  # noqa: E402
+from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from ingress.engines.ray.code import ByPath, ByValue, reference_to  # noqa: E402
 from ingress.engines.ray.errors import translated  # noqa: E402
@@ -509,6 +513,77 @@ def test_a_deadline_crosses_with_the_call(it: Served, tmp_path: Path) -> None:
     assert issubclass(RequestTimeoutError, RequestCancelledError)
 
 
+def test_ray_has_the_options_it_knows_and_those_of_ours_hold(it: Served) -> None:
+    class Configured:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        async def reconfigure(self, user_config: Any) -> None:
+            self.seen.append(user_config)
+
+        @serve.method(lane="db")
+        def place(self) -> str:
+            return ray_app.where()
+
+        async def configs(self) -> list[Any]:
+            return self.seen
+
+        def record_routing_stats(self) -> dict[str, Any]:
+            return {"warm": True}
+
+    deployment = serve.deployment(
+        name="Renamed",
+        autoscaling_config=serve.AutoscalingConfig(min_replicas=1, max_replicas=2),
+        backpressure_config={"status_code": 429},
+        graceful_shutdown_wait_loop_s=0.1,
+        lanes={"db": 1},
+        logging_config=serve.LoggingConfig(log_level="WARNING"),
+        max_replicas_per_node=4,
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": {"MINE": "1"}}},
+        user_config={"level": [1, 2]},
+    )(Configured)
+
+    handle = serve.run(deployment.bind(), name="configured", route_prefix=None)
+
+    assert handle.deployment_name == "Renamed"
+    assert handle.configs.remote().result() == [{"level": [1, 2]}]
+    assert handle.place.remote().result() == "lane"
+    serve.delete("configured")
+
+
+def test_what_ingress_build_wrote_is_deployed_by_ray_itself(it: Served, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    subprocess.run(
+        [*INGRESS, "build", "tests.engines.ray_app:app", "--app-dir", str(ROOT), "-o", str(file)],
+        env=environment(tmp_path),
+        check=True,
+    )
+    config = yaml.safe_load(file.read_text())
+    (application,) = config["applications"]
+    application |= {"name": "built", "route_prefix": "/built"}
+    for each in application["deployments"]:
+        if each["name"] == "Front":
+            each["user_config"] = {"level": 5}  # the file goes before the code
+
+    _get_global_client().deploy_apps(ServeDeploySchema(**config), _blocking=True)
+
+    url = it.url.removesuffix("/x") + "/built"
+    assert httpx.get(url + "/", trust_env=False, timeout=PATIENCE_S).json() == ["Ada", 5, True]
+    assert httpx.get(url + "/sums", trust_env=False, timeout=PATIENCE_S).json() == 8
+    assert httpx.get(url + "/guarded/secret", trust_env=False).status_code == 401
+    serve.delete("built")
+
+
+def test_the_example_with_ray_tasks_answers_what_its_docstring_says(it: Served) -> None:
+    example = import_module("app_examples.ray_parallel")
+    serve.run(example.app, name="tasks", route_prefix="/tasks")
+
+    answer = httpx.get(it.url.removesuffix("/x") + "/tasks", trust_env=False, timeout=PATIENCE_S)
+    assert answer.text in (example.__doc__ or "")
+    assert answer.json() == {"results": [1, 4, 9, 16]}
+    serve.delete("tasks")
+
+
 def test_another_engine_cannot_be_chosen_while_applications_run(it: Served) -> None:
     with pytest.raises(RuntimeError, match="engine='local' cannot be used while applications run"):
         serve.run(ray_app.plain_http.bind(), name="here", engine="local")
@@ -542,24 +617,44 @@ def environment(folder: Path, **environ: str) -> dict[str, str]:
     }
 
 
-def test_an_example_runs_from_the_command_line_until_ctrl_c_and_the_cluster_stays(
-    it: Served, address: str, tmp_path: Path
-) -> None:
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
+    """Run the main example on Ray as a user does, and end it with Ctrl-C."""
     command = [*INGRESS, "run", "app_examples.hello:hello", "--app-dir", str(ROOT)]
-    command += ["--engine", "ray", "--address", address]
-    server = ServerProcess(command, tmp_path, environment(tmp_path))
+    server = ServerProcess([*command, "--engine", "ray", *arguments], folder, environment(folder))
     try:
-        wait_until(lambda: "is ready at" in server.output and "Ctrl-C" in server.output)
-        url = it.url.removesuffix("/x")
-        answer = httpx.get(url + "/sync?name=Ada", trust_env=False, timeout=PATIENCE_S)
+        wait_until(lambda: "Ctrl-C to stop" in server.output or server.process.poll() is not None)
+        yield server
         server.signal(signal.SIGINT)
-        assert server.wait(PATIENCE_S) == 0
+        assert server.wait(PATIENCE_S) == 0, server.output
     finally:
         server.process.kill()
         server.process.wait()
 
+
+def test_an_example_runs_from_the_command_line_on_a_cluster_of_its_own(tmp_path: Path) -> None:
+    port = free_port()
+
+    with running(tmp_path, "--port", str(port)) as server:
+        url = f"http://127.0.0.1:{port}"
+        assert f"Application 'default' is ready at {url} on Ray" in server.output, server.output
+        answers = [
+            httpx.get(url + path, trust_env=False, timeout=PATIENCE_S).json()
+            for path in ("/sync?name=Ada", "/async")
+        ]
+
+    assert answers == ["hi, Ada", "hi from the event loop"]
+
+
+def test_an_application_ends_with_ctrl_c_and_the_cluster_that_was_there_stays(
+    it: Served, address: str, tmp_path: Path
+) -> None:
+    with running(tmp_path, "--address", address) as server:
+        url = it.url.removesuffix("/x")
+        answer = httpx.get(url + "/sync?name=Ada", trust_env=False, timeout=PATIENCE_S)
+
     assert answer.json() == "hi, Ada"
-    assert "no effect" in server.output  # the port: Serve was there
+    assert "port=8000 has no effect: Ray Serve runs on this cluster already" in server.output
     assert set(serve.status().applications) == {"x"}
     assert it.get("/").status_code == 200
 
