@@ -50,7 +50,10 @@ class RayEngine:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # `run`, `delete` and `shutdown` take turns
+        self._lock = threading.RLock()  # connecting, starting and `shutdown` take turns
+        # So do deployments, which take their time: two threads that declare Ray's options at once
+        # trip over each other in `DeploymentConfig` (Ray 2.60.0, config.py, request_router_class).
+        self._deploying = threading.Lock()
         self._cluster: Cluster | None = None
         self._directory: RayDirectory | None = None
         self._http_options = HTTPOptions()
@@ -102,27 +105,31 @@ class RayEngine:
 
     def start(self, http_options: HTTPOptions | None) -> None:
         with self._lock, self._nothing_left_if_it_fails():
-            if http_options is not None:
-                self._http_options = http_options
-            self._start()
+            previous, self._http_options = self._http_options, http_options or self._http_options
+            try:
+                self._start(is_asked=http_options is not None)
+            except BaseException:
+                self._http_options = previous
+                raise
 
     @contextmanager
     def _nothing_left_if_it_fails(self) -> Iterator[None]:
+        """End what was started for what fails, unless there is something else by now."""
         was_running = self.is_running
         try:
             yield
         except BaseException:
-            if not was_running:
+            if not was_running and not self._applications:
                 self.shutdown()
             raise
 
-    def _start(self) -> Cluster:
+    def _start(self, *, is_asked: bool = False) -> Cluster:
         settings = Settings.from_environment()
         options = http_options_for_ray(self._http_options, settings)
         if self._cluster is None and self._would_be_ours() and options["host"] is not None:
             check_address(options["host"], options["port"])  # before it takes its time
         cluster = self.connect()
-        if not self._is_started:
+        if is_asked or not self._is_started:  # if it runs, it says what cannot be changed
             cluster.start_serve(options, self._http_options.model_fields_set)
             self._is_started = True
         return cluster
@@ -131,10 +138,11 @@ class RayEngine:
         self, application: Application, name: str, route_prefix: str | None
     ) -> DeploymentHandle:
         built = build(application, name, acts_on_all=True)
-        with self._lock, self._nothing_left_if_it_fails():
+        with self._deploying, self._nothing_left_if_it_fails():
             # Before anything is started: what is wrong with it needs no cluster.
             lowered = application_for_ray(built, self._lowering())
-            cluster = self._start()
+            with self._lock:
+                cluster = self._start()
             if not cluster.is_ours:
                 cluster.warn_if_too_small(_reserved_cpus(built))
             is_new = name not in ray_serve.status().applications
@@ -166,10 +174,8 @@ class RayEngine:
         )
 
     def delete(self, name: str) -> None:
-        with self._lock:
-            self._applications.pop(name, None)
-            if self._cluster is None:
-                return
+        self._applications.pop(name, None)
+        if self._cluster is not None:
             ray_serve.delete(name)
             self.directory.forget(name)
 
@@ -182,8 +188,12 @@ class RayEngine:
             cluster = self._cluster
             if cluster is None:
                 return
-            for name in list(self._applications):
-                self.delete(name)
+            names = [] if cluster.serve_is_ours else list(self._applications)
+            for name in names:  # side by side
+                ray_serve.delete(name, _blocking=False)
+            for name in names:
+                ray_serve.delete(name)
+            self._applications.clear()
             cluster.close()
             if self._directory is not None:  # not before: Ray's routers may live on its loop
                 use_here(None)
