@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -617,11 +618,26 @@ def environment(folder: Path, **environ: str) -> dict[str, str]:
     }
 
 
+HELLO = ("app_examples.hello:hello", "--app-dir", str(ROOT))
+SLOW = """
+import asyncio
+import ingress as serve
+
+@serve.deployment
+class Slow:
+    async def __call__(self):
+        await asyncio.sleep(3)
+        return "answered"
+
+app = Slow.bind()
+"""
+
+
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """Run the main example on Ray as a user does, and end it with Ctrl-C."""
-    command = [*INGRESS, "run", "app_examples.hello:hello", "--app-dir", str(ROOT)]
-    server = ServerProcess([*command, "--engine", "ray", *arguments], folder, environment(folder))
+    """Run an application on Ray as a user does, and end it with Ctrl-C."""
+    command = [*INGRESS, "run", *arguments, "--engine", "ray"]
+    server = ServerProcess(command, folder, environment(folder))
     try:
         wait_until(lambda: "Ctrl-C to stop" in server.output or server.process.poll() is not None)
         yield server
@@ -632,24 +648,26 @@ def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
         server.process.wait()
 
 
-def test_an_example_runs_from_the_command_line_on_a_cluster_of_its_own(tmp_path: Path) -> None:
+def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before_it_ends(
+    tmp_path: Path,
+) -> None:
     port = free_port()
+    (tmp_path / "slow.py").write_text(SLOW)
 
-    with running(tmp_path, "--port", str(port)) as server:
-        url = f"http://127.0.0.1:{port}"
-        assert f"Application 'default' is ready at {url} on Ray" in server.output, server.output
-        answers = [
-            httpx.get(url + path, trust_env=False, timeout=PATIENCE_S).json()
-            for path in ("/sync?name=Ada", "/async")
-        ]
+    with ThreadPoolExecutor() as clients:
+        with running(tmp_path, "slow:app", "--port", str(port)) as server:
+            url = f"http://127.0.0.1:{port}"
+            assert f"Application 'default' is ready at {url} on Ray" in server.output, server.output
+            answer = clients.submit(httpx.get, url, trust_env=False, timeout=PATIENCE_S)
+            time.sleep(1.0)  # it has reached the replica, and has two seconds to go
 
-    assert answers == ["hi, Ada", "hi from the event loop"]
+        assert answer.result().text == "answered"
 
 
 def test_an_application_ends_with_ctrl_c_and_the_cluster_that_was_there_stays(
     it: Served, address: str, tmp_path: Path
 ) -> None:
-    with running(tmp_path, "--address", address) as server:
+    with running(tmp_path, *HELLO, "--address", address) as server:
         url = it.url.removesuffix("/x")
         answer = httpx.get(url + "/sync?name=Ada", trust_env=False, timeout=PATIENCE_S)
 

@@ -188,7 +188,8 @@ class RayEngine:
             cluster = self._cluster
             if cluster is None:
                 return
-            names = [] if cluster.serve_is_ours else list(self._applications)
+            # Before Serve itself is ended, which would cut what its proxies have in flight.
+            names = list(self._applications)
             for name in names:  # side by side
                 ray_serve.delete(name, _blocking=False)
             for name in names:
