@@ -1,4 +1,4 @@
-"""`ingress run`, `ingress explain` and `ingress openapi`: the command line.
+"""`ingress run`, `explain`, `check` and `openapi`: the command line.
 
 Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
 stays light.
@@ -6,12 +6,10 @@ stays light.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging.config
 import math
 import os
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -20,7 +18,6 @@ from typing import Annotated, Any
 import typer
 import uvicorn
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -30,12 +27,15 @@ from ingress.build import build
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.config import HTTPOptions
-from ingress.declaration import Application, Deployment
+from ingress.declaration import Application
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
 from ingress.settings import OMP_NUM_THREADS, Settings
+from ingress.target import AppDir, Target
+from ingress.target import load as _load
+from ingress.target import refusal as _error
 
 app = typer.Typer(
     name="ingress",
@@ -48,13 +48,6 @@ app = typer.Typer(
 console = Console()
 
 WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
-
-Target = Annotated[
-    str, typer.Argument(metavar="MODULE:APP", help="The bound application, such as main:hello.")
-]
-AppDir = Annotated[
-    Path, typer.Option(help="Where MODULE is looked for.", file_okay=False, exists=True)
-]
 
 
 @app.callback()
@@ -279,50 +272,6 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
     raise typer.Exit(2)
 
 
-def _load(target: str, app_dir: Path) -> Application:
-    """Import what `MODULE:APP` names. Ends the program, with one line, if it is no application."""
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
-        raise _error(
-            f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
-            "main:hello"
-        )
-    sys.path.insert(0, str(app_dir.resolve()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise
-        raise _error(
-            f"there is no module {module_name!r} in {app_dir.resolve()}; check the spelling, or "
-            "say where it is with --app-dir"
-        ) from None
-    found: Any = module
-    for name in attribute.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
-            there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
-            raise _error(
-                f"module {module_name!r} has no attribute {attribute!r}; {there}"
-            ) from None
-    if isinstance(found, Application):
-        return found
-    if isinstance(found, Deployment):
-        raise _error(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
-    hint = "decorate its class with @serve.deployment and bind it"
-    if callable(found) and not isinstance(found, type):
-        bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
-        if bound:
-            hint = f"did you mean {module_name}:{bound[0]}?"
-    raise _error(f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}")
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name} object"
-
-
 def _settings() -> Settings:
     try:
         return Settings.from_environment()
@@ -361,13 +310,6 @@ def _print_plan(application: Application, settings: Settings, budget: ThreadBudg
     console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:
         console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
-
-
-def _error(message: str) -> typer.Exit:
-    Console(stderr=True).print(
-        f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
-    )
-    return typer.Exit(1)
 
 
 _LOGGING: dict[str, Any] = {
