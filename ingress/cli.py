@@ -1,4 +1,4 @@
-"""`ingress run`, `explain`, `check` and `openapi`: the command line.
+"""`ingress run`, `explain`, `check`, `trace` and `openapi`: the command line.
 
 Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
 stays light.
@@ -12,6 +12,7 @@ import math
 import os
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +33,11 @@ from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
-from ingress.settings import OMP_NUM_THREADS, Settings
+from ingress.settings import OMP_NUM_THREADS, TRACE_FILE, Settings
 from ingress.target import AppDir, Target
 from ingress.target import load as _load
 from ingress.target import refusal as _error
+from ingress.tracing import Session, TraceError
 
 app = typer.Typer(
     name="ingress",
@@ -97,11 +99,7 @@ def run(
             timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
         )
         return
-    if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
-        what = f"{' and '.join(read)} was imported with a thread for every core"
-        how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
-        console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
-        start_again()
+    _start_again_if_needed(budget, to_set)
     _serve(application, HTTPOptions(host=host, port=port), settings, budget)
 
 
@@ -214,9 +212,78 @@ def check(
     raise typer.Exit(1 if report.findings else 0)
 
 
+@app.command()
+def trace(
+    target: Target,
+    requests: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REQUEST]...",
+            help='Such as /items or \'POST /items {"name": "pen"}\'; / by default.',
+            show_default=False,
+        ),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--requests", "-n", min=1, help="How often each is made.")
+    ] = 3,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            min=1,
+            help="How many at a time; by default all, up to 32.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write Chrome Trace Event JSON to this file.")
+    ] = Path("trace.json"),
+    svg: Annotated[
+        Path | None, typer.Option(help="Also write a picture of it to this file.")
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Serve an application, make some requests, and write a timeline of them.
+
+    [dim]ingress trace main:hello /sync /async --svg trace.svg[/dim]
+
+    Each event loop and each worker thread is a track. It shows when it ran for
+    which request, what that waited for (a slot, its event loop, a thread), and
+    when a loop stood still. Open the file at https://ui.perfetto.dev, or in
+    chrome://tracing. Ctrl-C ends requests that have no end.
+
+    For a server that runs: INGRESS_TRACE=trace.json ingress run main:hello.
+    It keeps the last requests, and writes them at `kill -USR2` and at its end.
+    """
+    application = _load(target, app_dir)
+    budget = _budget(application, _settings(), processes=1)
+    to_set = budget.variables
+    os.environ.update(to_set)
+    os.environ.pop(TRACE_FILE, None)  # which records another server
+    _start_again_if_needed(budget, to_set)
+    logging.config.dictConfig(_LOGGING)
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    try:
+        session = Session(target, requests or ["/"], number, concurrency, out, svg)
+        for line in session.run(application):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    except TraceError as error:
+        raise _error(str(error)) from None
+
+
 def main() -> None:
     """Run the command line: the console script `ingress`."""
     app()
+
+
+def _start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> None:
+    """Begin anew if a library has read how many threads it has before that was set."""
+    if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
+        what = f"{' and '.join(read)} was imported with a thread for every core"
+        how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
+        console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
+        start_again()
 
 
 def _budget(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:

@@ -11,6 +11,7 @@ that is started again sees the environment of that moment.
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
     INGRESS_ENGINE                           local   which engine runs the application; the only one
+    INGRESS_TRACE                                    where to write what requests did (`timeline`)
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
     library has; `ingress run` sets those that are not (`ingress.budget`)
@@ -30,6 +31,7 @@ REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
+TRACE_FILE = "INGRESS_TRACE"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -47,7 +49,8 @@ class Settings:
     """What the environment says, validated. Source: seed "Environment flags".
 
     `request_timeout_s` is `None` for no deadline, as the guide's default; `stall_threshold_s` is
-    `None` if nobody is to watch. `native_threads` has those of `NATIVE_THREADS` that are set.
+    `None` if nobody is to watch, `trace_file` if nobody is to record. `native_threads` has those of
+    `NATIVE_THREADS` that are set.
     """
 
     run_sync_in_threadpool: bool = False
@@ -58,6 +61,7 @@ class Settings:
     stall_threshold_s: float | None = 0.1
     http_host: str = "127.0.0.1"
     engine: str = "local"
+    trace_file: str | None = None
     native_threads: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -74,6 +78,7 @@ class Settings:
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=_engine(env),
+            trace_file=env.get(TRACE_FILE) or None,
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
         )
 

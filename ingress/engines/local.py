@@ -25,6 +25,7 @@ from ingress.router import Router
 from ingress.schema import ServeStatus
 from ingress.server import HTTPServer
 from ingress.settings import Settings
+from ingress.timeline.recorder import Recorder
 from ingress.types import DeploymentID
 from ingress.user_code import public_methods
 
@@ -45,6 +46,7 @@ class LocalEngine:
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
         self.applications: dict[str, RunningApplication] = {}
+        self.recorder: Recorder | None = None  # of whoever sets it before anything starts
         self._starting: set[str] = set()
         self._settled = SettledObjects()
         self._lock = threading.Lock()
@@ -70,7 +72,8 @@ class LocalEngine:
         with self._lock:
             if self._threads is None:
                 self._threads = EngineThreads(Settings.from_environment())
-                self._controller = Controller(self._threads.settings, self.routers, self.handle)
+                settings, recorder = self._threads.settings, self.recorder or self._threads.recorder
+                self._controller = Controller(settings, self.routers, self.handle, recorder)
             self._users += 1
             return self._threads
 
