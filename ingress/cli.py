@@ -280,7 +280,8 @@ def main() -> None:
 def _start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> None:
     """Begin anew if a library has read how many threads it has before that was set."""
     if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
-        what = f"{' and '.join(read)} was imported with a thread for every core"
+        verb = "was" if len(read) == 1 else "were"
+        what = f"{' and '.join(read)} {verb} imported with a thread for every core"
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
         console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
         start_again()
