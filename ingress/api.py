@@ -91,7 +91,7 @@ def serve_until_signal() -> None:
     # Set even where they are ignored: a shell does that to the jobs it starts in the background.
     previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
     try:
-        with WATCHDOG.reporting_on_signal():
+        with WATCHDOG.reporting_on_signal(), current_engine().writing_on_signal():
             signals.get()
         logger.info("stopping: waiting for what runs; a second signal stops at once")
         current_engine().refuse()

@@ -1,4 +1,4 @@
-"""`ingress run`, `build`, `explain`, `check` and `openapi`: the command line.
+"""`ingress run`, `build`, `explain`, `check`, `trace` and `openapi`: the command line.
 
 Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
 stays light.
@@ -11,7 +11,6 @@ import logging.config
 import math
 import os
 import traceback
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -19,21 +18,29 @@ import typer
 import uvicorn
 import yaml
 
-from ingress import api
-from ingress.budget import ThreadBudget, start_again, thread_budget
 from ingress.build import build
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.config import HTTPOptions
 from ingress.declaration import Application
-from ingress.engines import current_engine, ray_engine
 from ingress.engines.ray.config_file import HEADER, config_of
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
-from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
-from ingress.targets import TargetError, load
-from ingress.terminal import LOGGING, console, error_exit, print_plan, write
+from ingress.serving import (
+    budget_for,
+    check_engine,
+    prepare_ray,
+    read_settings,
+    serve_until_ctrl_c,
+    start_again_if_needed,
+)
+from ingress.settings import TRACE_FILE
+from ingress.target import AppDir, Target
+from ingress.target import load as _load
+from ingress.target import refusal as _error
+from ingress.terminal import LOGGING, console, print_plan, write
+from ingress.tracing import Session, TraceError
 
 app = typer.Typer(
     name="ingress",
@@ -44,13 +51,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
-
-Target = Annotated[
-    str, typer.Argument(metavar="MODULE:APP", help="The bound application, such as main:hello.")
-]
-AppDir = Annotated[
-    Path, typer.Option(help="Where MODULE is looked for.", file_okay=False, exists=True)
-]
 
 
 @app.callback()
@@ -102,18 +102,18 @@ def run(
     Sets OMP_NUM_THREADS and its like, if they are not set, to what the cores are worth for each
     call that computes.
     """
-    engine = engine or _settings().engine
-    _check_engine(engine, reload=reload, workers=workers, ray_only=[address, working_dir])
+    engine = engine or read_settings().engine
+    check_engine(engine, reload=reload, workers=workers, ray_only=[address, working_dir])
     application = _load(target, app_dir)
-    settings = _settings()
+    settings = read_settings()
     host = host or settings.http_host
     logging.config.dictConfig(LOGGING)
     if engine == "ray":
         options = HTTPOptions(host=host, port=port)
-        _prepare_ray(address, working_dir, options)
-        _serve(application, options, settings, None, engine)
+        prepare_ray(address, working_dir, options)
+        serve_until_ctrl_c(application, options, settings, None, engine)
         return
-    budget = _budget(application, settings, processes=workers)
+    budget = budget_for(application, settings, processes=workers)
     to_set = budget.variables
     os.environ.update(to_set)
     if reload or workers > 1:  # which are new processes
@@ -129,12 +129,8 @@ def run(
             timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
         )
         return
-    if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
-        what = f"{' and '.join(read)} was imported with a thread for every core"
-        how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
-        console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
-        start_again()
-    _serve(application, HTTPOptions(host=host, port=port), settings, budget, engine)
+    start_again_if_needed(budget, to_set)
+    serve_until_ctrl_c(application, HTTPOptions(host=host, port=port), settings, budget, engine)
 
 
 @app.command()
@@ -150,7 +146,7 @@ def openapi(
     try:
         schema = json.dumps(application.openapi(), indent=2)
     except TypeError as error:
-        raise error_exit(str(error)) from None
+        raise _error(str(error)) from None
     if output is None:
         typer.echo(schema)
     else:
@@ -174,9 +170,9 @@ def build_command(
     """
     application = _load(target, app_dir)
     try:
-        config = config_of(build(application, "default", acts_on_all=True), target, _settings())
+        config = config_of(build(application, "default", acts_on_all=True), target, read_settings())
     except (TypeError, ValueError, RayServeException) as error:
-        raise error_exit(str(error)) from None
+        raise _error(str(error)) from None
     write(output, HEADER.format(target=target) + yaml.safe_dump(config, sort_keys=False))
 
 
@@ -218,9 +214,9 @@ def explain_command(
     """
     application = _load(target, app_dir)
     try:
-        explanation = explain(application, _settings())
+        explanation = explain(application, read_settings())
     except (TypeError, ValueError, RayServeException) as error:
-        raise error_exit(str(error)) from None
+        raise _error(str(error)) from None
     if as_json_:
         typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
     else:
@@ -260,9 +256,69 @@ def check(
     report = _check(target, migrate, tests, app_dir)
     typer.echo(rendered(report, format))
     if report.failure:
-        error_exit(report.failure)
+        _error(report.failure)
         raise typer.Exit(2)
     raise typer.Exit(1 if report.findings else 0)
+
+
+@app.command()
+def trace(
+    target: Target,
+    requests: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REQUEST]...",
+            help='Such as /items or \'POST /items {"name": "pen"}\'; / by default.',
+            show_default=False,
+        ),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--requests", "-n", min=1, help="How often each is made.")
+    ] = 3,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            min=1,
+            help="How many at a time; by default all, up to 32.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write Chrome Trace Event JSON to this file.")
+    ] = Path("trace.json"),
+    svg: Annotated[
+        Path | None, typer.Option(help="Also write a picture of it to this file.")
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Serve an application, make some requests, and write a timeline of them.
+
+    [dim]ingress trace main:hello /sync /async --svg trace.svg[/dim]
+
+    Each event loop and each worker thread is a track. It shows when it ran for
+    which request, what that waited for (a slot, its event loop, a thread), and
+    when a loop stood still. Open the file at https://ui.perfetto.dev, or in
+    chrome://tracing. Ctrl-C ends requests that have no end.
+
+    For a server that runs: INGRESS_TRACE=trace.json ingress run main:hello.
+    It keeps the last requests, and writes them at `kill -USR2` and at its end.
+    """
+    application = _load(target, app_dir)
+    budget = budget_for(application, read_settings(), processes=1)
+    to_set = budget.variables
+    os.environ.update(to_set)
+    os.environ.pop(TRACE_FILE, None)  # which records another server
+    start_again_if_needed(budget, to_set)
+    logging.config.dictConfig(LOGGING)
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    try:
+        session = Session(target, requests or ["/"], number, concurrency, out, svg)
+        for line in session.run(application):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    except TraceError as error:
+        raise _error(str(error)) from None
 
 
 def main() -> None:
@@ -270,74 +326,12 @@ def main() -> None:
     app()
 
 
-def _budget(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:
-    try:
-        with warnings.catch_warnings(action="ignore"):  # what is wrong is said when it is deployed
-            return thread_budget(build(application, "default"), settings, processes=processes)
-    except Exception as error:
-        raise error_exit(str(error)) from None
-
-
-def _check_engine(engine: str, *, reload: bool, workers: int, ray_only: list[str | None]) -> None:
-    if engine not in ENGINES:
-        raise error_exit(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
-    if engine == "ray" and (reload or workers > 1):
-        raise error_exit(
-            "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
-            "processes a deployment has"
-        )
-    if engine != "ray" and any(ray_only):
-        raise error_exit("--address and --working-dir are for --engine ray")
-
-
-def _prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptions) -> None:
-    try:
-        ray_engine().use(address, working_dir, options)
-    except RuntimeError as error:
-        raise error_exit(str(error)) from None
-    console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
-
-
-def _serve(
-    application: Application,
-    options: HTTPOptions,
-    settings: Settings,
-    budget: ThreadBudget | None,
-    engine: str,
-) -> None:
-    try:
-        if engine == "local":
-            api.start(options, engine=engine)
-        api.run(application, engine=engine)  # Ray looks at the application before it starts
-    except KeyboardInterrupt:  # it may take a while on Ray
-        api.shutdown()
-        raise typer.Exit(130) from None
-    except Exception as error:
-        api.shutdown()
-        if engine == "local":
-            cause = error.__cause__
-            needs_a_look = cause is not None and not isinstance(cause, OSError)
-        else:  # what user code raised is among the workers' records
-            expected = (RuntimeError, TypeError, ValueError, RayServeException)
-            needs_a_look = not isinstance(error, expected)
-        if needs_a_look:
-            raise  # user code raised it: its traceback is what one needs to see
-        raise error_exit(str(error)) from None
-    print_plan(application, settings, budget)
-    where = "" if engine == "local" else f" on {engine.capitalize()}"
-    console.print(
-        f"Application 'default' is ready at {current_engine().url()}{where} (Ctrl-C to stop)",
-        highlight=False,
-    )
-    api.serve_until_signal()
-
-
 def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:
     # Here, because the other commands need not wait for it.
     from ingress.check.checker import check_application, check_files
     from ingress.check.trial import tried
 
-    settings = _settings()
+    settings = read_settings()
     migrate = migrate or tests is not None
     try:
         if ":" not in target and (path := app_dir / target).exists():
@@ -350,27 +344,12 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
             report = check_application(application, name, app_dir, settings, migrate=migrate)
         return report if tests is None else tried(report, tests)
     except CheckError as error:
-        error_exit(str(error))
+        _error(str(error))
     except typer.Exit:  # `_load` has said it
         pass
     except Exception:  # what the user's module raises when it is imported, say
         traceback.print_exc()
     raise typer.Exit(2)
-
-
-def _load(target: str, app_dir: Path) -> Application:
-    """Import what `MODULE:APP` names. Ends the program, with one line, if it is no application."""
-    try:
-        return load(target, app_dir)
-    except TargetError as error:
-        raise error_exit(str(error)) from None
-
-
-def _settings() -> Settings:
-    try:
-        return Settings.from_environment()
-    except ValueError as error:
-        raise error_exit(str(error)) from None
 
 
 def _graceful_s(application: Application) -> int:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ingress.asgi import BoundApp
@@ -34,6 +35,8 @@ from ingress.schema import (
     ReplicaDetails,
 )
 from ingress.settings import Settings
+from ingress.timeline.recorder import Recorder
+from ingress.timeline.taps import TracedReplica, TracedRouter
 from ingress.types import DeploymentID, ReplicaID
 
 LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
@@ -116,14 +119,26 @@ class RunningApplication:
 
 
 class Controller:
-    """Owned by the control loop. `routers` is read from everywhere."""
+    """Owned by the control loop. `routers` is read from everywhere.
+
+    With a `recorder` all requests are recorded; without one nothing on their way knows of it.
+    """
 
     def __init__(
-        self, settings: Settings, routers: dict[DeploymentID, Router], make_handle: MakeHandle
+        self,
+        settings: Settings,
+        routers: dict[DeploymentID, Router],
+        make_handle: MakeHandle,
+        recorder: Recorder | None = None,
     ) -> None:
         self._settings = settings
         self._routers = routers
         self._make_handle = make_handle
+        self._make_router: Callable[..., Router] = Router
+        self._make_replica: Callable[..., Replica] = Replica
+        if recorder is not None:
+            self._make_router = partial(TracedRouter, recorder)
+            self._make_replica = partial(TracedReplica, recorder)
 
     async def deploy(
         self,
@@ -170,7 +185,7 @@ class Controller:
         cls = built.deployment.func_or_class
         bound_app = built.bound_app
         deployment_id = DeploymentID(built.name, running.name)
-        router = Router(
+        router = self._make_router(
             deployment_id,
             config.max_queued_requests,
             max_retries=self._settings.max_retries,
@@ -183,7 +198,7 @@ class Controller:
         try:
             for number in range(config.replica_count):
                 deployment.replicas.append(
-                    Replica(
+                    self._make_replica(
                         ReplicaID(str(number), deployment_id),
                         cls,
                         bound_app,

@@ -12,6 +12,7 @@ that is started again sees the environment of that moment.
     INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
     INGRESS_ENGINE                           local   which engine runs applications: local or ray
     RAY_ADDRESS                                      of the Ray cluster; empty starts a local one
+    INGRESS_TRACE                                    where to write what requests did (`timeline`)
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
     library has; `ingress run` sets those that are not (`ingress.budget`)
@@ -33,6 +34,7 @@ MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
 ENGINES = ("local", "ray")
 RAY_ADDRESS = "RAY_ADDRESS"
+TRACE_FILE = "INGRESS_TRACE"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -50,7 +52,8 @@ class Settings:
     """What the environment says, validated. Source: seed "Environment flags".
 
     `request_timeout_s` is `None` for no deadline, as the guide's default; `stall_threshold_s` is
-    `None` if nobody is to watch. `native_threads` has those of `NATIVE_THREADS` that are set.
+    `None` if nobody is to watch, `trace_file` if nobody is to record. `native_threads` has those of
+    `NATIVE_THREADS` that are set.
     """
 
     run_sync_in_threadpool: bool = False
@@ -62,6 +65,7 @@ class Settings:
     http_host: str = "127.0.0.1"
     engine: str = "local"
     ray_address: str | None = None
+    trace_file: str | None = None
     native_threads: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -79,6 +83,7 @@ class Settings:
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=engine_name(env),
             ray_address=env.get(RAY_ADDRESS) or None,
+            trace_file=env.get(TRACE_FILE) or None,
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
         )
 

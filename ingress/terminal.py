@@ -1,14 +1,12 @@
-"""What the command line prints, and how it ends."""
+"""What the command line prints and writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import typer
 import uvicorn
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +14,7 @@ from ingress.budget import ThreadBudget
 from ingress.declaration import Application
 from ingress.inspection import explain
 from ingress.settings import Settings
+from ingress.target import refusal
 
 console = Console()
 
@@ -26,7 +25,7 @@ def write(output: Path, text: str) -> None:
         output.write_text(text)
     except OSError as error:
         problem = f"cannot write {str(output)!r}: {error.strerror}"
-        raise error_exit(f"{problem}; give -o a path in a folder that is there") from None
+        raise refusal(f"{problem}; give -o a path in a folder that is there") from None
 
 
 def print_plan(application: Application, settings: Settings, budget: ThreadBudget | None) -> None:
@@ -53,14 +52,6 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
     console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:
         console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
-
-
-def error_exit(message: str) -> typer.Exit:
-    """Print one line, and return what ends the program."""
-    Console(stderr=True).print(
-        f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
-    )
-    return typer.Exit(1)
 
 
 LOGGING: dict[str, Any] = {

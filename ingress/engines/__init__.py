@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +48,9 @@ class Engine(Protocol):
 
     def refuse(self) -> None:
         """Answer new requests that there are no more, until `shutdown`."""
+
+    def writing_on_signal(self) -> AbstractContextManager[None]:
+        """Write what was recorded when a signal asks for it, meanwhile."""
 
     def shutdown(self) -> None: ...
 

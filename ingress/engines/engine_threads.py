@@ -3,6 +3,7 @@
     ingress-control   the controller, health checks, and what has no loop of its own
     ingress-router    calls that wait for something else than a slot (flag)
     ingress-http      uvicorn, if `serve.run` serves HTTP
+    ingress-trace     writes what was recorded of requests (`INGRESS_TRACE`)
     ingress-user      the serving loop where no server lends one (user code without own threads)
 
 The threads start with the first application and end with the last, so nothing is left behind, and
@@ -12,15 +13,19 @@ an engine that starts again reads the environment again.
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 
 from ingress.deadlines import Deadlines, deadlines_of
 from ingress.loop_executor import LoopExecutor
 from ingress.loops import EventLoopThread
 from ingress.settings import Settings
+from ingress.timeline.recorder import Recorder
+from ingress.timeline.window import Window
 from ingress.watchdog import WATCHDOG
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
 JOIN_S = 1.0
+WRITE_S = 10.0  # for the last word of a recorder: some MB of text
 
 
 class EngineThreads:
@@ -28,6 +33,8 @@ class EngineThreads:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        # First, because it may be refused.
+        self._window = None if settings.trace_file is None else Window(settings.trace_file)
         self.control = EventLoopThread("ingress-control")
         self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
         self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
@@ -40,6 +47,15 @@ class EngineThreads:
         # Of calls by handle. HTTP requests have theirs on the loop that answers them.
         self.deadlines: Deadlines = deadlines_of((self.router or self.control).loop)
         self._user: EventLoopThread | None = None
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What is told of requests, if somebody wants to know."""
+        return None if self._window is None else self._window.recorder
+
+    def writing_on_signal(self) -> AbstractContextManager[None]:
+        """Have SIGUSR2 write what was recorded, if anything is."""
+        return nullcontext() if self._window is None else self._window.writing_on_signal()
 
     def user_loop(self) -> asyncio.AbstractEventLoop:
         """Return the serving loop for where no server lends one."""
@@ -54,3 +70,5 @@ class EngineThreads:
             if home is not None:
                 home.stop(JOIN_S)
         WATCHDOG.join(JOIN_S)
+        if self._window is not None:
+            self._window.stop(WRITE_S)

@@ -229,7 +229,8 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
     try:
         async with hosted.lifespan():
             started = True
-            with WATCHDOG.reporting_on_signal():
+            writing = hosted._engine.threads.writing_on_signal()
+            with WATCHDOG.reporting_on_signal(), writing:
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
     except BaseException:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from ingress.router import Router
 from ingress.schema import ServeStatus
 from ingress.server import HTTPServer
 from ingress.settings import Settings
+from ingress.timeline.recorder import Recorder
 from ingress.types import DeploymentID
 from ingress.user_code import public_methods
 
@@ -46,6 +48,7 @@ class LocalEngine:
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
         self.applications: dict[str, RunningApplication] = {}
+        self.recorder: Recorder | None = None  # of whoever sets it before anything starts
         self._starting: set[str] = set()
         self._settled = SettledObjects()
         self._lock = threading.Lock()
@@ -71,7 +74,8 @@ class LocalEngine:
         with self._lock:
             if self._threads is None:
                 self._threads = EngineThreads(Settings.from_environment())
-                self._controller = Controller(self._threads.settings, self.routers, self.handle)
+                settings, recorder = self._threads.settings, self.recorder or self._threads.recorder
+                self._controller = Controller(settings, self.routers, self.handle, recorder)
             self._users += 1
             return self._threads
 
@@ -212,6 +216,9 @@ class LocalEngine:
                 return
             self._update_routes(without=running)
             self._stop(running, threads)
+
+    def writing_on_signal(self) -> AbstractContextManager[None]:
+        return self.threads.writing_on_signal()
 
     def refuse(self) -> None:
         """Answer new requests that the server is being drained, until `shutdown`."""

@@ -7,8 +7,8 @@ from typing import Any
 from ingress.build import build as flatten
 from ingress.engines.ray.application import Lowering, application_for_ray
 from ingress.engines.ray.lowering import environment_for_workers
+from ingress.module_app import load
 from ingress.settings import Settings
-from ingress.targets import load
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ray import serve as ray_serve
@@ -161,6 +161,11 @@ class RayEngine:
 
     def _lowering(self) -> Lowering:
         settings = Settings.from_environment()
+        if settings.trace_file is not None:
+            raise ValueError(
+                f"INGRESS_TRACE={settings.trace_file!r} records what one process does, and has no "
+                "effect on Ray; unset it"
+            )
         is_ours = self._would_be_ours() if self._cluster is None else self._cluster.is_ours
         return Lowering(
             environment_for_workers(
@@ -181,6 +186,10 @@ class RayEngine:
 
     def refuse(self) -> None:
         """Leave new requests to Ray's proxies, which drain by themselves."""
+
+    def writing_on_signal(self) -> AbstractContextManager[None]:
+        """Nothing is recorded: see `_lowering`."""
+        return nullcontext()
 
     def shutdown(self) -> None:
         """Delete the applications that this process deployed, and end what it started."""

@@ -10,18 +10,18 @@ from typing import Any
 from ingress.declaration import Application, Deployment
 
 
-class TargetError(Exception):
+class NotAnApplication(Exception):
     """It names no application; the text is one line for whoever wrote it."""
 
 
 def load(target: str, app_dir: Path | None = None) -> Application:
     """Import what `MODULE:APP` names, from `app_dir` first if that is given.
 
-    Raises `TargetError` if it is no application, and what the module raises.
+    Raises `NotAnApplication` if it is no application, and what the module raises.
     """
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
-        raise TargetError(
+        raise NotAnApplication(
             f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
             "main:hello"
         )
@@ -33,7 +33,7 @@ def load(target: str, app_dir: Path | None = None) -> Application:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
         where = "here" if app_dir is None else f"in {app_dir.resolve()}"
-        raise TargetError(
+        raise NotAnApplication(
             f"there is no module {module_name!r} {where}; check the spelling, or say where it is "
             "with --app-dir"
         ) from None
@@ -44,19 +44,19 @@ def load(target: str, app_dir: Path | None = None) -> Application:
         except AttributeError:
             bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
             there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
-            raise TargetError(
+            raise NotAnApplication(
                 f"module {module_name!r} has no attribute {attribute!r}; {there}"
             ) from None
     if isinstance(found, Application):
         return found
     if isinstance(found, Deployment):
-        raise TargetError(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
+        raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
     hint = "decorate its class with @serve.deployment and bind it"
     if callable(found) and not isinstance(found, type):
         bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
         if bound:
             hint = f"did you mean {module_name}:{bound[0]}?"
-    raise TargetError(
+    raise NotAnApplication(
         f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
     )
 

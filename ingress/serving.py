@@ -1,0 +1,98 @@
+"""What `ingress run` does, on either engine, and what other commands need of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import typer
+
+from ingress import api
+from ingress.budget import ThreadBudget, start_again, thread_budget
+from ingress.build import build
+from ingress.config import HTTPOptions
+from ingress.declaration import Application
+from ingress.engines import current_engine, ray_engine
+from ingress.exceptions import RayServeException
+from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
+from ingress.target import refusal
+from ingress.terminal import console, print_plan
+
+
+def read_settings() -> Settings:
+    try:
+        return Settings.from_environment()
+    except ValueError as error:
+        raise refusal(str(error)) from None
+
+
+def budget_for(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # what is wrong is said when it is deployed
+            return thread_budget(build(application, "default"), settings, processes=processes)
+    except Exception as error:
+        raise refusal(str(error)) from None
+
+
+def start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> None:
+    """Begin anew if a library has read how many threads it has before that was set."""
+    if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
+        verb = "was" if len(read) == 1 else "were"
+        what = f"{' and '.join(read)} {verb} imported with a thread for every core"
+        how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
+        console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
+        start_again()
+
+
+def check_engine(engine: str, *, reload: bool, workers: int, ray_only: list[str | None]) -> None:
+    if engine not in ENGINES:
+        raise refusal(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
+    if engine == "ray" and (reload or workers > 1):
+        raise refusal(
+            "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
+            "processes a deployment has"
+        )
+    if engine != "ray" and any(ray_only):
+        raise refusal("--address and --working-dir are for --engine ray")
+
+
+def prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptions) -> None:
+    try:
+        ray_engine().use(address, working_dir, options)
+    except RuntimeError as error:
+        raise refusal(str(error)) from None
+    console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
+
+
+def serve_until_ctrl_c(
+    application: Application,
+    options: HTTPOptions,
+    settings: Settings,
+    budget: ThreadBudget | None,
+    engine: str,
+) -> None:
+    try:
+        if engine == "local":
+            api.start(options, engine=engine)
+        api.run(application, engine=engine)  # Ray looks at the application before it starts
+    except KeyboardInterrupt:  # it may take a while on Ray
+        api.shutdown()
+        raise typer.Exit(130) from None
+    except Exception as error:
+        api.shutdown()
+        if engine == "local":
+            cause = error.__cause__
+            needs_a_look = cause is not None and not isinstance(cause, OSError)
+        else:  # what user code raised is among the workers' records
+            expected = (RuntimeError, TypeError, ValueError, RayServeException)
+            needs_a_look = not isinstance(error, expected)
+        if needs_a_look:
+            raise  # user code raised it: its traceback is what one needs to see
+        raise refusal(str(error)) from None
+    print_plan(application, settings, budget)
+    where = "" if engine == "local" else f" on {engine.capitalize()}"
+    console.print(
+        f"Application 'default' is ready at {current_engine().url()}{where} (Ctrl-C to stop)",
+        highlight=False,
+    )
+    api.serve_until_signal()

@@ -1,0 +1,121 @@
+"""A timeline as Chrome Trace Event JSON, for https://ui.perfetto.dev and chrome://tracing.
+
+    M     names: the process, and each track
+    X     on the track of a thread: it ran for a request; on one beside it: the loop stood still
+    b, e  a request from its arrival to its end, and in it each of its waits; by `id2`
+
+Source: "Trace Event Format". A track nests, so requests that overlap are no `X` on it; those of one
+`id2` nest too, so waits of a request that overlap have ids of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ingress.timeline.recorder import Journey, Standstill, Timeline
+from ingress.timeline.waits import Wait, rows, waits_of
+
+Event = dict[str, Any]
+
+
+def as_json(timeline: Timeline, title: str) -> str:
+    """Return the text of a trace file, a line an event; its times are in us."""
+    # Line by line: the encoder would keep the GIL from a server until it was through with all.
+    events = ",\n".join(json.dumps(event) for event in _Events(timeline, title))
+    about = json.dumps({"title": title})
+    return f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{events}\n]}}\n'
+
+
+class _Events:
+    def __init__(self, timeline: Timeline, title: str) -> None:
+        self._timeline = timeline
+        self._title = title
+        self._pid = os.getpid()
+        # A loop may stand still since before the first request came.
+        begins = [each.began_at for each in timeline.standstills]
+        self._zero = min([timeline.began_at, *begins])
+        self._standing = {each.track for each in timeline.standstills}
+        self._tids: dict[object, int] = {}
+        for track in timeline.tracks:
+            for key in (track, (track, "stalls")) if track in self._standing else (track,):
+                self._tids[key] = len(self._tids) + 1
+
+    def __iter__(self) -> Iterator[Event]:
+        yield self._metadata("process_name", 0, name=self._title)
+        for track in self._timeline.tracks:
+            yield from self._named(self._tids[track], track.name)
+            if track in self._standing:
+                yield from self._named(self._tids[track, "stalls"], f"{track.name} stalls")
+        for run in self._timeline.runs:
+            yield self._slice(
+                "run", run.journey.name, run.began_at, run.ended_at, self._tids[run.track]
+            ) | {"args": _identity(run.journey)}
+        waits = waits_of(self._timeline)
+        for journey in self._timeline.journeys:
+            yield from self._request(journey, waits.get(journey, []))
+        for each in self._timeline.standstills:
+            yield self._stall(each)
+
+    def _metadata(self, what: str, tid: int, **args: Any) -> Event:
+        return {"ph": "M", "name": what, "pid": self._pid, "tid": tid, "args": args}
+
+    def _named(self, tid: int, name: str) -> Iterator[Event]:
+        yield self._metadata("thread_name", tid, name=name)
+        yield self._metadata("thread_sort_index", tid, sort_index=tid)
+
+    def _ns(self, at: float) -> int:
+        return round((at - self._zero) * 1e9)
+
+    def _slice(self, cat: str, name: str, began_at: float, ended_at: float, tid: int) -> Event:
+        # Rounded before the difference is taken: two that follow each other never overlap.
+        began_ns, ended_ns = self._ns(began_at), self._ns(ended_at)
+        times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}
+        return {"ph": "X", "cat": cat, "name": name, **times, "pid": self._pid, "tid": tid}
+
+    def _request(self, journey: Journey, waits: list[Wait]) -> Iterator[Event]:
+        number = f"{journey.number:#x}"
+        args = _identity(journey) | {
+            "kind": journey.kind,
+            "deployment": journey.deployment,
+            "replica": journey.replica,
+            "loop": journey.loop.name if journey.loop is not None else "",
+        }
+        if journey.error:
+            args["error"] = journey.error
+        if journey in self._timeline.unfinished:
+            args["unfinished"] = True
+        tid = self._tids[journey.loop] if journey.loop is not None else 0
+        yield self._edge("b", number, journey.name, journey.arrived_at, tid) | {"args": args}
+        for row, several in enumerate(rows(waits, lambda each: (each.began_at, each.ended_at))):
+            own = f"{number}.{row}" if row else number
+            for wait in several:
+                name = f"wait: {wait.kind}"
+                yield self._edge("b", own, name, wait.began_at, tid)
+                yield self._edge("e", own, name, wait.ended_at, tid)
+        yield self._edge("e", number, journey.name, journey.ended_at, tid)
+
+    def _edge(self, phase: str, number: str, name: str, at: float, tid: int) -> Event:
+        times = {"ts": self._ns(at) / 1e3, "pid": self._pid, "tid": tid}
+        # Local: Perfetto shows them with the threads of the process, and not apart from them.
+        return {"ph": phase, "cat": "request", "id2": {"local": number}, "name": name, **times}
+
+    def _stall(self, each: Standstill) -> Event:
+        stall, tid = each.stall, self._tids[each.track, "stalls"]
+        return self._slice("stall", f"stall: {stall.reason}", each.began_at, each.ended_at, tid) | {
+            "cname": "terrible",
+            "args": {
+                "text": str(stall),
+                "reason": str(stall.reason),
+                "method": stall.method,
+                "place": str(stall.place) if stall.place.file else "",
+                "waited": stall.waited,
+                "request_ids": list(stall.request_ids),
+            },
+        }
+
+
+def _identity(journey: Journey) -> dict[str, Any]:
+    return {"request": journey.number, "request_id": journey.request_id}

@@ -1,0 +1,200 @@
+"""The router, replica and worker threads of an application that is recorded.
+
+    Router.assign -> _reserve | _next -> Replica.serve -> WorkerThreads.submit -> Router.release
+    arrives          has a slot          begins           waits for a thread      ends
+
+They are made in place of those they inherit from, when an application starts with a recorder; in
+any other there is nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import fields
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from ingress.asgi import route_template
+from ingress.call import CURRENT_CALL, Call
+from ingress.exchange import Exchange
+from ingress.execution import ExecutionPlan, Role
+from ingress.replica import Replica
+from ingress.router import Router
+from ingress.threads import WorkerPool, WorkerThreads
+from ingress.timeline.recorder import Journey, Recorder
+
+
+class TracedRouter(Router):
+    """Thread-safe, as what it inherits from."""
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+
+    def assign(self, call: Call) -> None:
+        kind = "request" if isinstance(call, Exchange) else "call"
+        self._recorder.arrive(call, kind, _name_of(call), self.deployment_id.name)
+        call.when_settled(self._recorder.answer)
+        super().assign(call)
+        if not call.settled:
+            self._recorder.stand_in_queue(call)
+
+    def release(self, replica: Replica, call: Call) -> None:
+        # First: the slot is not anybody else's yet.
+        self._recorder.give_back(call)
+        super().release(replica, call)
+
+    def _reserve(self, call: Call) -> Replica:
+        replica = super()._reserve(call)
+        self._recorder.take_slot(call)
+        return replica
+
+    def _next(self, replica: Replica) -> Call:
+        call = super()._next(replica)
+        self._recorder.stand_in_queue(call)
+        self._recorder.take_slot(call)
+        return call
+
+
+class TracedReplica(Replica):
+    """Lives on its user loop, as what it inherits from."""
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+        # Before the first call: none of them has a thread yet.
+        for pool in (self.pools.default, *self.pools.lanes.pools.values()):
+            assert isinstance(pool, WorkerPool)
+            pool.threads = TracedThreads(recorder, pool.threads)
+        if self._executor is not None:
+            threads = self._executor._ingress_threads
+            self._executor._ingress_threads = TracedThreads(recorder, threads)
+        # Only batches make their plans with that of the context.
+        assert self.context._make_plan is not None
+        self.context._make_plan = partial(_batch_plan, self, self.context._make_plan)
+
+    async def serve(self, call: Call) -> Any:
+        recorder, work = self._recorder, call.work
+        journey = recorder.journey_of(call)
+        if journey is None or work is None:
+            return await super().serve(call)
+        journey.replica = str(self.replica_id)
+        journey.loop = recorder.track(is_loop=True)
+        journey.began_at = monotonic()
+        call.work = lambda user_code: _Steps(work(user_code), journey, recorder)
+        scope = call.scope if isinstance(call, Exchange) else None
+        try:
+            return await super().serve(call)
+        finally:
+            if scope is not None and (path := route_template(scope)) is not None:
+                method = scope.get("method", "WS")
+                journey.name = f"{method} {call.metadata.route.rstrip('/')}{path}"
+
+
+class TracedThreads(WorkerThreads):
+    """Thread-safe. In the place of `threads` that have not been started."""
+
+    def __init__(self, recorder: Recorder, threads: WorkerThreads) -> None:
+        super().__init__(threads.name, threads.limit, threads._loop, threads._idle_s)
+        self._recorder = recorder
+
+    def submit(self, call: Callable[[], None]) -> None:
+        journey = self._recorder.current()
+        super().submit(call if journey is None else partial(self._run, call, journey, monotonic()))
+
+    def _run(self, call: Callable[[], None], journey: Journey, asked_at: float) -> None:
+        track = self._recorder.track(is_loop=False)
+        run = self._recorder.enter(journey, track, asked_at)
+        try:
+            call()
+        finally:
+            self._recorder.leave(run)
+
+
+class _BatchPlan(ExecutionPlan):
+    """The plan of a function under `@batch`: each of its runs is recorded as a request is."""
+
+    __slots__ = ("replica",)
+
+    replica: TracedReplica
+
+    async def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        with self._recorded() as journey:
+            return await _Steps(super().run(*args, **kwargs), journey, self.replica._recorder)
+
+    async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        with self._recorded():  # what of it runs on the loop is not seen
+            async with aclosing(super().stream(*args, **kwargs)) as items:
+                async for item in items:
+                    yield item
+
+    @contextmanager
+    def _recorded(self) -> Iterator[Journey]:
+        recorder, batch = self.replica._recorder, CURRENT_CALL.get()
+        name = f"{self.name} x {len(batch.members or ())}"
+        journey = recorder.arrive(batch, "batch", name, self.replica.context.deployment)
+        journey.replica = str(self.replica.replica_id)
+        journey.loop = recorder.track(is_loop=True)
+        journey.slot_at = journey.began_at = journey.arrived_at
+        try:
+            yield journey
+        finally:
+            recorder.end(batch)
+
+
+def _batch_plan(
+    replica: TracedReplica,
+    make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan],
+    func: Callable[..., Any],
+    role: Role,
+) -> ExecutionPlan:
+    made = make_plan(func, role)
+    plan = _BatchPlan(**{each.name: getattr(made, each.name) for each in fields(made)})
+    plan.replica = replica
+    return plan
+
+
+class _Steps:
+    """What a request's task awaits, step by step; between two of them its loop is free."""
+
+    __slots__ = ("_awaitable", "_journey", "_recorder")
+
+    def __init__(self, awaitable: Awaitable[Any], journey: Journey, recorder: Recorder) -> None:
+        self._awaitable = awaitable
+        self._journey = journey
+        self._recorder = recorder
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        recorder, journey = self._recorder, self._journey
+        track = recorder.track(is_loop=True)
+        inner: Any = self._awaitable.__await__()
+        result: Any = None
+        error: BaseException | None = None
+        while True:
+            run = recorder.enter(journey, track)
+            try:
+                awaited = inner.send(result) if error is None else inner.throw(error)
+            except StopIteration as end:
+                return end.value
+            except BaseException as raised:
+                journey.error = type(raised).__name__
+                raise
+            finally:
+                recorder.leave(run)
+                error = None
+            try:
+                result = yield awaited
+            except GeneratorExit:
+                # The collector closes a coroutine of a loop that is gone, in whatever thread.
+                inner.close()
+                raise
+            except BaseException as raised:  # what its task is woken with, a cancellation say
+                error = raised
+
+
+def _name_of(call: Call) -> str:
+    if isinstance(call, Exchange):
+        return f"{call.scope.get('method', 'WS')} {call.scope['path']}"
+    return f"{call.metadata.deployment.name}.{call.metadata.method_name}"

@@ -1,0 +1,92 @@
+"""The recent past of a server that runs, in a file: `INGRESS_TRACE=trace.json`.
+
+Written when the process gets SIGUSR2, and when its last application ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+
+from ingress.timeline.chrome import as_json
+from ingress.timeline.recorder import Recorder
+
+logger = logging.getLogger("ingress")
+
+
+class Window:
+    """Records from now on; only a thread of its own writes. Thread-safe.
+
+    "{pid}" in `path` becomes the number of the process. Raises `ValueError` if the file cannot be
+    written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.recorder = Recorder()
+        self._path = Path(path.replace("{pid}", str(os.getpid())))
+        check_writable(self._path, "INGRESS_TRACE")
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="ingress-trace", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def writing_on_signal(self) -> Iterator[None]:
+        """Have SIGUSR2 write it, unless it has a handler, or this is not the main thread."""
+        number = getattr(signal, "SIGUSR2", None)  # not on Windows
+        may = threading.current_thread() is threading.main_thread()
+        if number is None or not may or signal.getsignal(number) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Not an `Event`: its lock may be held by the very line that the signal interrupts.
+        self._asked.put(True)
+
+    def stop(self, timeout_s: float) -> None:
+        """Write it for the last time."""
+        self._asked.put(False)
+        self._thread.join(timeout_s)
+
+    def _main(self) -> None:
+        goes_on = True
+        while goes_on:
+            goes_on = self._asked.get()
+            try:
+                self._write()
+            except Exception:
+                logger.exception("the trace of requests could not be written to %s", self._path)
+
+    def _write(self) -> None:
+        timeline = self.recorder.timeline()
+        text = as_json(timeline, f"ingress, process {os.getpid()}")
+        # At once, because somebody may be reading what is there.
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        part.write_text(text)
+        part.replace(self._path)
+        logger.info("wrote the trace of %d requests to %s", len(timeline.journeys), self._path)
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raise `ValueError` if a file cannot be written; it is left as it is."""
+    problem = ""
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise ValueError(f"{what}={str(path)!r} cannot be written: {problem}; give another path")
