@@ -186,8 +186,8 @@ class ExecutionPlan:
         items = await self.run(*args, **kwargs)
         if not is_generator(items):
             raise TypeError(
-                f"Called method '{self.name}' with `handle.options(stream=True)` but it did not "
-                "return a generator."
+                f"Called method '{self.name.rpartition('.')[2]}' with "
+                "`handle.options(stream=True)` but it did not return a generator."
             )
         async with aclosing(self.iterate(items)) as stream:
             async for item in stream:
