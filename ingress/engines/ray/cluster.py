@@ -157,6 +157,16 @@ class Cluster:
             _disconnect()
 
 
+def environment_of_connection() -> dict[str, str]:
+    """Return the variables that `ray.init(runtime_env=...)` of this process gives its workers.
+
+    Serve gives them only to a deployment that has no `runtime_env` of its own, and ours have one.
+    """
+    if not ray.is_initialized():
+        return {}
+    return dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
+
+
 def _disconnect() -> None:
     with contextlib.suppress(Exception):
         ray.shutdown()

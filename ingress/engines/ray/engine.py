@@ -17,7 +17,7 @@ from ingress.config import HTTPOptions
 from ingress.declaration import Application
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
 from ingress.engines.ray.calls import RayDirectory, directory_here, use_here
-from ingress.engines.ray.cluster import Cluster
+from ingress.engines.ray.cluster import Cluster, environment_of_connection
 from ingress.engines.ray.lowering import (
     environment_for_workers,
     http_options_for_ray,
@@ -167,10 +167,9 @@ class RayEngine:
                 "effect on Ray; unset it"
             )
         is_ours = self._would_be_ours() if self._cluster is None else self._cluster.is_ours
+        folders = import_folders() if self._working_dir is None else []
         return Lowering(
-            environment_for_workers(
-                settings, import_folders() if self._working_dir is None else []
-            ),
+            {**environment_of_connection(), **environment_for_workers(settings, folders)},
             # A machine of our own runs what it is asked to, as one process does.
             default_cpus=0.0 if is_ours else None,
             request_timeout_s=request_timeout_s(self._http_options, settings),
