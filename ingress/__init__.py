@@ -1,12 +1,16 @@
 """Ray Serve's programming model at FastAPI speed, in one process: `import ingress as serve`."""
 
+from ingress import absent as _absent
 from ingress import exceptions
 from ingress.api import (
+    RunTarget,
     delete,
     get_app_handle,
     get_deployment_handle,
     run,
+    run_many,
     shutdown,
+    shutdown_async,
     stalls,
     start,
     status,
@@ -50,6 +54,7 @@ __all__ = [
     "ReplicaContext",
     "RequestContext",
     "RequestRouterConfig",
+    "RunTarget",
     "Stall",
     "batch",
     "cancellation",
@@ -66,8 +71,12 @@ __all__ = [
     "method",
     "multiplexed",
     "run",
+    "run_many",
     "shutdown",
+    "shutdown_async",
     "stalls",
     "start",
     "status",
 ]
+
+__getattr__ = _absent.teller(__name__)

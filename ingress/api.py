@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Never
 
+from ingress.absent import refuse
 from ingress.config import HTTPOptions
 from ingress.context import get_replica_context
 from ingress.declaration import Application, Deployment
@@ -27,7 +31,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start(
-    http_options: HTTPOptions | dict[str, Any] | None = None, *, engine: str | None = None
+    http_options: HTTPOptions | dict[str, Any] | None = None,
+    *,
+    engine: str | None = None,
+    **absent: Never,
 ) -> None:
     """Start the HTTP server before any application. It then stays until `shutdown`.
 
@@ -35,6 +42,7 @@ def start(
     process, or "ray"; by default what `INGRESS_ENGINE` says. Raises `RuntimeError` if the address
     cannot be bound, or the engine cannot be used.
     """
+    refuse("serve.start", absent)
     if isinstance(http_options, dict):
         http_options = HTTPOptions(**http_options)
     elif not isinstance(http_options, HTTPOptions | None):
@@ -52,6 +60,7 @@ def run(
     route_prefix: str | None = "/",
     *,
     engine: str | None = None,
+    **absent: Never,
 ) -> DeploymentHandle:
     """Start an application and return a handle to it once all its replicas are ready.
 
@@ -61,6 +70,7 @@ def run(
     which runs applications already, else what `INGRESS_ENGINE` says. Raises `RuntimeError`, from
     what user code raised, if a replica does not start.
     """
+    refuse("serve.run", absent)
     _check_target(target)
     _check_name(name)
     _check_route_prefix(route_prefix)
@@ -68,6 +78,43 @@ def run(
     if blocking:
         serve_until_signal()
     return handle
+
+
+@dataclass(init=False, slots=True)
+class RunTarget:
+    """One application for `run_many`; what its fields mean says `run`."""
+
+    target: Application
+    name: str
+    route_prefix: str | None
+
+    def __init__(
+        self,
+        target: Application,
+        name: str = "default",
+        route_prefix: str | None = "/",
+        **absent: Never,
+    ) -> None:
+        refuse("serve.RunTarget", absent)
+        self.target, self.name, self.route_prefix = target, name, route_prefix
+
+
+def run_many(
+    targets: Sequence[RunTarget], blocking: bool = False, **absent: Never
+) -> list[DeploymentHandle]:
+    """Start several applications, one after another, and return their handles.
+
+    Those that run already stay if one of them does not start. Raises as `run`, and `ValueError`
+    before anything starts if two have one name.
+    """
+    refuse("serve.run_many", absent)
+    names = [each.name for each in targets]
+    if len({*names}) < len(names):
+        raise ValueError(f"applications must have different names, got {names}; name each")
+    handles = [run(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets]
+    if blocking:
+        serve_until_signal()
+    return handles
 
 
 def serve_until_signal() -> None:
@@ -110,6 +157,11 @@ def delete(name: str) -> None:
 def shutdown() -> None:
     """Drain and stop everything that this process runs."""
     current_engine().shutdown()
+
+
+async def shutdown_async() -> None:
+    """Do what `shutdown` does, in a thread: the running event loop stays free."""
+    await asyncio.to_thread(shutdown)
 
 
 def status() -> ServeStatus:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
 
+from ingress.absent import teller
 from ingress.options import (
     ClassPath,
     Fraction,
@@ -312,3 +313,6 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
     if others:
         silent["ray_actor_options"] = others
     return [f"{name}={value!r}" for name, value in silent.items()]
+
+
+__getattr__ = teller(__name__)

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ingress.absent import absent_member, teller
 from ingress.exceptions import RayServeException
 from ingress.execution import ExecutionPlan, Role
 from ingress.types import ReplicaID
@@ -38,6 +39,9 @@ class ReplicaContext:
     _batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
     _batch_limits: dict[Any, Any] = field(default_factory=dict)
     _models: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_member(self, name)
 
     @property
     def app_name(self) -> str:
@@ -80,3 +84,6 @@ def _has_running_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+__getattr__ = teller(__name__)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
 
 from starlette.types import Receive, Scope, Send
 
+from ingress.absent import absent_member
 from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.lanes import check_lanes
 
@@ -71,6 +72,12 @@ class Deployment:
                 f"; use {self.name}.bind(), or make it a class"
             )
         return Application(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an option by its name: `deployment.num_replicas`."""
+        if name in DeploymentConfig.model_fields:
+            return getattr(self.config, name)
+        raise absent_member(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

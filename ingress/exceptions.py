@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from starlette import requests, websockets  # not their classes: these here are ours
 
+from ingress.absent import teller
+
 
 def is_told(error: BaseException) -> bool:
     """Whether it is only what we tell user code when nobody wants its answer any more.
@@ -54,6 +56,7 @@ class BackPressureError(RayServeException):
     """The request was refused because `max_queued_requests` others already wait."""
 
     status_code = 503
+    retry_after_s: float | None = None
 
     def __init__(
         self, num_queued_requests: int, max_queued_requests: int, deployment: str = ""
@@ -146,3 +149,6 @@ class SyncMethodOnEventLoopWarning(UserWarning):
 
 class OptionNotActedOnWarning(UserWarning):
     """A deployment option was given, validated and recorded, but has no effect yet."""
+
+
+__getattr__ = teller(__name__)

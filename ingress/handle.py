@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import aclosing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
 
+from ingress.absent import absent_member, absent_method, refuse, teller
 from ingress.call import CURRENT_CALL, Call, Queue
 from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
@@ -133,13 +134,13 @@ class DeploymentHandle:
         method_name: str | None = None,
         stream: bool | None = None,
         multiplexed_model_id: str | None = None,
+        **absent: Never,
     ) -> DeploymentHandle:
         """Return a handle with other options; what is not given stays as it is."""
-        given: dict[str, Any] = {
-            "method_name": method_name,
-            "stream": stream,
-            "multiplexed_model_id": multiplexed_model_id,
-        }
+        if absent:
+            refuse("handle.options", absent)
+        given: dict[str, Any] = {"method_name": method_name, "stream": stream}
+        given["multiplexed_model_id"] = multiplexed_model_id
         for name in ("method_name", "multiplexed_model_id"):
             if not isinstance(given[name], str | None):
                 raise TypeError(f"{name} must be a string, got {given[name]!r}")
@@ -214,9 +215,7 @@ class DeploymentHandle:
             methods = self._directory.methods(self._id)
             if methods is None or name in methods:
                 return self.options(method_name=name)
-            raise AttributeError(
-                f"deployment '{self._id.name}' has no method '{name}'; it has {methods}"
-            )
+            raise absent_method(self._id.name, name, methods)
         raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
 
     def __repr__(self) -> str:
@@ -238,6 +237,9 @@ class _Response:
     @property
     def request_id(self) -> str:
         return self._call.metadata.request_id
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_member(self, name)
 
     def cancel(self) -> None:
         """Cancel the request, wherever it is. Without effect once it is answered."""
@@ -391,3 +393,6 @@ def _state(call: Call) -> str:
     if not call.settled:
         return "pending"
     return "failed" if call.error is not None else "done"
+
+
+__getattr__ = teller(__name__)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
+from ingress.absent import absent_member, teller
+from ingress.config import LoggingConfig as LoggingConfig  # there in Ray Serve
 from ingress.counters import LaneLoad, Latency
 
 
@@ -53,6 +56,9 @@ class ReplicaDetails:
     stall_ms: dict[str, Latency] = field(default_factory=dict)
     lanes: dict[str, LaneLoad] = field(default_factory=dict)
 
+    def __getattr__(self, name: str) -> Any:
+        raise absent_member(self, name)
+
 
 @dataclass(frozen=True, slots=True)
 class DeploymentStatusOverview:
@@ -87,3 +93,6 @@ class ServeStatus:
     proxies: dict[str, str] = field(default_factory=dict)
     applications: dict[str, ApplicationStatusOverview] = field(default_factory=dict)
     target_capacity: float | None = None
+
+
+__getattr__ = teller(__name__)

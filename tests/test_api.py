@@ -89,6 +89,34 @@ def test_the_same_name_replaces_the_application() -> None:
     assert list(serve.status().applications) == ["app"]
 
 
+def test_several_applications_are_run_at_once_each_with_its_handle() -> None:
+    first, second = serve.run_many(
+        [
+            serve.RunTarget(bind(Echo, "one"), route_prefix=None),
+            serve.RunTarget(bind(Echo, "two"), name="second", route_prefix=None),
+        ]
+    )
+
+    assert (first.remote().result(), second.remote().result()) == ("one", "two")
+    assert sorted(serve.status().applications) == ["default", "second"]
+
+
+def test_several_applications_of_one_name_are_refused_before_one_runs() -> None:
+    targets = [serve.RunTarget(bind(Echo)), serve.RunTarget(bind(Echo), route_prefix=None)]
+
+    with pytest.raises(ValueError, match=r"different names, got \['default', 'default'\]"):
+        serve.run_many(targets)
+    assert serve.status().applications == {}
+
+
+def test_shutdown_async_stops_everything_from_a_running_loop() -> None:
+    serve.run(bind(Echo), route_prefix=None)
+
+    asyncio.run(serve.shutdown_async())
+
+    assert serve.status().applications == {}
+
+
 def test_a_replacement_that_fails_leaves_the_one_that_runs() -> None:
     @serve.deployment(name="Echo")
     class Failing:

@@ -1,0 +1,217 @@
+"""What Ray Serve 2.60 has and this package has not: what to do instead, told where it is used.
+
+    NAMES        serve.xyz, and serve.module of a module of Ray Serve
+    MEMBERS      attributes of what the API returns, and names of its modules
+    PARAMETERS   keywords of functions and methods; options have theirs in `config`, as `elsewhere`
+
+docs/compatibility.md lists the same sentences; that nothing is left out, and that each one is told,
+has a test.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+CONTROLLER = "it is for Ray's own processes, and is set there; leave it out"
+LOGGING = "configure logging.getLogger('ingress') with the logging module"
+NO_GRPC = "there is no gRPC server; serve HTTP, with @serve.ingress(FastAPI())"
+STATE = "keep the state in a deployment of its own and pass its handle: Main.bind(State.bind())"
+NO_GANGS = "there are no gangs: each replica is independent of the others; leave it out"
+NO_TASKS = "there is no task queue; call a handle, or consume your queue in a deployment"
+BY_REFERENCE = "how values are passed is the engine's choice; leave it out"
+TRACING = "set up OpenTelemetry in your own code; FastAPI's instrumentation sees each request"
+HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
+EACH_REPLICA = "call the deployment; what every replica must know comes with user_config"
+REPLICAS = "set num_replicas, or autoscaling_config for engine='ray'"
+NO_NODES = "serve.status() has what both engines have, and no nodes"
+ALWAYS_RUNS = "a handle needs no start and no end; leave it out"
+
+NAMES: Mapping[str, str] = {
+    "ControllerOptions": CONTROLLER,
+    "TracingConfig": TRACING,
+    "autoscaling_policy": REPLICAS,
+    "configure_default_serve_logger": LOGGING,
+    "experimental": "what is in there is not supported; see serve.__all__",
+    "gang": NO_GANGS,
+    "generated": NO_GRPC,
+    "get_deployment_actor": STATE,
+    "get_deployment_actor_context": STATE,
+    "get_trace_context": TRACING,
+    "gradio_integrations": "mount the Gradio app: gradio.mount_gradio_app(app, blocks, path='/')",
+    "grpc_util": NO_GRPC,
+    "llm": "write a deployment that calls the model; @serve.batch collects its requests",
+    "metrics": "read serve.status(), or count with a metrics library in your own code",
+    "scripts": "the command is `ingress`: ingress run module:app",
+    "task_consumer": NO_TASKS,
+    "task_processor": NO_TASKS,
+    "taskiq_task_processor": NO_TASKS,
+    "async_inference_autoscaling_policy": NO_TASKS,
+    "dag": "bind deployments to each other: Main.bind(Child.bind())",
+    "utils": "there is nothing public in it; see serve.__all__",
+}
+
+MEMBERS: Mapping[str, Mapping[str, str]] = {
+    "Deployment": {
+        "init_args": "they belong to the application: Name.bind(...).init_args",
+        "init_kwargs": "they belong to the application: Name.bind(...).init_kwargs",
+        "set_logging_config": LOGGING,
+        "version": "it has been removed; leave it out",
+    },
+    "DeploymentResponse": {"by_reference": BY_REFERENCE},
+    "DeploymentResponseGenerator": {"by_reference": BY_REFERENCE},
+    "DeploymentHandle": {
+        "broadcast": EACH_REPLICA,
+        "choose_replica": "which replica is next is the router's choice; call handle.remote()",
+        "dispatch": "which replica is next is the router's choice; call handle.remote()",
+        "is_initialized": ALWAYS_RUNS,
+        "running_replicas_populated": ALWAYS_RUNS,
+        "shutdown": ALWAYS_RUNS,
+        "shutdown_async": ALWAYS_RUNS,
+    },
+    "ReplicaContext": {
+        "code_version": "an application has one version; leave it out",
+        "gang_context": NO_GANGS,
+        "rank": NO_GANGS,
+        "world_size": "read it from serve.status(), or pass it to bind()",
+    },
+    "ReplicaDetails": dict.fromkeys(
+        (
+            *("actor_id", "actor_name", "log_file_path", "node_id", "node_instance_id"),
+            *("node_ip", "pid", "start_time_s", "worker_id"),
+        ),
+        NO_NODES,
+    ),
+    "context": {"DeploymentActorContext": STATE},
+    "exceptions": {"gRPCStatusError": NO_GRPC},
+    "handle": {"DeploymentBroadcastResponse": EACH_REPLICA},
+    "schema": {
+        **dict.fromkeys(
+            (
+                *("APIType", "ApplicationDetails", "ControllerHealthMetrics", "DeploymentDetails"),
+                *("DeploymentNode", "DeploymentTopology", "DurationStats", "ProxyDetails"),
+                *("ProxyStatus", "ReplicaRank", "ServeActorDetails", "ServeInstanceDetails"),
+                *("Target", "TargetGroup"),
+            ),
+            NO_NODES,
+        ),
+        **dict.fromkeys(
+            (
+                *("DeploymentSchema", "HTTPOptionsSchema", "RayActorOptionsSchema"),
+                *("ServeApplicationSchema", "ServeDeploySchema", "gRPCOptionsSchema"),
+            ),
+            "config files are Ray's own; declare it in Python",
+        ),
+        **dict.fromkeys(
+            (
+                *("AutoscalingMetricsHealth", "AutoscalingStatus", "DeploymentAutoscalingDetail"),
+                *("ScaleDeploymentRequest", "ScalingDecision"),
+            ),
+            REPLICAS,
+        ),
+        **dict.fromkeys(
+            (
+                *("CeleryAdapterConfig", "TaskProcessorAdapter", "TaskProcessorConfig"),
+                "TaskResult",
+            ),
+            NO_TASKS,
+        ),
+        "EncodingType": "give the word: encoding='TEXT' or 'JSON'",
+        "TracingConfig": TRACING,
+    },
+    "config": {
+        "AggregationFunction": "give the word: aggregation_function='mean', 'max' or 'min'",
+        "AutoscalingContext": REPLICAS,
+        "ControllerOptions": CONTROLLER,
+        "DeploymentActorConfig": STATE,
+        "GangPlacementStrategy": NO_GANGS,
+        "GangRuntimeFailurePolicy": NO_GANGS,
+        "GangSchedulingConfig": NO_GANGS,
+        "ProxyLocation": "where HTTP is served is the engine's choice; leave it out",
+        "gRPCOptions": NO_GRPC,
+    },
+}
+
+PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "serve.run": {
+        "logging_config": LOGGING,
+        "_local_testing_mode": "engine='local' is what it is for; leave it out",
+        "external_scaler_enabled": REPLICAS,
+        "controller_options": CONTROLLER,
+    },
+    "serve.run_many": {
+        "wait_for_ingress_deployment_creation": "it returns when all are ready; leave it out",
+        "wait_for_applications_running": "it returns when all are ready; leave it out",
+        "_local_testing_mode": "engine='local' is what it is for; leave it out",
+        "controller_options": CONTROLLER,
+    },
+    "serve.RunTarget": {
+        "logging_config": LOGGING,
+        "external_scaler_enabled": REPLICAS,
+    },
+    "serve.start": {
+        "proxy_location": "where HTTP is served is the engine's choice; leave it out, or say "
+        "host=None in http_options for no HTTP",
+        "grpc_options": NO_GRPC,
+        "logging_config": LOGGING,
+        "tracing_config": TRACING,
+        "controller_options": CONTROLLER,
+        "kwargs": HTTP_ONLY,
+    },
+    "handle.options": {
+        "session_id": "requests of one session go to any replica; keep what it needs in a store",
+        "_prefer_local_routing": "which replica is next is the router's choice; leave it out",
+        "_by_reference": BY_REFERENCE,
+        "request_serialization": BY_REFERENCE,
+        "response_serialization": BY_REFERENCE,
+    },
+}
+
+
+def teller(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module: it tells of a name that is absent."""
+    kind = module.rpartition(".")[2]
+    advice = NAMES if kind == "ingress" else MEMBERS[kind]
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}{_told(advice, name)}",
+            name=name,
+            obj=sys.modules[module],
+        )
+
+    return __getattr__
+
+
+def absent_member(owner: Any, name: str) -> AttributeError:
+    """Return the error of an attribute that an object has not; for its `__getattr__`."""
+    kind = type(owner).__name__
+    return AttributeError(
+        f"{kind!r} object has no attribute {name!r}{_told(MEMBERS.get(kind, {}), name)}",
+        name=name,
+        obj=owner,
+    )
+
+
+def absent_method(deployment: str, name: str, methods: list[str]) -> AttributeError:
+    """Return the error of a method that a deployment has not; for the `__getattr__` of a handle."""
+    told = _told(MEMBERS["DeploymentHandle"], name)
+    return AttributeError(
+        f"deployment '{deployment}' has no method '{name}'; it has {methods}{told}"
+    )
+
+
+def refuse(function: str, given: Mapping[str, Any]) -> None:
+    """Raise `TypeError` if a function of that name was given keywords that it has not."""
+    for name in given:
+        advice = PARAMETERS[function]
+        known = advice.get(name)
+        if known is None and function == "serve.start":
+            known = advice["kwargs"]
+        told = f"; {known}" if known else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{told}")
+
+
+def _told(advice: Mapping[str, str], name: str) -> str:
+    return f"; {advice[name]}" if name in advice else ""
