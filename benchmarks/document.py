@@ -1,4 +1,4 @@
-"""docs/benchmarks and the benchmark section of the README, made from the results that are there.
+"""docs/benchmarks, docs/scaling.md and the README's benchmarks, made from the results there are.
 
 Whoever measures on another machine gets the same pages with their figures.
 `python -m benchmarks.document` makes them again without measuring.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks import charts, report, targets
+from benchmarks import charts, report, scaling_page, targets
 from benchmarks.charts import Bar, Chart
 from benchmarks.report import COLUMNS, cells, label, shown, title
 from benchmarks.results import FOLDER, Report, Result
@@ -21,6 +21,7 @@ from benchmarks.starts import STARTS
 
 DOCS = ROOT / "docs" / "benchmarks"
 README = ROOT / "README.md"
+SCALING = ROOT / "docs" / "scaling.md"
 BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
 SHORT = ("async", "async-query", "model", "def", "def-depends", "websocket", "call")
 """The rows of the table in the README."""
@@ -61,7 +62,7 @@ Charts = dict[str, Chart]
 
 
 def pages(reports: Mapping[str, Report], readme: str) -> Pages:
-    """Return the text of each page; of the three `reports`, by name, not all need be there."""
+    """Return the text of each page; of the `reports`, by name, not all need be there."""
     made: Pages = {}
     text = ["# Benchmarks", HOW, _not_met(reports)]
     for name, section in (("http", _http), ("handles", _handles), ("peers", _peers)):
@@ -70,6 +71,8 @@ def pages(reports: Mapping[str, Report], readme: str) -> Pages:
             text += parts
             made |= {DOCS / f"{name}.svg": charts.svg(chart) for name, chart in drawn.items()}
     made[DOCS / "README.md"] = "\n\n".join(part.strip() for part in text if part) + "\n"
+    if scaling := reports.get("scaling"):
+        made[SCALING] = scaling_page.page(scaling)
     if http := reports.get("http"):
         made[README] = _in_readme(http, reports.get("peers"), readme)
     return made
@@ -217,7 +220,7 @@ def _not_met(reports: Mapping[str, Report]) -> str:
 
 def read() -> dict[str, Report]:
     """Return the reports that are there."""
-    paths = {name: FOLDER / f"{name}.json" for name in ("http", "handles", "peers")}
+    paths = {name: FOLDER / f"{name}.json" for name in ("http", "handles", "peers", "scaling")}
     return {name: Report.read(path) for name, path in paths.items() if path.exists()}
 
 

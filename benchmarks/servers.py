@@ -112,6 +112,19 @@ class Program:
         """Return the resident memory of the process and of those it started."""
         return rss_mb([self.process.pid, *(pid for pid, _ in _descendants(self.process.pid))])
 
+    def cpu_s(self, name: str) -> float:
+        """Return the processor time so far of those it started whose command has this in it."""
+        found = 0.0
+        for pid, _ in _descendants(self.process.pid):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except FileNotFoundError:  # it has ended since
+                continue
+            if name in command:
+                found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return found
+
     def _stop(self) -> None:
         # Before it ends: what it leaves behind has no parent to be found by.
         family = _descendants(self.process.pid)

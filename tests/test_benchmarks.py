@@ -24,6 +24,7 @@ from benchmarks.comparison import in_turn
 from benchmarks.peers.__main__ import Peer, installed
 from benchmarks.results import FOLDER, Figure, Report, Result, Sample
 from benchmarks.rows import FASTAPI, FASTAPI_CLIENTS, ROWS, STAY, Row, Served, ours
+from benchmarks.scaling_page import Model
 from benchmarks.servers import ROOT, BenchmarkError, Program, Request, Server
 from benchmarks.starts import STARTS
 
@@ -366,6 +367,14 @@ def test_the_pages_are_what_the_results_say() -> None:
     assert set(document.DOCS.iterdir()) <= set(made)
     for path, text in made.items():
         assert path.read_text() == text, f"{path.name}: make bench-document"
+
+
+def test_beyond_what_was_measured_a_request_costs_its_way_and_its_work() -> None:
+    model = Model(one=0.1, workers=0.1, cluster=8.0, proxy=2.0)
+
+    assert model.rates(0.9, cores=8, nodes=1) == pytest.approx((1000, 8000, 500))
+    assert model.rates(992.0, cores=8, nodes=4) == pytest.approx((1.008, 8.064, 32.0), rel=1e-3)
+    assert Model.of({"1 process": 1e4, "2 workers": 2e4, "local Ray": 250}, 2.0, 2) == model
 
 
 def test_of_the_readme_only_the_part_between_the_marks_is_made() -> None:
