@@ -1,0 +1,136 @@
+"""Scenarios: small applications, and what a client observes of each, on several engines.
+
+A scenario is a function with the sentence that it shows as its name. It gets a `Client` and returns
+a plain value, which has to be the same in each of its columns, at each value of the flag. Where it
+is not, on purpose, the scenario says so with a `Deviation`: one that is not there any more is a
+failure as well as one that is not declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.engines.client import Client
+
+COLUMNS = ("local", "ray", "native")
+ORACLE = "native"
+FLAGS = "01"
+FEATURES = (
+    "Declaring a deployment",
+    "Running, finding and deleting applications",
+    "Composition",
+    "FastAPI classes",
+    "Routers in a FastAPI class",
+    "Apps that several classes share",
+    "Apps made in the replica",
+    "Other ASGI apps",
+    "Lifespan",
+    "Where a `def` runs",
+    "A `def` on the event loop",
+    "Where FastAPI endpoints run",
+    "Where an `async def` runs",
+    "A `def` that returns an awaitable",
+    "Streams",
+    "Mistakes with streams",
+    "Cancellation",
+    "`max_ongoing_requests`",
+    "`max_queued_requests`",
+    "Results and errors of handles",
+    "Responses as arguments",
+    "Methods of handles",
+    "Plain deployments over HTTP",
+    "Request ids, deadlines and clients that leave",
+    "Routes and health",
+    "Prefixes",
+    "WebSockets",
+    "`@batch`",
+    "`@multiplexed`",
+    "What code knows of its replica and request",
+    "`user_config`",
+    "Health checks",
+    "Start and stop",
+    "Flags",
+    "Examples",
+)
+"""What scenarios are about, in the order of the page."""
+Factory = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Why `columns` observe something else than the oracle, at these values of the flag.
+
+    `row` is a cell of the first column of docs/deviations.md. Not `is_supported`: it is missing.
+    """
+
+    because: str
+    row: str = ""
+    columns: tuple[str, ...] = ("local", "ray")
+    flags: str = FLAGS
+    is_supported: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`feature` is one of `FEATURES`; `app` makes what is deployed."""
+
+    name: str
+    feature: str
+    app: Factory | None
+    observe: Callable[[Client], Any]
+    deviations: tuple[Deviation, ...]
+    columns: tuple[str, ...]
+    flags: str
+
+    @property
+    def module(self) -> str:
+        return self.observe.__module__.rpartition(".")[2]
+
+    @property
+    def sentence(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def oracle(self) -> str:
+        """The column the others are compared with."""
+        return ORACLE if ORACLE in self.columns else self.columns[0]
+
+    def deviation(self, column: str, flag: str) -> Deviation | None:
+        for each in self.deviations:
+            if column in each.columns and flag in each.flags:
+                return each
+        return None
+
+
+_SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    feature: str,
+    app: Factory | None = None,
+    *deviations: Deviation,
+    columns: tuple[str, ...] = COLUMNS,
+    flags: str = FLAGS,
+) -> Callable[[Callable[[Client], Any]], Callable[[Client], Any]]:
+    """Register a scenario; without `app` it deploys what it needs itself."""
+
+    def register(observe: Callable[[Client], Any]) -> Callable[[Client], Any]:
+        name = observe.__name__
+        assert name not in _SCENARIOS, f"two scenarios are called {name}"
+        assert feature in FEATURES
+        _SCENARIOS[name] = Scenario(name, feature, app, observe, deviations, columns, flags)
+        return observe
+
+    return register
+
+
+def scenarios() -> list[Scenario]:
+    """Return all of them, module by module."""
+    folder = Path(__file__).parent / "scenarios"
+    for path in sorted(folder.glob("[a-z]*.py")):
+        import_module(f"tests.engines.scenarios.{path.stem}")
+    return list(_SCENARIOS.values())
