@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest
 PEERS := ray litserve bentoml
+RAY := .venv-ray/bin/python
 PACKAGE_ray := ray[serve]==2.60.0
 PACKAGE_litserve := litserve
 PACKAGE_bentoml := bentoml
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-reliability check bench bench-handles bench-peers bench-document \
-	test-fastapi test-fastapi-ends clean
+.PHONY: help run test test-reliability test-ray check bench bench-handles bench-peers \
+	bench-scaling bench-document test-fastapi test-fastapi-ends clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-peers/%/.made
 
@@ -36,6 +37,13 @@ test-reliability: .venv/.test ## Each cell of the reliability matrices 100 times
 	@INGRESS_RELIABILITY_ROUNDS=34 $(BIN)/python -m pytest -s --timeout=900 \
 		tests/reliability tests/test_containment.py
 
+test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
+	@$(RAY) -m pytest -q tests/engines tests/test_ray.py
+	@$(RAY) -m tests.engines $(ARGS)
+
+bench-scaling: .venv-ray/.made ## Measure one process, worker processes and a Ray cluster (needs wrk)
+	@$(RAY) -m benchmarks.scaling $(ARGS)
+
 bench: .venv/.test ## Compare with plain FastAPI, side by side in one run: 6 minutes (needs wrk)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -57,7 +65,7 @@ test-fastapi-%: .venv-fastapi/%/.test
 	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-fastapi .venv-peers .mypy_cache .pytest_cache .ruff_cache \
+	@rm -rf .venv .venv-fastapi .venv-peers .venv-ray .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed.
@@ -78,6 +86,12 @@ clean: ## Remove the environments and caches
 	@$(PYTHON) -m venv .venv-fastapi/$*
 	@.venv-fastapi/$*/bin/python -m pip install -qq --disable-pip-version-check \
 		-e ".[test]" "fastapi$(if $(filter-out newest,$*),==$(subst .x,.*,$*))"
+	@touch $@
+
+.venv-ray/.made: pyproject.toml
+	@echo "Making .venv-ray ..."
+	@$(PYTHON) -m venv .venv-ray
+	@$(RAY) -m pip install -qq --disable-pip-version-check -e ".[test,ray]"
 	@touch $@
 
 # A peer that cannot be had is left out: then its stamp is not made, and that is no error.
