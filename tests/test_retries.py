@@ -793,7 +793,7 @@ def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
             await asyncio.Future()
         return body
 
-    port = served(reader.bind(), request_timeout_s=0.15, **LISTED)
+    port = served(reader.bind(), request_timeout_s=0.5, **LISTED)
     assert send(port, "PUT", "/small", body=b"abc").body == b"abc"
     with Connection(port) as connection:
         connection.request("/parts", method="PUT", headers="Content-Length: 6\r\n")
