@@ -25,6 +25,9 @@ from tests.servers import bind, served, set_flags
 
 pytest_plugins = ("pytester",)
 
+# Each starts processes that run tests of their own.
+pytestmark = pytest.mark.timeout(180)
+
 ROOT = Path(__file__).parents[1]
 
 SHOP = """
