@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -809,3 +810,56 @@ def test_each_blocking_example_is_reported_and_no_async_one_is(
         source = Path(stall.place.file).read_text().splitlines()
         assert Path(stall.place.file).stem == name
         assert source[stall.place.line - 1].strip() == LINES[name]
+
+
+STARTS_AND_LOOKS = """
+import gc, sys, threading, time
+from ingress.watchdog.stacks import current_frames
+
+class Garbage:
+    def __init__(self):
+        self.myself = self
+    def __del__(self):
+        for _ in range(50):  # others get the GIL
+            time.sleep(0)
+
+def nap():  # in a new frame each time, which to look at makes an object
+    time.sleep(0.001)
+
+def take_naps():
+    while not is_over.is_set():
+        nap()
+
+def start_threads():
+    while not is_over.is_set():
+        thread = threading.Thread(target=nap)
+        thread.start()
+        thread.join()
+
+is_over = threading.Event()
+threads = [threading.Thread(target=take_naps) for _ in range(20)]
+threads += [threading.Thread(target=start_threads) for _ in range(2)]
+for thread in threads:
+    thread.start()
+gc.set_threshold(18)  # more than the garbage, less than that and the objects of the frames
+for _ in range(100):
+    garbage = [Garbage() for _ in range(4)]
+    del garbage
+    current_frames()
+is_over.set()
+for thread in threads:
+    thread.join()
+print("over", gc.isenabled())
+"""
+
+
+def test_looking_at_threads_never_waits_for_one_that_starts_another() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_AND_LOOKS],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+    assert done.stdout == "over True\n"

@@ -6,7 +6,6 @@ in the way. Or the process was stopped, or the machine slept, and nobody is.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping
 from contextvars import Context
@@ -57,7 +56,7 @@ class Patrol:
         cost_s = thread_time()
         now = monotonic()
         late_s = now - self._due
-        frames = sys._current_frames()
+        frames = stacks.current_frames()
         before, self._clocks = self._clocks, self._read_clocks(frames)
         waited_for_gil = self._gil.since_last()
         if waited_for_gil and late_s >= self._look_s:  # not just for its turn

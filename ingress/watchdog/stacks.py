@@ -16,6 +16,7 @@ import os
 import sys
 import sysconfig
 from asyncio.events import Handle
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,6 +44,28 @@ _DISPATCH = frozenset((Mailbox._drain.__code__, Handle._run.__code__))
 _IDLE_WORKER = WorkerThreads._main.__code__
 # Where a loop of asyncio's waits; one of uvloop's waits in no frame of its own.
 _SELECTORS = frozenset(("asyncio.windows_events", "selectors"))
+
+
+def _current_frames_uncollected() -> dict[int, FrameType]:
+    """Return the frame of each thread, with the collector off meanwhile.
+
+    Until 3.11.9 Python collects in the middle of it, with a lock held that a thread needs, GIL in
+    hand, to start another: a finalizer that lets go of the GIL there ends the process's progress
+    for ever (python/cpython#106883). Race with others who switch the collector off just between
+    these lines: it is on again.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+current_frames: Callable[[], dict[int, FrameType]] = (
+    sys._current_frames if sys.version_info >= (3, 11, 9) else _current_frames_uncollected
+)
 
 
 @dataclass(frozen=True, slots=True)
