@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging.config
 import math
-import os
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +34,7 @@ from ingress.serving import (
     serve_until_ctrl_c,
     start_again_if_needed,
 )
-from ingress.settings import TRACE_FILE
+from ingress.settings import TRACE_FILE, export
 from ingress.target import AppDir, Target
 from ingress.target import load as _load
 from ingress.target import refusal as _error
@@ -115,7 +114,7 @@ def run(
         return
     budget = budget_for(application, settings, processes=workers)
     to_set = budget.variables
-    os.environ.update(to_set)
+    export(to_set)
     if reload or workers > 1:  # which are new processes
         print_plan(application, settings, budget)
         uvicorn.run(
@@ -308,8 +307,7 @@ def trace(
     application = _load(target, app_dir)
     budget = budget_for(application, read_settings(), processes=1)
     to_set = budget.variables
-    os.environ.update(to_set)
-    os.environ.pop(TRACE_FILE, None)  # which records another server
+    export({**to_set, TRACE_FILE: None})  # which records another server
     start_again_if_needed(budget, to_set)
     logging.config.dictConfig(LOGGING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

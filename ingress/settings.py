@@ -88,6 +88,20 @@ class Settings:
         )
 
 
+def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set environment variables, for what starts from here on; `None` unsets one.
+
+    Returns what they were, to be exported again.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
+
+
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     value = env.get(name)
     if value is None:

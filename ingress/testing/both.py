@@ -27,7 +27,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from ingress import api
-from ingress.settings import SYNC_IN_THREADPOOL
+from ingress.settings import SYNC_IN_THREADPOOL, export
 from ingress.testing.comparison import Moved, Run, differences, moved
 from ingress.testing.observation import Observer, Seen
 
@@ -71,7 +71,7 @@ class BothValues:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         flag = _flag_of(item) or "0"
         is_last = nextitem is None or (_flag_of(nextitem) or "0") != flag
-        os.environ[SYNC_IN_THREADPOOL] = flag
+        export({SYNC_IN_THREADPOOL: flag})
         self._observer.seen = Seen()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)

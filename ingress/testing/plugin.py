@@ -9,14 +9,14 @@ imported then.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.settings import SYNC_IN_THREADPOOL, Settings, export
 
-_BEFORE = pytest.StashKey[str | None]()
+_BEFORE = pytest.StashKey[Mapping[str, str | None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,22 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
     value: Any = config.getoption("--sync-in-threadpool")
     if value is None:
         return
-    config.stash[_BEFORE] = os.environ.get(SYNC_IN_THREADPOOL)
+    config.stash[_BEFORE] = export({SYNC_IN_THREADPOOL: "0" if value == "both" else value})
     if value == "both":
         from ingress.testing.both import BothValues
 
         config.pluginmanager.register(BothValues(config), "ingress-both-values")
-    else:
-        os.environ[SYNC_IN_THREADPOOL] = value
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _BEFORE in config.stash:
-        before = config.stash[_BEFORE]
-        if before is None:
-            os.environ.pop(SYNC_IN_THREADPOOL, None)
-        else:
-            os.environ[SYNC_IN_THREADPOOL] = before
+        export(config.stash[_BEFORE])
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
+from ingress.signals import handling
 from ingress.timeline.chrome import as_json
 from ingress.timeline.recorder import Recorder
 
@@ -36,20 +35,9 @@ class Window:
         self._thread = threading.Thread(target=self._main, name="ingress-trace", daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def writing_on_signal(self) -> Iterator[None]:
+    def writing_on_signal(self) -> AbstractContextManager[None]:
         """Have SIGUSR2 write it, unless it has a handler, or this is not the main thread."""
-        number = getattr(signal, "SIGUSR2", None)  # not on Windows
-        may = threading.current_thread() is threading.main_thread()
-        if number is None or not may or signal.getsignal(number) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(number, self._on_signal)
-        try:
-            yield
-        finally:
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_DFL)
+        return handling("SIGUSR2", self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Not an `Event`: its lock may be held by the very line that the signal interrupts.

@@ -139,8 +139,10 @@ class Patrol:
         runners = self._runners(frames, loop.clocks, took_s)
         if not runners and loop.starved_s >= took_s / 2:
             runners = self._at_work(frames)
+        if loop.starved_s:  # nobody could look how many waited: as in `_all_stood`
+            loop.waited = max(loop.waited, loop.ongoing)
         if not loop.samples and runners and runners[0].ident == loop.thread_id:
-            loop.see(frames.get(loop.thread_id))  # as in `_all_stood`
+            loop.see(frames.get(loop.thread_id))
         self._conclude(loop, runners, took_s, is_over=is_over)
 
     def _conclude(

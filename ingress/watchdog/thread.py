@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from time import localtime, monotonic, strftime
 from types import FrameType
 
+from ingress.signals import handling
 from ingress.watchdog.patrol import Patrol
 from ingress.watchdog.records import QUIET_S, Stall, StallLog
 from ingress.watchdog.watched import Owner, Watched
@@ -99,20 +98,9 @@ class Watchdog:
                     found += [stall] if stall is not None else []
         return found
 
-    @contextmanager
-    def reporting_on_signal(self) -> Iterator[None]:
+    def reporting_on_signal(self) -> AbstractContextManager[None]:
         """Have SIGUSR1 log the stalls, unless it has a handler, or this is not the main thread."""
-        number = getattr(signal, "SIGUSR1", None)  # not on Windows
-        may = threading.current_thread() is threading.main_thread() and bool(self._loops)
-        if number is None or not may or signal.getsignal(number) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(number, self._on_signal)
-        try:
-            yield
-        finally:
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_DFL)
+        return handling("SIGUSR1", self._on_signal) if self._loops else nullcontext()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Nothing but this: the line that the signal interrupts may hold any lock.
