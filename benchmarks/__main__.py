@@ -21,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 
-from benchmarks import command, load, starts
+from benchmarks import command, load, slices, starts
 from benchmarks.comparison import in_turn
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.rows import ROWS, Row
 from benchmarks.servers import Server
+from benchmarks.slices import SLICES
 from benchmarks.starts import STARTS
 
 
@@ -56,11 +57,12 @@ def measure(options: Namespace) -> command.Results:
                     )
                     many = f"{connections} connection{'s' if connections > 1 else ''}"
                     yield Result(row.name, many, row.setup, runs, baseline.label, baseline_runs)
+    yield from slices.measure(set(options.rows), options.pairs)
     yield from starts.measure(set(options.rows), options.pairs)
 
 
 def main() -> int:
-    names = list(dict.fromkeys([*(row.name for row in ROWS), *STARTS]))
+    names = list(dict.fromkeys([*(row.name for row in ROWS), *SLICES, *STARTS]))
     parser = ArgumentParser(
         "python -m benchmarks", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )

@@ -17,6 +17,7 @@ from benchmarks.report import COLUMNS, cells, label, shown, title
 from benchmarks.results import FOLDER, Report, Result
 from benchmarks.rows import ROWS
 from benchmarks.servers import ROOT
+from benchmarks.slices import SLICES
 from benchmarks.starts import STARTS
 
 DOCS = ROOT / "docs" / "benchmarks"
@@ -200,7 +201,7 @@ def _from(found: Report, command: str) -> str:
 
 
 def _whats() -> dict[str, str]:
-    return {row.name: row.what for row in reversed(ROWS)} | STARTS
+    return {row.name: row.what for row in reversed(ROWS)} | SLICES | STARTS
 
 
 def _not_met(reports: Mapping[str, Report]) -> str:

@@ -12,7 +12,6 @@ from benchmarks.apps import CHUNK, CHUNKS
 from benchmarks.servers import Request, Server, uvicorn
 from ingress.settings import (
     ROUTER_IN_SEPARATE_LOOP,
-    STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
@@ -55,7 +54,7 @@ FASTAPI_CLIENTS = Served("plain FastAPI", "plain:clients_app")
 STARLETTE = Served("plain Starlette", "plain:starlette_app")
 METHODS = ours("methods")
 BOTH_0 = ours("methods", **{USER_CODE_IN_SEPARATE_THREAD: "0", ROUTER_IN_SEPARATE_LOOP: "0"})
-UNWATCHED = Served("the watchdog off", METHODS.app, {STALL_THRESHOLD_MS: "0"})
+WATCHED = Served("ingress", "watched:methods")
 ONE_REPLICA = Served("one replica", METHODS.app)
 ONE_DEPLOYMENT = Served("one deployment", "ours:chain_1")
 ONE_WORKER = Served("one worker", "ours:computing")
@@ -175,7 +174,6 @@ ROWS = (
     Row("chain-5", "five in a row", HELLO, ONE_DEPLOYMENT, ours("chain_5")),
     Row("replicas-2", "`async`, on two replicas", ASYNC, ONE_REPLICA, ours("methods_2")),
     Row("replicas-8", "`async`, on eight", ASYNC, ONE_REPLICA, ours("methods_8")),
-    Row("watchdog", "`async`, with the stall watchdog", ASYNC, UNWATCHED, METHODS),
     Row(
         "workers-2",
         "a `def` that computes for 5 ms, `--workers 2`",

@@ -167,14 +167,24 @@ class Server(Program):
         self._request = request
         super().__init__(name, command(self.port), env or {}, start_s, stop_s)
 
+    def get(self, path: str) -> bytes:
+        """Return the body of an answer. Raises `BenchmarkError` unless it is 200."""
+        request = Request(path, b"")
+        status, answer = self._answer(request)
+        if status != 200:
+            raise BenchmarkError(f"{self.name}: GET {path} gave {status} {answer[:200]!r}")
+        return answer
+
     def check(self, request: Request) -> None:
         """Raise `BenchmarkError` unless the answer is 200 with exactly what is expected."""
+        self._compare(request, *self._answer(request))
+
+    def _answer(self, request: Request) -> tuple[int, bytes]:
         try:
-            status, answer = self._ask(request, START_S)
+            return self._ask(request, START_S)
         except (OSError, HTTPException) as error:
             asked = f"{request.method} {request.path}"
             raise BenchmarkError(f"{self.name}: {asked} failed: {error!r}") from error
-        self._compare(request, status, answer)
 
     def wait_until_ready(self) -> None:
         begin = monotonic()

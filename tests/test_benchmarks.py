@@ -10,15 +10,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from fastapi.testclient import TestClient
 
-from benchmarks import charts, command, document, load, report, targets
+from benchmarks import charts, command, document, load, report, slices, targets
+from benchmarks.apps import watched
 from benchmarks.charts import Bar, Chart
 from benchmarks.comparison import in_turn
 from benchmarks.peers.__main__ import Peer, installed
@@ -26,7 +30,9 @@ from benchmarks.results import FOLDER, Figure, Report, Result, Sample
 from benchmarks.rows import FASTAPI, FASTAPI_CLIENTS, ROWS, STAY, Row, Served, ours
 from benchmarks.scaling_page import Model
 from benchmarks.servers import ROOT, BenchmarkError, Program, Request, Server
+from benchmarks.slices import SLICES
 from benchmarks.starts import STARTS
+from tests.servers import wait_until
 
 SVG = "{http://www.w3.org/2000/svg}"
 WRK = """
@@ -94,7 +100,8 @@ def test_every_target_of_a_row_over_http_is_measured() -> None:
         for row in ROWS
         for count in row.connections
     } | {(name, "fresh process", "") for name in STARTS}
-    names = {row.name for row in ROWS} | set(STARTS)
+    measured |= {(name, f"{slices.CONNECTIONS} connections", "") for name in SLICES}
+    names = {row.name for row in ROWS} | set(SLICES) | set(STARTS)
     asked = {
         (target.row, target.load, target.setup)
         for target in targets.TARGETS
@@ -103,6 +110,19 @@ def test_every_target_of_a_row_over_http_is_measured() -> None:
 
     assert len(asked) > 10
     assert asked <= measured
+
+
+def test_a_slice_has_the_watchdog_look_or_not() -> None:
+    def is_so(there: bool) -> bool:
+        return there is ("ingress-watchdog" in {each.name for each in threading.enumerate()})
+
+    with TestClient(watched.methods) as client, ThreadPoolExecutor() as other:
+        for there in (False, True, False, True):
+            slice_ = other.submit(client.get, "/slice", params={"watched": int(there)})
+            while not slice_.done():
+                assert client.get("/async").json() == "hello"
+            assert slice_.result().json() > 0
+            wait_until(partial(is_so, there))  # it ends after its last look
 
 
 # How it is measured

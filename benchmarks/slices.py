@@ -1,0 +1,51 @@
+"""What the stall watchdog takes: one server under load that has it look, or not, in turn.
+
+Two servers, or two runs of a second, differ by ten times what it takes. Neighbouring slices of the
+same run differ as much, but there are hundreds of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from benchmarks import load
+from benchmarks.comparison import in_turn
+from benchmarks.results import Result, Sample
+from benchmarks.rows import ASYNC, WATCHED
+from benchmarks.servers import BenchmarkError, Server
+
+SLICES = {
+    "watchdog": "`async`, with the stall watchdog; one server, slices of 50 ms with and without it"
+}
+CONNECTIONS = 32
+TIMES = 100
+"""So many slices for one run of the others."""
+SLICE_S = 0.065
+"""About as long as it takes to ask for one."""
+
+
+def measure(names: set[str], pairs: int) -> Iterator[Result]:
+    """Yield the result if it is asked for."""
+    if "watchdog" not in names:
+        return
+    count = pairs * TIMES
+    seconds = int(2 * count * SLICE_S) + 5
+    with WATCHED.server(ASYNC) as server, ThreadPoolExecutor() as other:
+        load.wrk(server, ASYNC, CONNECTIONS, 1)
+        loading = other.submit(load.wrk, server, ASYNC, CONNECTIONS, seconds)
+        one_slice(server, watched=1)  # by then wrk is there
+        runs = in_turn(partial(one_slice, server, 1), partial(one_slice, server, 0), count)
+        if loading.done():
+            raise BenchmarkError(f"watchdog: {count} pairs took more than {seconds} s")
+        loading.result()
+    yield Result("watchdog", f"{CONNECTIONS} connections", "", runs[0], "it off", runs[1])
+
+
+def one_slice(server: Server, watched: int) -> Sample:
+    rate = json.loads(server.get(f"/slice?watched={watched}"))
+    if not rate:
+        raise BenchmarkError(f"{server.name}: nothing was answered in a slice")
+    return {"requests_per_s": round(rate, 1)}
