@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.apps import CHUNK, CHUNKS
-from benchmarks.servers import Request, Server, uvicorn
+from benchmarks.servers import Request, Server, ingress_run, uvicorn
 from ingress.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
@@ -19,15 +19,21 @@ from ingress.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An app of `benchmarks.apps`, and how it is served. `label` names it as the baseline."""
+    """An app of `benchmarks.apps`, and how it is served. `label` names it as the baseline.
+
+    By uvicorn; with `workers` given, by `ingress run` in so many processes.
+    """
 
     label: str
     app: str
     env: Mapping[str, str] = field(default_factory=dict)
-    workers: int = 1
+    workers: int | None = None
 
     def server(self, request: Request) -> Server:
-        return uvicorn(self.app, request, self.env, self.workers)
+        if self.workers is None:
+            return uvicorn(self.app, request, self.env)
+        options = ("--workers", str(self.workers))
+        return ingress_run(self.label, self.app, options, request, self.env)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ BOTH_0 = ours("methods", **{USER_CODE_IN_SEPARATE_THREAD: "0", ROUTER_IN_SEPARAT
 WATCHED = Served("ingress", "watched:methods")
 ONE_REPLICA = Served("one replica", METHODS.app)
 ONE_DEPLOYMENT = Served("one deployment", "ours:chain_1")
-ONE_WORKER = Served("one worker", "ours:computing")
+ONE_WORKER = Served("one worker", "ours:computing", workers=1)
 UNBATCHED = Served("without `@batch`", "ours:unbatched")
 
 ASYNC = Request("/async", b'"hello"')

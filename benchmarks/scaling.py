@@ -14,15 +14,13 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from benchmarks import command, load
 from benchmarks.results import Result, Sample
-from benchmarks.servers import Request, Server
+from benchmarks.servers import Request, Server, ingress_run
 
-APP = "benchmarks.apps.scaling:app"
+APP = "scaling:app"
 SETUPS = {
     "1 process": (),
     "2 workers": ("--workers", "2"),
@@ -40,13 +38,8 @@ PROXY = "ProxyActor"  # the process of Ray Serve's HTTP server, one for each nod
 def server(setup: str) -> Server:
     """Return the server of a setup; it is ready when the no-op answers."""
 
-    def started(port: int) -> Sequence[str | Path]:
-        ingress = [sys.executable, "-c", "from ingress.cli import main; main()"]
-        address = ["--host", "127.0.0.1", "--port", str(port)]
-        return [*ingress, "run", APP, *address, *SETUPS[setup]]
-
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "1"}
-    return Server(setup, started, REQUESTS["no-op"][0], env, START_S, 30.0)
+    return ingress_run(setup, APP, SETUPS[setup], REQUESTS["no-op"][0], env, START_S, 30.0)
 
 
 def measure(options: Namespace) -> command.Results:

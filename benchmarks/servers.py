@@ -216,19 +216,39 @@ class Server(Program):
             raise BenchmarkError(f"{self.name}: {request.method} {request.path} gave {gave}")
 
 
-def uvicorn(
-    app: str, request: Request, env: Mapping[str, str] | None = None, workers: int = 1
-) -> Server:
+def uvicorn(app: str, request: Request, env: Mapping[str, str] | None = None) -> Server:
     """Return a server of `benchmarks.apps.<app>`; all of them are run alike."""
     return Server(
         app,
         lambda port: [
             *(sys.executable, "-m", "uvicorn", f"benchmarks.apps.{app}", "--host", "127.0.0.1"),
-            *("--port", str(port), "--workers", str(workers), "--loop", "uvloop"),
+            *("--port", str(port), "--loop", "uvloop"),
             *("--http", "httptools", "--no-access-log", "--log-level", "warning"),
         ],
         request,
         env,
+    )
+
+
+def ingress_run(
+    name: str,
+    app: str,
+    options: Sequence[str],
+    request: Request,
+    env: Mapping[str, str] | None = None,
+    start_s: float = START_S,
+    stop_s: float = STOP_S,
+) -> Server:
+    """Return a server of `benchmarks.apps.<app>`, as `ingress run` with these options serves it."""
+    run = [sys.executable, "-c", "from ingress.cli import main; main()", "run"]
+    target = f"benchmarks.apps.{app}"
+    return Server(
+        name,
+        lambda port: [*run, target, "--host", "127.0.0.1", "--port", str(port), *options],
+        request,
+        env,
+        start_s,
+        stop_s,
     )
 
 

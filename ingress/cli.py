@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import logging.config
-import math
 import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import uvicorn
 import yaml
 
 from ingress.build import build
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.config import HTTPOptions
-from ingress.declaration import Application
 from ingress.engines.ray.config_file import HEADER, config_of
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
@@ -31,6 +28,7 @@ from ingress.serving import (
     check_engine,
     prepare_ray,
     read_settings,
+    serve_in_new_processes,
     serve_until_ctrl_c,
     start_again_if_needed,
 )
@@ -49,7 +47,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 
 
 @app.callback()
@@ -117,16 +114,7 @@ def run(
     export(to_set)
     if reload or workers > 1:  # which are new processes
         print_plan(application, settings, budget)
-        uvicorn.run(
-            target,
-            host=host,
-            port=port,
-            reload=reload,
-            workers=workers,
-            app_dir=str(app_dir),
-            timeout_graceful_shutdown=_graceful_s(application),
-            timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
-        )
+        serve_in_new_processes(target, host, port, application, reload=reload, workers=workers)
         return
     start_again_if_needed(budget, to_set)
     serve_until_ctrl_c(application, HTTPOptions(host=host, port=port), settings, budget, engine)
@@ -348,12 +336,3 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
     except Exception:  # what the user's module raises when it is imported, say
         traceback.print_exc()
     raise typer.Exit(2)
-
-
-def _graceful_s(application: Application) -> int:
-    """Return after how many s a worker process cancels what would not be drained.
-
-    The worker itself drains in the time that the deployments say, see `engines.hosting`.
-    """
-    configs = [each.deployment.config for each in build(application, "default").deployments]
-    return math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1

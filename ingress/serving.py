@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 
 import typer
+import uvicorn
 
 from ingress import api
 from ingress.budget import ThreadBudget, start_again, thread_budget
@@ -14,9 +16,13 @@ from ingress.config import HTTPOptions
 from ingress.declaration import Application
 from ingress.engines import current_engine, ray_engine
 from ingress.exceptions import RayServeException
+from ingress.server import check_address
 from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
+from ingress.shared_port import run_workers
 from ingress.target import refusal
 from ingress.terminal import console, print_plan
+
+WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 
 
 def read_settings() -> Settings:
@@ -96,3 +102,38 @@ def serve_until_ctrl_c(
         highlight=False,
     )
     api.serve_until_signal()
+
+
+def serve_in_new_processes(
+    target: str, host: str, port: int, application: Application, *, reload: bool, workers: int
+) -> None:
+    """Have uvicorn serve a module in worker processes, or in one that starts again with the files.
+
+    Each drains in the time that its deployments say, see `engines.hosting`; a second more, and it
+    cancels what would not be drained.
+    """
+    configs = [each.deployment.config for each in build(application, "default").deployments]
+    graceful_s = math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
+    try:
+        check_address(host, port)
+    except RuntimeError as error:
+        raise refusal(str(error)) from None
+    if reload:
+        uvicorn.run(
+            target,
+            host=host,
+            port=port,
+            reload=True,
+            timeout_graceful_shutdown=graceful_s,
+        )
+        return
+    run_workers(
+        uvicorn.Config(
+            target,
+            host=host,
+            port=port,
+            workers=workers,
+            timeout_graceful_shutdown=graceful_s,
+            timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
+        )
+    )

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -515,3 +521,54 @@ def test_two_applications_that_start_at_once_have_two_names(separate: str) -> No
     assert sorted(asyncio.run(ask_both())) == ["default", "default_1"]
     for application in applications:
         asyncio.run(application.aclose())
+
+
+def listening(port: int) -> int:
+    """Return how many sockets listen on a port; Linux only."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    states = [(each.split()[1].rpartition(":")[2], each.split()[3]) for each in lines]
+    return states.count((f"{port:04X}", "0A"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they have one for all")
+def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder: Path) -> None:
+    command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"]
+    with process(command, folder, environment(folder)) as server:
+
+        def where() -> int:
+            pid: int = json.loads(get(server.port, "/where").body)["pid"]
+            return pid
+
+        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        assert listening(server.port) == 2
+        answered = Counter(where() for _ in range(64))
+        assert len(answered) == 2
+        assert min(answered.values()) >= 8  # by chance not once in a billion runs
+
+        one, other = answered
+        os.kill(one, signal.SIGKILL)
+        wait_until(lambda: listening(server.port) == 1)
+        assert {where() for _ in range(16)} == {other}
+        wait_until(lambda: server.output.count("Application startup complete") == 3)
+        wait_until(lambda: len({where() for _ in range(16)}) == 2)
+        server.signal()
+        assert server.wait() in (0, -15)
+
+
+@pytest.mark.parametrize("extra", [[], ["--workers", "2"], ["--reload"]])
+def test_a_port_that_worker_processes_have_is_taken(folder: Path, extra: list[str]) -> None:
+    command = [*INGRESS, "run", "app:hello", "--port"]
+    with process([*command, "0", "--workers", "2"], folder, environment(folder)) as server:
+        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        second = subprocess.run(
+            [*command, str(server.port), *extra],
+            cwd=folder,
+            env=environment(folder),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+        (line,) = second.stderr.splitlines()
+        assert f"Failed to bind to address '127.0.0.1:{server.port}': Address already in" in line
+        assert second.returncode == 1
