@@ -36,7 +36,6 @@ from ingress.options import (
 NOT_ACTED_ON: frozenset[str] = frozenset(
     {
         "autoscaling_config",
-        "backpressure_config",
         "deployment_actors",
         "gang_scheduling_config",
         "graceful_shutdown_wait_loop_s",
@@ -100,7 +99,7 @@ class AutoscalingConfig(Options):
 
 
 class BackpressureConfig(Options):
-    """How a request is refused when the queue is full."""
+    """How a request is refused when the queue is full: its status, and `Retry-After` in seconds."""
 
     status_code: Literal[503, 429] = 503
     retry_after_s: NonNegativeFloat | None = None

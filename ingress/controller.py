@@ -188,6 +188,7 @@ class Controller:
         router = self._make_router(
             deployment_id,
             config.max_queued_requests,
+            backpressure=config.backpressure_config,
             max_retries=self._settings.max_retries,
             later=_later_on(asyncio.get_running_loop()),
         )

@@ -2,12 +2,12 @@
 
     Exception
     └─ RayServeException                  500
-       ├─ BackPressureError               503  the deployment's queue is full
+       ├─ BackPressureError               503  the deployment's queue is full; or 429
        ├─ DeploymentUnavailableError      503  it failed to start, or was deleted
        ├─ ReplicaUnavailableError         503  the replica went away under the call
        ├─ RequestCancelledError           499  the caller cancelled it
-        │  └─ RequestTimeoutError          408  its deadline passed
-        ├─ RequestCycleError               500  it waits for what its own callers hold
+       │  └─ RequestTimeoutError          408  its deadline passed
+       ├─ RequestCycleError               500  it waits for what its own callers hold
        ├─ StreamClosedError               499  the stream's other end is gone
        └─ UserCodeExit                    500  user code raised what is not an `Exception`
 
@@ -17,7 +17,8 @@
     │  └─ OptionNotActedOnWarning         an option is recorded and has no effect yet
     └─ DeprecationWarning                 max_concurrent_queries
 
-`status_code` is the HTTP status the proxy answers with; it reads nothing else. Mistakes of the
+`status_code` is the HTTP status the proxy answers with, and `retry_after_s`, if there is one, goes
+into its `Retry-After`; it reads nothing else. Mistakes of the
 caller are `TypeError` and `ValueError`, raised where the mistake is made. The names are Ray
 Serve's where Ray Serve has one.
 """
@@ -46,6 +47,7 @@ class RayServeException(Exception):
     """The root of every error of the framework."""
 
     status_code: int = 500
+    retry_after_s: float | None = None
 
     @property
     def message(self) -> str:
@@ -53,18 +55,29 @@ class RayServeException(Exception):
 
 
 class BackPressureError(RayServeException):
-    """The request was refused because `max_queued_requests` others already wait."""
+    """The request was refused because `max_queued_requests` others already wait.
+
+    The deployment's `backpressure_config` says its status and after how many seconds to try again.
+    """
 
     status_code = 503
-    retry_after_s: float | None = None
 
     def __init__(
-        self, num_queued_requests: int, max_queued_requests: int, deployment: str = ""
+        self,
+        num_queued_requests: int,
+        max_queued_requests: int,
+        deployment: str = "",
+        status_code: int = 503,
+        retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(num_queued_requests, max_queued_requests, deployment)
+        super().__init__(
+            num_queued_requests, max_queued_requests, deployment, status_code, retry_after_s
+        )
         self.num_queued_requests = num_queued_requests
         self.max_queued_requests = max_queued_requests
         self.deployment = deployment
+        self.status_code = status_code
+        self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
         where = f" on '{self.deployment}'; raise it or add replicas" if self.deployment else ""

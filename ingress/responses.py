@@ -8,7 +8,7 @@
     anything else          200 application/json, by FastAPI's `jsonable_encoder`
 
     HTTPException          its status, headers and {"detail": ...}
-    RayServeException      its `status_code`, its message as text
+    RayServeException      its `status_code` and `retry_after_s`, its message as text
     any other              500 "Internal Server Error"
 
 Source: Ray 2.60.0, http_util.py; complete responses carry a content-length, generators stream and
@@ -21,12 +21,13 @@ import json
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import aclosing
+from math import ceil
 from typing import Any
 
 from fastapi.encoders import jsonable_encoder
 from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.exceptions import RayServeException
@@ -143,8 +144,15 @@ def error_response(error: BaseException) -> Response:
             {"detail": error.detail}, status_code=error.status_code, headers=error.headers
         )
     if isinstance(error, RayServeException) and error.status_code != 500:
-        return Response(error.message, error.status_code, media_type="text/plain")
+        return refusal(error)
     return Response(b"Internal Server Error", 500)
+
+
+def refusal(error: RayServeException) -> Response:
+    """Return what a client sees of an error of the framework: its status, and its message."""
+    after_s = error.retry_after_s
+    headers = None if after_s is None else {"retry-after": str(ceil(after_s))}
+    return PlainTextResponse(error.message, error.status_code, headers)
 
 
 def _to_json(value: Any) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ingress import retries
 from ingress.call import Call
+from ingress.config import BackpressureConfig
 from ingress.cycles import check_cycle
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
 from ingress.replica import Replica
@@ -31,8 +32,8 @@ from ingress.types import DeploymentID
 class Router:
     """Thread-safe; one per deployment, for all its callers.
 
-    `max_queued_requests` is -1 for no limit. `later(delay_s, callback)` calls back on some loop of
-    the framework's.
+    `max_queued_requests` is -1 for no limit, and `backpressure` says how a request beyond it is
+    refused. `later(delay_s, callback)` calls back on some loop of the framework's.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Router:
         deployment_id: DeploymentID,
         max_queued_requests: int = -1,
         *,
+        backpressure: BackpressureConfig | None = None,
         max_retries: int = 10,
         later: Callable[[float, Callable[[], Any]], Any] = lambda delay_s, callback: callback(),
     ) -> None:
         self.deployment_id = deployment_id
         self.max_queued_requests = max_queued_requests
+        self._backpressure = backpressure or BackpressureConfig()
         self._max_retries = max_retries
         self._later = later
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
@@ -81,7 +84,11 @@ class Router:
                 replica = self._reserve(call)
             elif 0 <= self.max_queued_requests <= len(self._waiting):
                 refused = BackPressureError(
-                    len(self._waiting), self.max_queued_requests, self.deployment_id.name
+                    len(self._waiting),
+                    self.max_queued_requests,
+                    self.deployment_id.name,
+                    self._backpressure.status_code,
+                    self._backpressure.retry_after_s,
                 )
             else:
                 self.num_requests += 1

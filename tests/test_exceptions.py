@@ -60,6 +60,7 @@ def test_a_warning_is_a_user_warning(warning: type[Warning]) -> None:
     "error",
     [
         BackPressureError(3, 2, "Echo"),
+        BackPressureError(3, 2, "Echo", 429, 1.5),
         RequestCancelledError("r-1"),
         RequestTimeoutError("r-1", 2.5),
         UserCodeExit(SystemExit(3), "Echo.__call__"),
@@ -73,10 +74,11 @@ def test_an_error_survives_pickling(error: RayServeException) -> None:
     copy = pickle.loads(pickle.dumps(error))
 
     assert type(copy) is type(error)
-    assert (str(copy), copy.message, copy.status_code) == (
+    assert (str(copy), copy.message, copy.status_code, copy.retry_after_s) == (
         str(error),
         error.message,
         error.status_code,
+        error.retry_after_s,
     )
 
 

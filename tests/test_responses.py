@@ -254,11 +254,27 @@ def test_a_head_request_has_the_headers_and_no_body() -> None:
     assert answer.headers["content-length"] == "4"
 
 
-def test_back_pressure_is_a_503_that_names_the_option_to_raise() -> None:
+BACKPRESSURE = pytest.mark.parametrize(
+    ("backpressure", "status", "retry_after"),
+    [
+        (None, 503, None),
+        ({"status_code": 429}, 429, None),
+        ({"retry_after_s": 0}, 503, "0"),
+        ({"status_code": 429, "retry_after_s": 1.2}, 429, "2"),  # which is in whole seconds
+    ],
+)
+
+
+@BACKPRESSURE
+def test_back_pressure_names_the_option_to_raise_and_is_answered_as_configured(
+    backpressure: dict[str, Any] | None, status: int, retry_after: str | None
+) -> None:
     may_end = threading.Event()
     running = threading.Semaphore(0)
 
-    @serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
+    @serve.deployment(
+        max_ongoing_requests=1, max_queued_requests=1, backpressure_config=backpressure
+    )
     async def slow(request: Request) -> str:
         running.release()
         await asyncio.to_thread(may_end.wait, PATIENCE_S)
@@ -277,18 +293,24 @@ def test_back_pressure_is_a_503_that_names_the_option_to_raise() -> None:
         may_end.set()
         assert [first.answer().body, second.answer().body] == [b"done", b"done"]
 
+    assert (refused.status, refused.headers.get("retry-after")) == (status, retry_after)
     assert refused.headers["content-type"].startswith("text/plain")
     assert b"max_queued_requests=1) on 'slow'; raise it or add replicas" in refused.body
 
 
+@BACKPRESSURE
 @pytest.mark.parametrize("parent", ["plain", "fastapi"])
-def test_back_pressure_of_a_child_is_a_503_of_its_parent(parent: str) -> None:
+def test_back_pressure_of_a_child_is_that_of_its_parent(
+    parent: str, backpressure: dict[str, Any] | None, status: int, retry_after: str | None
+) -> None:
     from fastapi import FastAPI
 
     may_end = threading.Event()
     running = threading.Event()
 
-    @serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
+    @serve.deployment(
+        max_ongoing_requests=1, max_queued_requests=1, backpressure_config=backpressure
+    )
     class Child:
         async def __call__(self) -> str:
             running.set()
@@ -330,7 +352,7 @@ def test_back_pressure_of_a_child_is_a_503_of_its_parent(parent: str) -> None:
     may_end.set()
     assert [held.result(timeout_s=PATIENCE_S), queued.result(timeout_s=PATIENCE_S)] == ["done"] * 2
 
-    assert refused.status == 503
+    assert (refused.status, refused.headers.get("retry-after")) == (status, retry_after)
     assert b"max_queued_requests=1" in refused.body
     assert get(port, "/").status == 200
 

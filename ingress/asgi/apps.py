@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
@@ -26,6 +26,7 @@ from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
 )
+from ingress.responses import refusal
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 
@@ -127,7 +128,7 @@ async def answer_unavailable(connection: Request | WebSocket, error: Exception) 
     if isinstance(connection, WebSocket):
         await connection.close(TRY_AGAIN_LATER, reason=error.message[:100])
         return None
-    return PlainTextResponse(error.message, status_code=error.status_code)
+    return refusal(error)
 
 
 def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:

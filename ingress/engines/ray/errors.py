@@ -57,9 +57,8 @@ def _in_our_words(error: BaseException, metadata: RequestMetadata) -> BaseExcept
     deployment = metadata.deployment
     if isinstance(error, theirs.BackPressureError):
         queued, limit = error.args[:2]
-        refused = exceptions.BackPressureError(queued, limit, deployment.name)
-        refused.status_code = error.status_code  # 503, or what `backpressure_config` says
-        return refused
+        how = error.status_code, error.retry_after_s  # what `backpressure_config` says
+        return exceptions.BackPressureError(queued, limit, deployment.name, *how)
     if isinstance(error, theirs.DeploymentUnavailableError):
         return exceptions.DeploymentUnavailableError(error.message)
     if isinstance(error, theirs.ReplicaUnavailableError):

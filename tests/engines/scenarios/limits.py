@@ -181,11 +181,6 @@ def http_429() -> Any:
 @scenario(
     "`max_queued_requests`",
     http_429,
-    Deviation(
-        "`backpressure_config` is recorded, and not acted on yet",
-        columns=("local",),
-        is_supported=False,
-    ),
 )
 def a_deployment_may_answer_429_with_retry_after(it: Client) -> Any:
     return refused_over_http(it, "http-429")
