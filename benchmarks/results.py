@@ -80,7 +80,7 @@ class Result:
                 pairs = list(zip(ours, theirs, strict=True))
                 found[f"baseline_{name}"] = Figure.of(theirs)
                 found[f"{name}_ratio"] = Figure.of([a / b if b else 0.0 for a, b in pairs])
-                found[f"{name}_added"] = Figure.of([a - b for a, b in pairs])
+                found[f"{name}_added"] = Figure.of([round(a - b, 9) for a, b in pairs])
         return found
 
     def as_json(self) -> dict[str, Any]:

@@ -68,8 +68,7 @@ def page(found: Report) -> str:
     return PAGE.read_text().format(
         added_ms=f"{alone['local Ray'] - alone['1 process']:.1f}",
         source=f"`python -m benchmarks.scaling`, {found.date}, {found.machine}, Python "
-        f"{found.python}, {libraries}; other programs had a "
-        "part of both cores meanwhile, so measure again before you rely on a figure.",
+        f"{found.python}, {libraries}.",
         flag="RAY_SERVE_RUN_SYNC_IN_THREADPOOL",
         measured=_measured(figures),
         costs=f"{model.one:.3f}, {model.workers:.3f} and {model.cluster:.2f} ms",
