@@ -182,7 +182,7 @@ ROWS = (
     Row("replicas-8", "`async`, on eight", ASYNC, ONE_REPLICA, ours("methods_8")),
     Row(
         "workers-2",
-        "a `def` that computes for 5 ms, `--workers 2`",
+        "a `def` that computes for 5 ms, `ingress run --workers 2`",
         Request("/compute", b'"hello"'),
         ONE_WORKER,
         Served("ingress", ONE_WORKER.app, workers=2),

@@ -61,7 +61,9 @@ def run(
         str | None,
         typer.Option(help="Address to listen on.  [default: 127.0.0.1]", show_default=False),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
+    ] = 8000,
     reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes; each has all the replicas.")] = 1,
     app_dir: AppDir = Path("."),

@@ -145,6 +145,14 @@ def test_a_bad_host_is_one_line(folder: Path) -> None:
     assert result.returncode == 1
 
 
+@pytest.mark.parametrize(("option", "value"), [("--port", "99999"), ("--workers", "0")])
+def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, value: str) -> None:
+    result = ingress(folder, "run", "app:hello", option, value)
+
+    assert f"Invalid value for '{option}': {value} is not in the range" in result.stderr
+    assert result.returncode == 2
+
+
 @pytest.mark.parametrize("flag", [SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD])
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
 def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: list[str]) -> None:
