@@ -41,7 +41,7 @@ def measure(names: set[str], pairs: int) -> Iterator[Result]:
         if loading.done():
             raise BenchmarkError(f"watchdog: {count} pairs took more than {seconds} s")
         loading.result()
-    yield Result("watchdog", f"{CONNECTIONS} connections", "", runs[0], "it off", runs[1])
+    yield Result("watchdog", f"{CONNECTIONS} connections", "", runs[0], "without it", runs[1])
 
 
 def one_slice(server: Server, watched: int) -> Sample:
