@@ -44,7 +44,7 @@ test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray S
 bench-scaling: .venv-ray/.made ## Measure one process, worker processes and a Ray cluster (needs wrk)
 	@$(RAY) -m benchmarks.scaling $(ARGS)
 
-bench: .venv/.test ## Compare with plain FastAPI, side by side in one run: 6 minutes (needs wrk)
+bench: .venv/.test ## Compare with plain FastAPI, side by side in one run: 7 minutes (needs wrk)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000 replicas
