@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -34,6 +34,8 @@ from ingress.loops import EventLoopThread
 from ingress.settings import STALL_THRESHOLD_MS
 from ingress.types import DeploymentID, ReplicaID
 from ingress.watchdog import WATCHDOG, StallReason
+from ingress.watchdog.patrol import Patrol
+from ingress.watchdog.records import StallLog
 from ingress.watchdog.stacks import Place, Stack
 from ingress.watchdog.watched import Runner, Sample, Watched
 from tests.servers import (
@@ -605,6 +607,23 @@ def test_every_request_is_answered_while_their_frames_are_read(
 
     wait_until(many_stood_still)
     assert [each.getMessage() for each in records.all if not hasattr(each, "stall")] == []
+
+
+def test_a_look_leaves_no_frames_to_the_garbage_collector() -> None:
+    def frames() -> int:
+        return sum(type(each) is FrameType for each in gc.get_objects())
+
+    patrol = Patrol(0.1, StallLog())
+    patrol.look([])
+    gc.collect()
+    gc.disable()
+    try:
+        before = frames()
+        for _ in range(50):
+            patrol.look([])
+        assert frames() - before < 25
+    finally:
+        gc.enable()
 
 
 def seen(loop: Watched, *places: Place | None) -> None:

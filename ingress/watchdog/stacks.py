@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import sysconfig
+import threading
 from asyncio.events import Handle
 from collections.abc import Callable
 from contextvars import Context
@@ -46,6 +47,17 @@ _IDLE_WORKER = WorkerThreads._main.__code__
 _SELECTORS = frozenset(("asyncio.windows_events", "selectors"))
 
 
+def current_frames() -> dict[int, FrameType]:
+    """Return the frame of each other thread.
+
+    Not our own: it would hold what it is returned into, and with it every other frame and what
+    that holds, until the collector comes by.
+    """
+    frames = _current_frames()
+    del frames[threading.get_ident()]
+    return frames
+
+
 def _current_frames_uncollected() -> dict[int, FrameType]:
     """Return the frame of each thread, with the collector off meanwhile.
 
@@ -63,7 +75,7 @@ def _current_frames_uncollected() -> dict[int, FrameType]:
             gc.enable()
 
 
-current_frames: Callable[[], dict[int, FrameType]] = (
+_current_frames: Callable[[], dict[int, FrameType]] = (
     sys._current_frames if sys.version_info >= (3, 11, 9) else _current_frames_uncollected
 )
 
