@@ -6,7 +6,6 @@ in the way. Or the process was stopped, or the machine slept, and nobody is.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextvars import Context
 from math import inf
@@ -48,7 +47,6 @@ class Patrol:
         self._cost_s = 0.0
         self._standing: set[Watched] = set()
         self._loops: list[Watched] = []
-        self._ident = threading.get_ident()
 
     def look(self, loops: list[Watched]) -> float:
         """Look at each loop. Returns how many seconds to wait until the next time."""
@@ -192,7 +190,6 @@ class Patrol:
         ran = {
             ident: ran_s - before[ident] if ident in before else min(ran_s, took_s)
             for ident, ran_s in self._clocks.items()
-            if ident != self._ident
         }
         if sum(ran.values()) < took_s * _HOLDS:
             return []
@@ -218,7 +215,7 @@ class Patrol:
         loops = {each.thread_id for each in self._loops}
         found = [Runner(ident, 0.0, _read(frame)) for ident, frame in frames.items()]
         return sorted(
-            (each for each in found if each.stack.is_users and each.ident != self._ident),
+            (each for each in found if each.stack.is_users),
             key=lambda each: each.ident not in loops,
         )
 
