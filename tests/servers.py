@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,12 +56,30 @@ def environment(
     }
 
 
+@contextmanager
+def _heeding_sigint() -> Iterator[None]:
+    """Start processes as a terminal does, wherever the tests were started.
+
+    A shell has its background jobs ignore SIGINT, and so do the processes they start: Python then
+    raises no `KeyboardInterrupt`.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a new process gets the default
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class ServerProcess:
-    """A process whose output is kept in a file."""
+    """A process whose output is kept in a file. Ctrl-C, sent as SIGINT, reaches it."""
 
     def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
         self._log = folder / f"output-{time.monotonic_ns()}.txt"
-        with self._log.open("wb") as log:
+        with self._log.open("wb") as log, _heeding_sigint():
             self.process = subprocess.Popen(
                 command, cwd=folder, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
