@@ -66,9 +66,9 @@ class Engine:
         self._tasks = {loop: len(_tasks(loop)) for loop in self._loops()}
 
     def _loops(self) -> set[asyncio.AbstractEventLoop]:
-        assert self.engine._server is not None
+        assert self.engine.http.server is not None
         loops = {each.loop for each in self.replicas()}
-        return {*loops, self.engine._server.home.loop, self.engine.threads.control.loop}
+        return {*loops, self.engine.http.server.home.loop, self.engine.threads.control.loop}
 
     def replicas(self, name: str | None = None) -> list[Any]:
         return [
@@ -87,7 +87,7 @@ class Engine:
     def is_idle(self) -> bool:
         routers = [each.router for each in self.running.deployments.values()]
         return (
-            not self.engine._proxy._in_flight
+            not self.engine.http.proxy._in_flight
             and not any(each.num_queued or each.num_ongoing or each._holders for each in routers)
             and not any(
                 each._calls or each.context._batches or each._models.in_use
@@ -346,7 +346,7 @@ def test_a_full_queue_is_a_503_that_costs_no_retry(separate: str) -> None:
         return "held"
 
     engine = Engine(bind(held), **LISTED)
-    budget = engine.engine._proxy._budget
+    budget = engine.engine.http.proxy._budget
     with request(engine, "x-request-id: 1\r\n") as first:
         wait_until(lambda: runs)
         with request(engine, "x-request-id: 2\r\n") as second:
@@ -373,7 +373,7 @@ def test_another_attempt_that_finds_the_queue_full_is_a_503_and_the_last(separat
         gate.wait(PATIENCE_S)
 
     engine = Engine(bind(held), request_timeout_s=SHORT_S, **LISTED)
-    budget = engine.engine._proxy._budget
+    budget = engine.engine.http.proxy._budget
     before = budget.balance
     with request(engine) as client:
         wait_until(lambda: runs)

@@ -16,6 +16,7 @@ from ingress.call import Call, when_all_settled
 from ingress.config import HTTPOptions
 from ingress.controller import Controller, RunningApplication
 from ingress.declaration import Application
+from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.garbage import SettledObjects
@@ -25,16 +26,12 @@ from ingress.loops import run_blocking
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.router import Router
 from ingress.schema import ServeStatus
-from ingress.server import HTTPServer
 from ingress.settings import Settings
 from ingress.timeline.recorder import Recorder
 from ingress.types import DeploymentID
 from ingress.user_code import public_methods
 
 logger = logging.getLogger("ingress")
-
-# What a server that listens can still be told.
-_LIVE_OPTIONS = frozenset({"request_timeout_s", "retry_started_methods"})
 
 
 class LocalEngine:
@@ -56,11 +53,7 @@ class LocalEngine:
         self._users = 0
         self._threads: EngineThreads | None = None
         self._controller: Controller | None = None
-        # What `serve.run` serves over HTTP.
-        self._http_options = HTTPOptions()
-        self._is_started = False
-        self._proxy = HTTPProxy()
-        self._server: HTTPServer | None = None
+        self.http = EngineHTTP()
 
     # The threads, counted.
 
@@ -90,13 +83,8 @@ class LocalEngine:
             threads.stop()
 
     def request_limits(self) -> RequestLimits:
-        """Return how long HTTP requests may take, and what is retried; code beats environment."""
-        options, settings = self._http_options, self.threads.settings
-        is_given = "request_timeout_s" in options.model_fields_set
-        return RequestLimits(
-            options.request_timeout_s if is_given else settings.request_timeout_s,
-            frozenset(options.retry_started_methods),
-        )
+        """Return how long HTTP requests may take, and what is retried."""
+        return self.http.limits(self.threads.settings)
 
     # One application, on the control loop; the caller holds an `acquire`.
 
@@ -166,41 +154,43 @@ class LocalEngine:
     # `serve.run` and friends: from a thread without a running loop.
 
     def start(self, http_options: HTTPOptions | None) -> None:
+        http = self.http
         with self._operations:
-            previous = self._http_options
+            previous = http.options
             if http_options is not None:
-                self._http_options = http_options
-                if self._server is not None:
-                    self._update_http(self._server, previous)
-            if self._is_started:
+                if http.server is not None:
+                    http.update(http_options, self.threads)
+                http.options = http_options
+            if http.is_kept:
                 return
             threads = self.acquire()
             try:
-                self._start_http(threads)
+                http.start(threads)
             except BaseException:
-                self._http_options = previous
-                self._stop_http_if_unused()
+                http.options = previous
+                http.stop_if_unused(threads)
                 self.release()
                 raise
-            self._is_started = True
+            http.is_kept = True
 
     def run(
         self, application: Application, name: str, route_prefix: str | None
     ) -> DeploymentHandle:
         built = build(application, name)
+        http = self.http
         with self._operations:
             self._refuse_clash(name, route_prefix)
             previous = self.applications.get(name)
             threads = self.acquire()
             try:
                 if route_prefix is not None:
-                    self._start_http(threads)
+                    http.start(threads)
                 running = run_blocking(
                     threads.control.loop,
-                    self.start_application(built, route_prefix, self._proxy, self._serving_loop),
+                    self.start_application(built, route_prefix, http.proxy, self._serving_loop),
                 )
             except BaseException:
-                self._stop_http_if_unused()
+                http.stop_if_unused(threads)
                 self.release()
                 raise
             self._update_routes()
@@ -233,12 +223,11 @@ class LocalEngine:
                 return
             self.refuse()
             stopped = run_blocking(threads.control.loop, self._stop_all(timeout_s))
-            stopped += self._is_started
-            self._is_started = False
+            stopped += self.http.is_kept
+            self.http.is_kept = False
             self._update_routes()
-            self._stop_http_if_unused()
-            self._http_options = HTTPOptions()
-            self._proxy = HTTPProxy()
+            self.http.stop_if_unused(threads)
+            self.http.reset()
             for _ in range(stopped):
                 self.release()
 
@@ -253,65 +242,31 @@ class LocalEngine:
         stopped = run_blocking(
             threads.control.loop, self.stop_application(running, is_replaced=is_replaced)
         )
-        self._stop_http_if_unused()
+        self.http.stop_if_unused(threads)
         if stopped:
             self.release()
 
     def status(self) -> ServeStatus:
-        proxies = {} if self._server is None else {self._server.url: "HEALTHY"}
+        url = self.http.url
+        proxies = {} if url is None else {url: "HEALTHY"}
         applications = list(self.applications.items())
         return ServeStatus(proxies, {name: running.overview() for name, running in applications})
 
     def url(self) -> str | None:
         """Return where `serve.run` serves HTTP, if it does."""
-        return None if self._server is None else self._server.url
+        return self.http.url
 
     def _serving_loop(self) -> asyncio.AbstractEventLoop:
         assert self._threads is not None
-        return self._threads.user_loop() if self._server is None else self._server.home.loop
-
-    def _start_http(self, threads: EngineThreads) -> None:
-        options = self._http_options
-        self._proxy.limits = self.request_limits()
-        if self._server is not None or options.host is None:
-            return
-        is_given = "host" in options.model_fields_set
-        server = HTTPServer(
-            self._proxy, options, options.host if is_given else threads.settings.http_host
-        )
-        self._server = server
-        run_blocking(threads.control.loop, server.start())
-
-    def _update_http(self, server: HTTPServer, previous: HTTPOptions) -> None:
-        """Have a server that listens act on new options, and say what it cannot act on."""
-        self._proxy.limits = self.request_limits()
-        given = self._http_options
-        ignored = [
-            f"{name}={getattr(given, name)!r}"
-            for name in sorted(given.model_fields_set - _LIVE_OPTIONS)
-            if getattr(given, name) != getattr(previous, name)
-        ]
-        if ignored:
-            logger.warning(
-                "serve.start: %s has no effect, because the server listens at %s already; call "
-                "serve.shutdown() first",
-                ", ".join(ignored),
-                server.url,
-            )
-
-    def _stop_http_if_unused(self) -> None:
-        server, threads = self._server, self._threads
-        if server is None or threads is None or self._is_started or self._proxy.table.routes:
-            return
-        self._server = None
-        run_blocking(threads.control.loop, server.stop())
+        server = self.http.server
+        return self._threads.user_loop() if server is None else server.home.loop
 
     def _update_routes(self, without: RunningApplication | None = None) -> None:
-        self._proxy.table = RouteTable(
+        self.http.proxy.table = RouteTable(
             {
                 running.route_prefix: running.ingress.router
                 for running in self.applications.values()
-                if running.proxy is self._proxy
+                if running.proxy is self.http.proxy
                 and running.route_prefix is not None
                 and running is not without
             }
@@ -319,12 +274,12 @@ class LocalEngine:
 
     def _refuse_clash(self, name: str, route_prefix: str | None) -> None:
         for other in self.applications.values():
-            if other.name == name and other.proxy is not self._proxy:
+            if other.name == name and other.proxy is not self.http.proxy:
                 raise RayServeException(
                     f'Application name "{name}" is being used by an application that is served as '
                     "an ASGI app. Give this one another name."
                 )
-            if other.name == name or other.proxy is not self._proxy:
+            if other.name == name or other.proxy is not self.http.proxy:
                 continue
             if route_prefix is not None and other.route_prefix == route_prefix:
                 raise RayServeException(

@@ -115,11 +115,11 @@ class Server:
 
         The one look inside: nothing of a cancellation before the first line shows outside.
         """
-        return len(local_engine()._proxy._in_flight)
+        return len(local_engine().http.proxy._in_flight)
 
     def unread(self) -> int:
         """For how many clients nothing is read any more, because nobody takes what they sent."""
-        listeners = [each._listener for each in list(local_engine()._proxy._in_flight)]
+        listeners = [each._listener for each in list(local_engine().http.proxy._in_flight)]
         inbound = [each._inbound for each in listeners if each is not None]
         return sum(each._wake_producer is not None for each in inbound)
 

@@ -230,8 +230,8 @@ def left_behind(root: Any) -> dict[str, Any]:
     """Return what is not as it was before the first request. Looks inside: much of it is no API."""
     engine = local_engine()
     found: dict[str, Any] = {
-        "in flight": set(engine._proxy._in_flight),
-        "swept": set(engine._proxy._swept),
+        "in flight": set(engine.http.proxy._in_flight),
+        "swept": set(engine.http.proxy._swept),
         "running": {key: count for key, count in soak_app.running.items() if count},
         "deadlines": [each._calls for each in deadlines._deadlines.values() if each._calls],
     }

@@ -1,0 +1,89 @@
+"""Where `serve.run` serves HTTP: the options, the proxy, and the server while there is one."""
+
+from __future__ import annotations
+
+import logging
+
+from ingress.attempts import RequestLimits
+from ingress.config import HTTPOptions
+from ingress.engines.engine_threads import EngineThreads
+from ingress.loops import run_blocking
+from ingress.proxy import HTTPProxy
+from ingress.server import HTTPServer
+from ingress.settings import Settings
+
+logger = logging.getLogger("ingress")
+
+# What a server that listens can still be told.
+_LIVE_OPTIONS = frozenset({"request_timeout_s", "retry_started_methods"})
+
+
+class EngineHTTP:
+    """The HTTP side of an engine. It is changed under the lock of the engine's operations.
+
+    `is_kept` says that the server stays without applications, until `reset`.
+    """
+
+    def __init__(self) -> None:
+        self.options = HTTPOptions()
+        self.proxy = HTTPProxy()
+        self.server: HTTPServer | None = None
+        self.is_kept = False
+
+    @property
+    def url(self) -> str | None:
+        """Where it serves, if it does."""
+        server = self.server
+        return None if server is None else server.url
+
+    def limits(self, settings: Settings) -> RequestLimits:
+        """Return how long requests may take, and what is retried; code beats environment."""
+        is_given = "request_timeout_s" in self.options.model_fields_set
+        return RequestLimits(
+            self.options.request_timeout_s if is_given else settings.request_timeout_s,
+            frozenset(self.options.retry_started_methods),
+        )
+
+    def start(self, threads: EngineThreads) -> None:
+        """Serve, unless it does already or is not to. Raises `RuntimeError` if it cannot."""
+        options = self.options
+        self.proxy.limits = self.limits(threads.settings)
+        if self.server is not None or options.host is None:
+            return
+        is_given = "host" in options.model_fields_set
+        server = HTTPServer(
+            self.proxy, options, options.host if is_given else threads.settings.http_host
+        )
+        self.server = server
+        run_blocking(threads.control.loop, server.start())
+
+    def update(self, options: HTTPOptions, threads: EngineThreads) -> None:
+        """Have a server that listens act on new options, and say what it cannot act on."""
+        previous, self.options = self.options, options
+        self.proxy.limits = self.limits(threads.settings)
+        ignored = [
+            f"{name}={getattr(options, name)!r}"
+            for name in sorted(options.model_fields_set - _LIVE_OPTIONS)
+            if getattr(options, name) != getattr(previous, name)
+        ]
+        if ignored:
+            assert self.server is not None
+            logger.warning(
+                "serve.start: %s has no effect, because the server listens at %s already; call "
+                "serve.shutdown() first",
+                ", ".join(ignored),
+                self.server.url,
+            )
+
+    def stop_if_unused(self, threads: EngineThreads) -> None:
+        """Stop serving, unless there is an application to serve or the server is kept."""
+        server = self.server
+        if server is None or self.is_kept or self.proxy.table.routes:
+            return
+        self.server = None
+        run_blocking(threads.control.loop, server.stop())
+
+    def reset(self) -> None:
+        """Forget the options and what the proxy was told: the next `start` is a first one."""
+        self.options = HTTPOptions()
+        self.proxy = HTTPProxy()
