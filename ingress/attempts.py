@@ -44,6 +44,16 @@ class Attempt(Exchange):
     the whole request.
     """
 
+    __slots__ = (
+        "_began_at",
+        "_body",
+        "_budget",
+        "_last_deadline",
+        "_number",
+        "_scope",
+        "_timeout_s",
+    )
+
     def __init__(
         self,
         metadata: RequestMetadata,

@@ -45,26 +45,13 @@ class Exchange(Call):
     order: a response is there before the end of its call.
     """
 
-    # No slots: what most requests never need stays in the class.
-    started = False
-    has_answer = False  # all of it has left user code on a loop of its own
-    _event: asyncio.Future[None] | None = None
-    _assigned_here = False
-    _ended = False
-    _response: tuple[Message, Message] | None = None
-    _listener: Listener | None = None
-    _outbound: Channel | None = None
-    _is_forwarding = False
-    _disconnected = False
-    _is_complete = False
-    _is_closed = False
-    _is_stopped = False
-    _is_cut = False
-    _task: asyncio.Task[Any] | None = None
-    is_heard = False
-    _told: int | None = None
-    _has_left = False
-    _template = ""
+    __slots__ = (
+        "_assigned_here", "_disconnected", "_ended", "_event", "_expects_more", "_first",
+        "_has_body", "_has_left", "_is_closed", "_is_complete", "_is_cut", "_is_forwarding",
+        "_is_stopped", "_listener", "_outbound", "_receive", "_response", "_send", "_task",
+        "_template", "_thread", "_told", "has_answer", "is_heard", "is_http", "loop", "router",
+        "scope", "started",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -87,6 +74,19 @@ class Exchange(Call):
         self._thread = get_ident()
         self._first: Message | None = _NO_BODY if self.is_http else None
         self._expects_more = has_body or not self.is_http
+        # Here, although most requests never need them: two threads write, see docs/concurrency.md.
+        self.started = self._is_complete = False  # the answer
+        self.has_answer = False  # all of it has left user code on a loop of its own
+        self._assigned_here = self._ended = self._is_forwarding = False
+        self._is_stopped = self._is_cut = self._is_closed = self._has_left = False
+        self._disconnected = self.is_heard = False  # the client
+        self._template = ""
+        self._event: asyncio.Future[None] | None = None
+        self._response: tuple[Message, Message] | None = None
+        self._listener: Listener | None = None
+        self._outbound: Channel | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._told: int | None = None
 
     @property
     def listener(self) -> Listener:

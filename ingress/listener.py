@@ -23,6 +23,18 @@ class Listener:
     client's leaving is of interest. `on_gone()` is called when it has left.
     """
 
+    __slots__ = (
+        "_goodbye",
+        "_inbound",
+        "_is_blocked",
+        "_is_ended",
+        "_is_http",
+        "_on_gone",
+        "_passes_on",
+        "_receive",
+        "_task",
+    )
+
     def __init__(
         self,
         receive: Receive,

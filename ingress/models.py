@@ -121,21 +121,21 @@ class _Model(Call):
     or none. `users` are the calls that got it and still run.
     """
 
-    has_room = False
-    is_leaving = False
-    lets_pass = False
-    behind = 0  # how many requests for other models stand behind it
-    task: asyncio.Task[None] | None = None
+    __slots__ = (
+        "behind", "cache", "gone", "has_room", "id", "is_leaving", "lets_pass", "passed", "room",
+        "task", "users", "waiting",
+    )  # fmt: skip
 
     def __init__(self, cache: _Cache, model_id: str, metadata: RequestMetadata) -> None:
         super().__init__(metadata, None, Context())
         self.queue = self.cache = cache
         self.id = model_id
+        self.has_room = self.is_leaving = self.lets_pass = False
+        self.behind = 0  # how many requests for other models stand behind it
+        self.task: asyncio.Task[None] | None = None
         self.waiting: list[tuple[Call, ...]] = []
         self.users: set[Call] = set()
-        self.room = asyncio.Event()
-        self.passed = asyncio.Event()
-        self.gone = asyncio.Event()
+        self.room, self.passed, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def is_ready(self) -> bool:

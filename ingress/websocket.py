@@ -12,11 +12,13 @@ Once it is accepted it has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py;
 
 from __future__ import annotations
 
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from ingress.exceptions import is_told
 from ingress.exchange import Exchange
 from ingress.messages import INTERNAL_ERROR, NORMAL
+from ingress.router import Router
+from ingress.types import RequestMetadata
 
 # How long a handler whose client is gone may take, to notice and to clean up.
 HEARING_S = 0.25
@@ -26,7 +28,20 @@ CLEANUP_S = 5.0
 class WebSocketExchange(Exchange):
     """Owned by the server's loop."""
 
-    _is_accepted = False
+    __slots__ = ("_is_accepted",)
+
+    def __init__(
+        self,
+        metadata: RequestMetadata,
+        router: Router,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        has_body: bool,
+    ) -> None:
+        super().__init__(metadata, router, scope, receive, send, has_body=has_body)
+        self._is_accepted = False
 
     @property
     def deadline(self) -> float | None:

@@ -1,0 +1,93 @@
+"""Two threads give one request attributes at the same moment: `python -m tests.forced_race KIND`.
+
+It is forced where CPython 3.11 is weak: a class whose shared keys are full makes the first new
+attribute build a dict; building it may collect garbage, a weak reference's callback then lets the
+other thread run, and that one builds a second dict over the same values. One of both frees them.
+
+In a process of its own, because on 3.11 that process ends with a segmentation fault if `KIND` has
+a dict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from ingress.attempts import Attempt
+from ingress.exchange import Exchange
+from ingress.retries import RetryBudget
+from ingress.router import Router
+from ingress.types import DeploymentID, RequestMetadata
+from ingress.websocket import WebSocketExchange
+
+ROUNDS = 50
+DEPLOYMENT = DeploymentID("A", "default")
+
+# What the server's loop writes late, and what the user loop does.
+FIELDS = {
+    "Exchange": ("_is_cut", "has_answer"),
+    "Attempt": ("_is_cut", "has_answer"),
+    "WebSocketExchange": ("_is_accepted", "is_heard"),
+}
+
+
+class Node:
+    """Garbage that only the collector finds."""
+
+    me: Node
+
+
+def make(kind: str) -> Exchange:
+    metadata = RequestMetadata("id", DEPLOYMENT, route="/")
+    unused: Any = None
+    common = (metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
+    if kind == "Attempt":
+        return Attempt(*common, has_body=False, timeout_s=None, budget=RetryBudget())
+    cls = WebSocketExchange if kind == "WebSocketExchange" else Exchange
+    return cls(*common, has_body=False)
+
+
+async def race(kind: str) -> None:
+    ours, theirs = FIELDS[kind]
+    go, done = threading.Semaphore(0), threading.Semaphore(0)
+    box = [make(kind)]
+    kept: list[object] = []
+
+    def user_loop() -> None:
+        while True:
+            go.acquire()
+            time.sleep(0.001)
+            setattr(box[0], theirs, True)
+            done.release()
+
+    for _ in range(200):  # each instance takes a place among the keys the class still may share
+        make(kind)._event = None
+    make(kind)._ended = True  # the last one
+    threading.Thread(target=user_loop, daemon=True).start()
+    gc.disable()
+    gc.set_threshold(1)
+    for number in range(ROUNDS):
+        exchange = box[0] = make(kind)
+        node = Node()
+        node.me = node
+        kept.append(weakref.ref(node, lambda _: time.sleep(0.005)))
+        del node
+        kept.extend({} for _ in range(100))
+        go.release()
+        gc.enable()
+        setattr(exchange, ours, True)
+        gc.disable()
+        done.acquire()
+        assert (getattr(exchange, ours), getattr(exchange, theirs)) == (True, True), number
+    print("survived", ROUNDS)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    asyncio.run(race(sys.argv[1]))
