@@ -18,8 +18,11 @@ from ingress.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
+from tests.reliability.figures import Figures, ids_of, write
+from tests.servers import ROUNDS
 
 CALL_FAILED = pytest.StashKey[bool]()
+FIGURES = pytest.StashKey[Figures]()
 
 
 @pytest.fixture(params=["asyncio"])
@@ -94,6 +97,33 @@ def switch_interval() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Figures:
+    """Figures of a test for docs/reliability.md; one that misses its bar fails the test."""
+    found = request.node.stash[FIGURES] = Figures(request.node)
+    return found
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let `-k A01` select the tests that carry that id."""
+    item.extra_keyword_matches.update(ids_of(item))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests to `make test-reliability`."""
+    slow = [item for item in items if item.get_closest_marker("slow") and not ROUNDS]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    yield
+    if (found := item.stash.get(FIGURES, None)) and found.missed:
+        pytest.fail("\n".join(found.missed), pytrace=False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -101,6 +131,9 @@ def pytest_runtest_makereport(
     report = yield
     if report.when == "call":
         item.stash[CALL_FAILED] = report.failed
+    if report.when == "call" or report.failed:
+        outcome = "failed as known" if hasattr(report, "wasxfail") else report.outcome
+        write(item, ids_of(item), {"outcome": outcome, "seconds": report.duration})
     return report
 
 

@@ -285,6 +285,7 @@ def function_app() -> FastAPI:
     return with_functions()
 
 
+@pytest.mark.reliability("F01")
 @pytest.mark.parametrize(("method", "path", "options"), REQUESTS)
 def test_the_answer_is_the_same(
     method: str,
@@ -301,12 +302,14 @@ def test_the_answer_is_the_same(
     assert sorted(ours.headers.items()) == sorted(theirs.headers.items())
 
 
+@pytest.mark.reliability("F01")
 def test_the_schema_is_the_same_byte_for_byte_without_a_replica(
     class_app: tuple[FastAPI, type], function_app: FastAPI
 ) -> None:
     assert json.dumps(bound(class_app[1]).openapi()) == json.dumps(function_app.openapi())
 
 
+@pytest.mark.reliability("F01")
 def test_a_websocket_answers_the_same(class_app: tuple[FastAPI, type]) -> None:
     with serve(class_app[1]) as client, client.websocket_connect("/ws") as socket:
         socket.send_text("x")

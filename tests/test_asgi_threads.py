@@ -49,6 +49,7 @@ def in_a_replica(cls: type, app: BoundApp, number: int, paths: list[str]) -> lis
     return asyncio.run(main())
 
 
+@pytest.mark.reliability("F05")
 def test_each_replica_has_its_own_self_state_plans_and_dependencies() -> None:
     app, router = FastAPI(), APIRouter()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -232,5 +233,5 @@ class BatchMachine(RuleBasedStateMachine):
 
 # `BATCH_MACHINE_EXAMPLES=5000 pytest tests/test_batching_machine.py` looks further.
 EXAMPLES = int(os.environ.get("BATCH_MACHINE_EXAMPLES", "200"))
-TestBatchMachine = BatchMachine.TestCase
+TestBatchMachine = pytest.mark.reliability("D03")(BatchMachine.TestCase)
 TestBatchMachine.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)

@@ -300,6 +300,7 @@ def test_an_item_that_does_not_come_is_a_timeout_and_no_item_is_lost() -> None:
     assert channel.get_blocking(PATIENCE_S) == "late"
 
 
+@pytest.mark.reliability("D07")
 @pytest.mark.parametrize("seed", range(20))
 def test_finishing_closing_and_cancelling_at_once_leave_nobody_waiting(
     other: EventLoopThread, seed: int, switch_interval: None
@@ -379,6 +380,7 @@ def loops() -> Iterator[tuple[EventLoopThread, EventLoopThread]]:
     assert two.stop(PATIENCE_S)
 
 
+@pytest.mark.reliability("D06")
 @given(
     chunks=st.lists(sizes, max_size=60),
     in_a_thread=st.booleans(),

@@ -132,6 +132,7 @@ def test_the_matrix_is_complete() -> None:
     print(f"{len(MATRIX) * len(ERRORS)} cells: {len(MATRIX)} places x {len(ERRORS)} errors")
 
 
+@pytest.mark.reliability("B06", "S08")
 @pytest.mark.parametrize("path", UNSENT)
 def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
     server: ServerProcess, path: str
@@ -139,6 +140,7 @@ def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
     assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in ERRORS}
 
 
+@pytest.mark.reliability("B06", "S08")
 @pytest.mark.parametrize("path", ["agen/?e=nothing", "gen/?e=nothing", "batch_gen/?e=nothing"])
 def test_a_generator_that_fails_before_its_first_item_is_a_500(
     server: ServerProcess, path: str
@@ -148,12 +150,14 @@ def test_a_generator_that_fails_before_its_first_item_is_a_500(
     }
 
 
+@pytest.mark.reliability("B06", "S08")
 def test_an_error_of_a_middleware_is_a_500_as_in_starlette(server: ServerProcess) -> None:
     assert outcomes(server, "middleware/in_middleware", "middleware") == dict.fromkeys(
         ERRORS, (500, "complete")
     )
 
 
+@pytest.mark.reliability("B06", "S08")
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_fails_after_its_first_byte_is_cut_and_never_ended(
     server: ServerProcess, path: str
@@ -161,6 +165,7 @@ def test_a_stream_that_fails_after_its_first_byte_is_cut_and_never_ended(
     assert outcomes(server, path) == dict.fromkeys(ERRORS, (200, "cut"))
 
 
+@pytest.mark.reliability("B06", "S08")
 @pytest.mark.parametrize("path", AFTERWARDS)
 def test_an_error_after_the_answer_leaves_the_answer_complete(
     server: ServerProcess, path: str
@@ -186,6 +191,7 @@ def websocket(server: ServerProcess, path: str) -> int:
     raise AssertionError("it was not closed")
 
 
+@pytest.mark.reliability("B06", "S08")
 @pytest.mark.parametrize("app", ["plain", "middleware"])
 def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: str) -> None:
     codes = {}
@@ -197,6 +203,7 @@ def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: 
     assert set(codes.values()) <= {1006, 1011}, codes
 
 
+@pytest.mark.reliability("B06", "S08")
 @pytest.mark.parametrize("app", ["plain", "middleware"])
 def test_a_websocket_that_fails_before_it_is_accepted_is_refused(
     server: ServerProcess, app: str
@@ -222,6 +229,7 @@ def threads() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
+@pytest.mark.reliability("B01", "B03")
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async-def"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
@@ -297,6 +305,7 @@ def user_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     serve.shutdown()
 
 
+@pytest.mark.reliability("B29")
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_a_task_of_the_users_own_that_exits_does_not_end_the_loop(
     user_threads: None, caplog: pytest.LogCaptureFixture, error: type[BaseException]
@@ -321,6 +330,7 @@ def test_a_task_of_the_users_own_that_exits_does_not_end_the_loop(
     assert "user code ended the event loop of Spawner#0; it runs again" in caplog.text
 
 
+@pytest.mark.reliability("B29")
 def test_a_method_that_stops_its_own_loop_does_not_end_it(
     user_threads: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,6 +349,7 @@ def test_a_method_that_stops_its_own_loop_does_not_end_it(
     assert "user code stopped the event loop of Stopper#0; it runs again" in caplog.text
 
 
+@pytest.mark.reliability("S08")
 def test_the_client_of_an_error_sees_nothing_of_its_inside(separate: str) -> None:
     @serve.deployment
     class Secretive:

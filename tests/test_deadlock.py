@@ -17,6 +17,7 @@ from ingress.settings import USER_CODE_IN_SEPARATE_THREAD
 SLOTS = 5
 
 
+@pytest.mark.reliability("B20")
 @pytest.mark.parametrize("separate", ["1", "0"])
 @pytest.mark.parametrize("requests", [80, 400])
 def test_def_dependencies_never_wait_for_def_endpoints(

@@ -186,6 +186,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_slot_back() ->
     wait_until(lambda: ongoing() == 0)
 
 
+@pytest.mark.reliability("F06")
 def test_requests_over_one_connection_do_not_mix() -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{served(bind(Bodies))}") as client:
         for number in range(20):
@@ -194,6 +195,7 @@ def test_requests_over_one_connection_do_not_mix() -> None:
             assert client.post(path, content=body).content == body
 
 
+@pytest.mark.reliability("F06")
 def test_pipelined_requests_are_answered_in_order() -> None:
     @serve.deployment
     async def echo(request: Request) -> str:
@@ -318,6 +320,7 @@ def test_a_client_that_leaves_while_the_producer_waits_for_it_closes_the_generat
     wait_until(lambda: ongoing() == 0)
 
 
+@pytest.mark.reliability("A11")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_reader_that_does_not_read_suspends_the_producer(shape: str) -> None:
     stream = Stream(b"x" * 65536, pause_s=0)

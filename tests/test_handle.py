@@ -139,6 +139,7 @@ def result(response: Any) -> Any:
     return response.result(timeout_s=PATIENCE_S)
 
 
+@pytest.mark.reliability("B34")
 def test_a_handle_works_from_everywhere_at_every_flag_value(
     parent: DeploymentHandle, flags: Settings
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_handle_works_from_everywhere_at_every_flag_value(
     assert result(child.remote(child.remote("argument"))) == "argument"
 
 
+@pytest.mark.reliability("B34")
 def test_one_handle_serves_several_loops_and_threads_at_once(
     parent: DeploymentHandle, switch_interval: None
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_result_that_does_not_come_in_time_is_not_cancelled(child: DeploymentH
     assert "done" in repr(response)
 
 
+@pytest.mark.reliability("B34")
 def test_an_answer_outlives_the_loop_that_asked(child: DeploymentHandle) -> None:
     async def ask() -> Any:
         return child.remote("asked"), child.remote(child.remote("as an argument"))

@@ -96,6 +96,7 @@ def test_a_flood_does_not_keep_the_loop(home: EventLoopThread) -> None:
     assert ended.wait(PATIENCE_S)
 
 
+@pytest.mark.reliability("F06")
 def test_a_drain_gives_each_request_its_own_context(home: EventLoopThread) -> None:
     seen: dict[int, int] = {}
 
@@ -147,6 +148,7 @@ def test_one_raising_item_does_not_strand_the_others(
     assert len(reported) == (0 if error in (SystemExit, KeyboardInterrupt) else 10)
 
 
+@pytest.mark.reliability("D07")
 def test_posting_to_a_dead_loop_fails_the_call(home: EventLoopThread) -> None:
     buried: list[Any] = []
     loop = asyncio.new_event_loop()
@@ -191,6 +193,7 @@ def test_burying_one_item_may_post_the_next_ten_thousand() -> None:
     assert count == 10_001
 
 
+@pytest.mark.reliability("D07")
 @pytest.mark.parametrize("seed", range(10))
 def test_posting_while_the_loop_closes_loses_nothing(seed: int, switch_interval: None) -> None:
     delivered: list[int] = []
@@ -251,6 +254,7 @@ def test_a_mailbox_belongs_to_one_loop_and_dies_with_it() -> None:
     mailbox.post(print, "to nobody")  # neither raises nor prints
 
 
+@pytest.mark.reliability("B29")
 @pytest.mark.parametrize("how", ["exit", "interrupt", "stop", "callback"])
 def test_a_loop_thread_outlives_what_user_tasks_do_to_it(
     home: EventLoopThread, how: str, caplog: pytest.LogCaptureFixture
@@ -435,6 +439,7 @@ def test_starting_on_a_closed_loop_raises_and_leaves_no_coroutine_behind() -> No
         start_on(loop, asyncio.sleep(0))
 
 
+@pytest.mark.reliability("D07")
 def test_ten_thousand_wake_ups_across_threads_and_none_is_lost(
     home: EventLoopThread, switch_interval: None
 ) -> None:
@@ -497,6 +502,7 @@ def interrupted(run: Callable[[], object], line: int, act: Callable[[], object])
     return left <= 0
 
 
+@pytest.mark.reliability("D02")
 @pytest.mark.parametrize("first", ["post", "drain", "close", "lender closes"])
 @pytest.mark.parametrize("second", ["post", "drain", "close", "lender closes"])
 def test_between_any_two_lines_another_thread_may_come(first: str, second: str) -> None:

@@ -854,6 +854,7 @@ class HasStuck:
         await self.model("m")
 
 
+@pytest.mark.reliability("B31")
 @pytest.mark.filterwarnings("ignore:coroutine 'Stuck.__del__' was never awaited")
 def test_a_del_that_never_returns_does_not_hold_up_the_end(
     flags: Settings, caplog: pytest.LogCaptureFixture
@@ -1031,6 +1032,7 @@ def test_without_a_free_slot_they_are_served_in_the_order_they_came(ledger: Ledg
     assert ledger.events == ["in a", "in b", "in a", "in b"]
 
 
+@pytest.mark.reliability("C08", "E07")
 def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
     handle = serve.run(bind(Where, ledger), route_prefix=None)
     try:
@@ -1188,6 +1190,7 @@ def test_a_client_that_leaves_ends_the_load_that_was_for_it_alone(ledger: Ledger
         serve.shutdown()
 
 
+@pytest.mark.reliability("S05")
 def test_a_model_id_in_a_log_is_printable_and_short(caplog: pytest.LogCaptureFixture) -> None:
     @serve.deployment
     class Logs:

@@ -185,6 +185,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.reliability("S02")
 def test_routes_are_told_to_a_loopback_host_only() -> None:
     url = f"http://127.0.0.1:{served(named('b'), 'b', '/b')}/-/routes"
     answers = {host: httpx.get(url, headers={"host": host}) for host in HOSTS}
@@ -288,6 +289,7 @@ def test_without_one_every_answer_has_a_new_request_id(id_port: int) -> None:
     assert all(uuid.UUID(each).version == 4 for each in ids)
 
 
+@pytest.mark.reliability("C08")
 def test_an_unfit_request_id_is_replaced_also_for_user_code(id_port: int) -> None:
     for value in ("", "a b", "x" * 129, "{}", "\xe9", "a;b", "../x"):
         answer = get(id_port, "/ids/seen", f"X-Request-Id: {value}\r\n")

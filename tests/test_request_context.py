@@ -377,6 +377,7 @@ def test_what_a_request_keeps_alive_is_gone_after_it(flags: Settings) -> None:
         assert [each() for each in ballast] == [None]
 
 
+@pytest.mark.reliability("F05", "F06")
 def test_eight_replicas_never_mix_up_their_requests(flags: Settings, switch_interval: None) -> None:
     @serve.deployment(num_replicas=8)
     class Mixed:

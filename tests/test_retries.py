@@ -53,6 +53,7 @@ GONE = ReplicaUnavailableError("gone")
 # The law.
 
 
+@pytest.mark.reliability("D04")
 @given(
     failure=FAILURES,
     max_retries=st.integers(0, 20),
@@ -111,6 +112,7 @@ def test_a_request_that_did_not_start_is_sent_on_as_often_as_is_configured_at_on
     assert [pause(attempt) for attempt in range(1, 12)] == pytest.approx(expected)
 
 
+@pytest.mark.reliability("A07", "D04")
 @settings(deadline=None)
 @given(
     st.lists(
@@ -152,6 +154,7 @@ def test_an_empty_budget_fills_up_again_in_time() -> None:
     assert budget.balance == 100
 
 
+@pytest.mark.reliability("A07", "D04")
 def test_pauses_are_spread_over_their_whole_range() -> None:
     """Full jitter: uniform, by a Kolmogorov-Smirnov distance that chance exceeds once in 10^6."""
     count = 5_000
@@ -409,7 +412,7 @@ class TurnedAwayMachine(RuleBasedStateMachine):
         assert all(self.settled[call] == 1 for call in self.calls)
 
 
-TestTurnedAwayMachine = TurnedAwayMachine.TestCase
+TestTurnedAwayMachine = pytest.mark.reliability("D01")(TurnedAwayMachine.TestCase)
 TestTurnedAwayMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
 
 
@@ -452,6 +455,7 @@ class Counts:
         return name
 
 
+@pytest.mark.reliability("D07")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("lives", ["own-threads", "one-borrowed-loop"])
 def test_a_thousand_calls_racing_the_end_of_a_replica_all_run_once_on_another(
@@ -616,6 +620,7 @@ def send(port: int, method: str, path: str = "/", headers: str = "", body: bytes
         return connection.answer()
 
 
+@pytest.mark.reliability("B21")
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
     method: str, separate: str, switch_interval: None
@@ -640,6 +645,7 @@ def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
     assert Counter(statuses.values())[200] >= 145
 
 
+@pytest.mark.reliability("B09")
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_by_default_what_has_run_is_never_sent_again(method: str, separate: str) -> None:
     """Neither after a timeout nor after the death of its replica."""
@@ -764,6 +770,7 @@ def test_the_clients_own_limit_bounds_all_attempts_together(separate: str) -> No
     assert ledger.runs == {"GET": 1}
 
 
+@pytest.mark.reliability("B09")
 def test_a_response_that_has_begun_is_cut_and_not_tried_again(separate: str) -> None:
     ledger = Ledger()
 
@@ -839,6 +846,7 @@ def test_a_request_that_ends_in_a_later_attempt_says_how_long_it_had_in_all(
     assert answer.body.endswith(b"timed out after 0.7s.")
 
 
+@pytest.mark.reliability("A07")
 def test_a_storm_of_timeouts_is_retried_within_the_budget(separate: str) -> None:
     ledger = Ledger()
 

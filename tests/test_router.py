@@ -82,6 +82,7 @@ def test_nobody_overtakes_in_eighteen_thousand_submissions(switch_interval: None
     assert router.num_requests == count * callers
 
 
+@pytest.mark.reliability("A04")
 def test_admission_is_exact_in_a_burst(switch_interval: None) -> None:
     """S slots, a queue of Q and S + Q + 50 at once: S run, Q wait, 50 are refused."""
     slots, queue = 20, 30
@@ -167,6 +168,7 @@ def test_a_call_cancelled_before_it_is_assigned_takes_no_slot_with_it() -> None:
     assert router.num_queued == 0
 
 
+@pytest.mark.reliability("D07")
 def test_ten_thousand_calls_with_cancels_from_all_sides_leave_nothing(
     switch_interval: None,
 ) -> None:
@@ -295,6 +297,7 @@ def served(router: Router, replicas: list[FakeReplica], calls: int) -> list[Fake
     return order
 
 
+@pytest.mark.reliability("A16")
 def test_of_two_replicas_none_ever_has_two_calls_more_than_the_other() -> None:
     router, (one, other) = routed(40, 40)
     for _ in range(80):
@@ -574,7 +577,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert call.value == expected or isinstance(call.error, expected)
 
 
-TestRouterMachine = RouterMachine.TestCase
+TestRouterMachine = pytest.mark.reliability("D01")(RouterMachine.TestCase)
 TestRouterMachine.settings = settings(max_examples=800, stateful_step_count=50, deadline=None)
 
 
@@ -781,6 +784,7 @@ def ping(flags: Any) -> Iterator[serve.DeploymentHandle]:
     serve.shutdown()
 
 
+@pytest.mark.reliability("A19")
 @pytest.mark.parametrize("how", ["await", "stream", "argument"])
 def test_a_chain_that_waits_for_its_own_slot_fails_at_once_and_names_the_cycle(
     ping: serve.DeploymentHandle, how: str
@@ -810,6 +814,7 @@ class Recursive:
         return 1 + int(await serve.get_deployment_handle("Recursive").remote(depth - 1))
 
 
+@pytest.mark.reliability("A19")
 def test_thirty_two_clients_on_eight_recursive_slots_all_get_an_answer() -> None:
     handle = serve.run(bind(Recursive), route_prefix=None)
 

@@ -84,6 +84,7 @@ def folder(tmp_path: Path) -> Path:
 # In a process of its own.
 
 
+@pytest.mark.reliability("F08")
 @pytest.mark.parametrize(
     "command",
     [
@@ -105,6 +106,7 @@ def test_a_server_serves_it_and_stops_cleanly(
         assert "Traceback" not in server.output
 
 
+@pytest.mark.reliability("F08")
 def test_uvicorn_with_two_workers_has_the_application_in_each(folder: Path) -> None:
     command = [*UVICORN, "app:hello", "--workers", "2"]
     with process(command, folder, environment(folder)) as server:

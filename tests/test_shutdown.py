@@ -168,6 +168,7 @@ def test_ctrl_c_is_a_clean_stop_too(server: ServerProcess) -> None:
     assert "Traceback" not in server.output
 
 
+@pytest.mark.reliability("B15")
 def test_what_runs_is_answered_and_what_comes_is_refused(server: ServerProcess) -> None:
     port = server.port
     with Connection(port) as running, Connection(port) as waiting:
@@ -183,6 +184,7 @@ def test_what_runs_is_answered_and_what_comes_is_refused(server: ServerProcess) 
     assert server.wait() == 0
 
 
+@pytest.mark.reliability("B15")
 def test_what_does_not_end_in_time_is_a_503_and_the_process_goes(server: ServerProcess) -> None:
     with Connection(server.port) as running:
         running.request("/slow?s=1000")
@@ -199,6 +201,7 @@ def test_what_does_not_end_in_time_is_a_503_and_the_process_goes(server: ServerP
     assert "Traceback" not in server.output
 
 
+@pytest.mark.reliability("B15")
 @pytest.mark.parametrize("path", ["/stuck", "/blocked"])
 def test_code_that_never_returns_does_not_keep_the_process(
     server: ServerProcess, path: str
@@ -212,6 +215,7 @@ def test_code_that_never_returns_does_not_keep_the_process(
         assert time.monotonic() - began < GRACEFUL_S + LAST_WORDS_S
 
 
+@pytest.mark.reliability("B15")
 def test_open_streams_are_ended(server: ServerProcess) -> None:
     port = server.port
     with Connection(port) as events, connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket_:
@@ -253,6 +257,7 @@ def test_what_has_no_end_does_not_keep_a_server_that_waits_for_it(server: Server
     assert "timeout graceful shutdown exceeded" not in server.output
 
 
+@pytest.mark.reliability("B17")
 def test_a_second_signal_ends_it_at_once(server: ServerProcess) -> None:
     with Connection(server.port) as running:
         running.request("/slow?s=1000")
@@ -266,6 +271,7 @@ def test_a_second_signal_ends_it_at_once(server: ServerProcess) -> None:
         assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.reliability("B15")
 def test_under_load_every_request_is_answered_or_refused(server: ServerProcess) -> None:
     port = server.port
     sent: list[tuple[float, str]] = []
@@ -345,6 +351,7 @@ def held() -> tuple[int, int]:
     return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.reliability("E04")
 def test_twenty_starts_and_stops_leave_nothing(in_process: None) -> None:
     @serve.deployment(num_replicas=2)
     async def echo(request: Request) -> str:
@@ -410,6 +417,7 @@ def test_replacing_an_application_does_not_touch_the_requests_of_the_new_one(
         assert old.answer().status == 503
 
 
+@pytest.mark.reliability("E04")
 def test_a_port_is_free_again_after_shutdown(in_process: None) -> None:
     port = served(serve.deployment(lambda_app).bind())
     serve.shutdown()

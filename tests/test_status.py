@@ -172,6 +172,7 @@ def test_health_is_asked_every_period(health: Health, kind: str, separate: str) 
         assert health.threads == {"Checked#0" if separate == "1" else "ingress-http"}
 
 
+@pytest.mark.reliability("B10")
 @pytest.mark.parametrize("kind", ["async def", "def"])
 def test_a_failing_health_check_is_in_status_until_it_succeeds(health: Health, kind: str) -> None:
     port = served(checked(health, kind))
@@ -186,6 +187,7 @@ def test_a_failing_health_check_is_in_status_until_it_succeeds(health: Health, k
     assert overview("Checked").message == ""
 
 
+@pytest.mark.reliability("B11")
 @pytest.mark.parametrize("kind", ["async def", "def"])
 def test_a_hanging_health_check_is_in_status_and_never_overlaps_itself(
     health: Health, kind: str

@@ -645,6 +645,7 @@ def client() -> Iterator[EventLoopThread]:
     assert home.stop(PATIENCE_S)
 
 
+@pytest.mark.reliability("D06")
 @given(
     sizes=st.lists(st.integers(0, 3_000) | st.integers(0, 1 << 20), max_size=25),
     is_sync=st.booleans(),

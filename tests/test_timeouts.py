@@ -248,6 +248,7 @@ def test_a_loop_that_user_code_blocks_does_not_hold_the_408_up(separate: str) ->
 # The header.
 
 
+@pytest.mark.reliability("C08")
 @pytest.mark.parametrize(
     ("header", "is_shorter"),
     [
@@ -285,6 +286,7 @@ def test_without_a_limit_of_the_server_the_header_is_the_limit() -> None:
 HOSTILE = [b"0", b"-1", b"nan", b"inf", b"1e309", b"", "é".encode(), b"\xff", b"1" * 1_000_000]
 
 
+@pytest.mark.reliability("C08")
 @pytest.mark.parametrize("http", ["h11", "httptools"])
 def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> None:
     @serve.deployment
@@ -331,6 +333,7 @@ def uvicorn_in_a_thread(target: Any, http: Any, **options: Any) -> Iterator[int]
 # The work.
 
 
+@pytest.mark.reliability("B08")
 def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
     ledger = Ledger()
 
@@ -358,6 +361,7 @@ def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
     assert ledger.most_running == 1
 
 
+@pytest.mark.reliability("B16")
 def test_never_more_run_than_there_are_slots_while_timeouts_fire(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -437,6 +441,7 @@ def test_a_late_stream_is_not_waited_for_by_who_makes_it(caplog: pytest.LogCaptu
     assert "failed after" not in caplog.text
 
 
+@pytest.mark.reliability("A09")
 def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
     """A slot that is blocked for longer than a thousand requests can wait."""
     ledger = Ledger()
@@ -478,6 +483,7 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
     assert ledger.started == {"/first": 1}
 
 
+@pytest.mark.reliability("A09")
 def test_a_call_whose_deadline_passes_on_the_way_to_its_replica_never_starts() -> None:
     """The timer that would tell it is late itself: the replica looks at the clock too."""
     ledger = Ledger()

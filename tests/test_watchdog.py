@@ -208,6 +208,7 @@ model = Model.bind()
 """
 
 
+@pytest.mark.reliability("B07")
 @pytest.mark.parametrize("separate", ["0", "1"])
 @pytest.mark.parametrize("backend", [UVLOOP, ASYNCIO], ids=["uvloop", "asyncio"])
 def test_a_call_that_blocks_is_reported_with_its_line(
@@ -332,6 +333,7 @@ def test_a_line_is_logged_once_a_minute_and_counted_each_time(
     assert len(records.all) == 1
 
 
+@pytest.mark.reliability("B07")
 def test_a_stall_that_does_not_end_is_logged_before_it_does(
     user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -757,6 +759,7 @@ print("exit code", os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.reliability("B32")
 def test_a_child_of_a_fork_watches_its_own_loops(tmp_path: Path) -> None:
     write_module(tmp_path, "users", APPLICATION)
     write_module(tmp_path, "forking", FORKING)

@@ -175,6 +175,7 @@ def application(places: SimpleQueue[str]) -> serve.Application:
     return serve.deployment(serve.ingress(app)(K)).bind()
 
 
+@pytest.mark.reliability("F02")
 @pytest.mark.parametrize(
     ("path", "place"),
     [
@@ -207,12 +208,14 @@ def test_what_answers_a_request_runs_where_fastapi_says(
         assert response.headers["x-middleware"] == it.loop
 
 
+@pytest.mark.reliability("F02")
 def test_a_websocket_endpoint_runs_on_the_loop(flags: Settings) -> None:
     with served(application(SimpleQueue()), flags) as it:
         with it.client.websocket_connect("/websocket") as socket:  # type: ignore[union-attr]
             assert socket.receive_text() == it.loop
 
 
+@pytest.mark.reliability("F02")
 @pytest.mark.parametrize(("path", "place"), [("/background", THREAD), ("/async-background", LOOP)])
 def test_a_background_task_runs_where_its_def_says(flags: Settings, path: str, place: str) -> None:
     places: SimpleQueue[str] = SimpleQueue()
@@ -224,6 +227,7 @@ def test_a_background_task_runs_where_its_def_says(flags: Settings, path: str, p
         assert found == (it.loop if place == LOOP else ANYIO_WORKER)
 
 
+@pytest.mark.reliability("F02")
 def test_lifespan_runs_on_the_loop(flags: Settings) -> None:
     places: SimpleQueue[str] = SimpleQueue()
     with served(application(places), flags) as it:

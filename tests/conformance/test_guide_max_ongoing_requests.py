@@ -162,6 +162,7 @@ def test_def_handlers_on_the_loop_run_one_after_another(
 
 # "Up to max_ongoing_requests calls can be running at once."
 # "Real throughput depends on: How many threads the threadpool uses."
+@pytest.mark.reliability("F02")
 @pytest.mark.parametrize("limit", [1, 7, 100])
 def test_the_threadpool_has_a_thread_for_each_ongoing_request(
     monkeypatch: pytest.MonkeyPatch, limit: int

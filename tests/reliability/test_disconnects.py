@@ -22,6 +22,8 @@ from ingress.engines import local_engine
 from tests.reliability.disconnect_app import BATCH, Plain, PlainDef, fastapi_class, ledger
 from tests.servers import ROUNDS, Answer, Connection, bind, get, set_flags, wait_until
 
+pytestmark = pytest.mark.reliability("B14")
+
 CLIENTS = 3  # in one cell at once
 PROMPT_S = 0.1
 SOON_S = 0.5

@@ -269,6 +269,7 @@ def flagged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     serve.shutdown()
 
 
+@pytest.mark.reliability("E01", "B21")
 @pytest.mark.parametrize(
     ("flagged", "has_attempts"),
     list(itertools.product("10", [False, True])) if ROUNDS else [("1", False), ("0", True)],

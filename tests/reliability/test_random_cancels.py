@@ -197,6 +197,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.reliability("B14")
 @pytest.mark.parametrize("seed", range(ROUNDS or 1))
 @pytest.mark.parametrize("has_middleware", [False, True], ids=["plain", "middleware"])
 @pytest.mark.parametrize("separate", ["0", "1"], ids=["separate0", "separate1"])
