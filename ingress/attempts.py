@@ -10,7 +10,7 @@ seen is another matter, for any method and for handles too: `Router.reassign`.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import random
 from time import monotonic
 from typing import Any
@@ -23,18 +23,20 @@ from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
 from ingress.exchange import Exchange
 from ingress.retries import RetryBudget
 from ingress.router import Router
+from ingress.settings import HTTPLimits
 from ingress.types import RequestMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How long an HTTP request may take, and which methods may be tried again once started.
+    """How long an HTTP request may take, which may be tried again once started, and how large.
 
     `timeout_s` bounds the request; or one attempt, if its method is in `retried_methods`.
     """
 
     timeout_s: float | None = None
     retried_methods: frozenset[str] = frozenset()
+    http: HTTPLimits = field(default_factory=HTTPLimits)
 
 
 class Attempt(Exchange):

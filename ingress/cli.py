@@ -32,7 +32,7 @@ from ingress.serving import (
     serve_until_ctrl_c,
     start_again_if_needed,
 )
-from ingress.settings import TRACE_FILE, export
+from ingress.settings import LIMIT_CONNECTIONS, TRACE_FILE, export
 from ingress.target import AppDir, Target
 from ingress.target import load as _load
 from ingress.target import refusal as _error
@@ -66,6 +66,16 @@ def run(
     ] = 8000,
     reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes; each has all the replicas.")] = 1,
+    limit_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Connections at once, in each process; further ones are answered 503 and closed."
+            "  [default: as many as the process may open files]",
+            show_default=False,
+        ),
+    ] = None,
     app_dir: AppDir = Path("."),
     engine: Annotated[
         str | None,
@@ -101,7 +111,15 @@ def run(
     call that computes.
     """
     engine = engine or read_settings().engine
-    check_engine(engine, reload=reload, workers=workers, ray_only=[address, working_dir])
+    check_engine(
+        engine,
+        reload=reload,
+        workers=workers,
+        limit_connections=limit_connections,
+        ray_only=[address, working_dir],
+    )
+    if limit_connections is not None:
+        export({LIMIT_CONNECTIONS: str(limit_connections)})
     application = _load(target, app_dir)
     settings = read_settings()
     host = host or settings.http_host
@@ -116,7 +134,9 @@ def run(
     export(to_set)
     if reload or workers > 1:  # which are new processes
         print_plan(application, settings, budget)
-        serve_in_new_processes(target, host, port, application, reload=reload, workers=workers)
+        serve_in_new_processes(
+            target, host, port, application, settings, reload=reload, workers=workers
+        )
         return
     start_again_if_needed(budget, to_set)
     serve_until_ctrl_c(application, HTTPOptions(host=host, port=port), settings, budget, engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
@@ -32,6 +33,7 @@ from ingress.options import (
     Replicas,
     is_number,
 )
+from ingress.settings import HTTPLimits
 
 NOT_ACTED_ON: frozenset[str] = frozenset(
     {
@@ -134,6 +136,9 @@ class HTTPOptions(Options):
     `RAY_SERVE_DEFAULT_HTTP_HOST`, else 127.0.0.1; port 0 lets the system choose. A
     `request_timeout_s` that is left out is `RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S`, else none.
     `retry_started_methods` are those that may be tried again although user code may have run.
+
+    How much a client may send, and how long it may take, is in docs/limits.md. What is left out of
+    that is the environment's, `INGRESS_HEADER_TIMEOUT_S` and so on; `None` is no limit.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -148,6 +153,9 @@ class HTTPOptions(Options):
     request_timeout_s: PositiveFloat | None = None
     retry_started_methods: IdempotentMethods = Field(default_factory=list)
     keep_alive_timeout_s: PositiveFloat = 90
+    limit_connections: PositiveInt | None = None
+    max_header_bytes: PositiveInt = 65536
+    header_timeout_s: PositiveFloat | None = 15.0
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile_password: str | None = None
@@ -162,6 +170,11 @@ class HTTPOptions(Options):
                 "given together; give both, or neither for plain HTTP"
             )
         return self
+
+    def limits(self, otherwise: HTTPLimits) -> HTTPLimits:
+        """Return the limits that were given, and the rest of `otherwise`."""
+        given = {each.name for each in fields(HTTPLimits)} & self.model_fields_set
+        return replace(otherwise, **{name: getattr(self, name) for name in given})
 
 
 class DeploymentConfig(Options):

@@ -43,6 +43,8 @@ class HTTPServer:
     async def _start(self) -> None:
         import uvicorn
 
+        from ingress.http.connections import Connections
+
         options = self._options
         config = uvicorn.Config(
             self.proxy,
@@ -55,6 +57,7 @@ class HTTPServer:
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile_password=options.ssl_keyfile_password,
             ssl_ca_certs=options.ssl_ca_certs,
+            **Connections(self.proxy.limits.http).options(),
         )
         self._server = uvicorn.Server(config)
         self._serving = asyncio.get_running_loop().create_task(

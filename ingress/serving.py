@@ -16,6 +16,7 @@ from ingress.config import HTTPOptions
 from ingress.declaration import Application
 from ingress.engines import current_engine, ray_engine
 from ingress.exceptions import RayServeException
+from ingress.http.connections import Connections
 from ingress.server import check_address
 from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
 from ingress.shared_port import run_workers
@@ -50,9 +51,18 @@ def start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> No
         start_again()
 
 
-def check_engine(engine: str, *, reload: bool, workers: int, ray_only: list[str | None]) -> None:
+def check_engine(
+    engine: str,
+    *,
+    reload: bool,
+    workers: int,
+    limit_connections: int | None,
+    ray_only: list[str | None],
+) -> None:
     if engine not in ENGINES:
         raise refusal(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
+    if engine == "ray" and limit_connections is not None:
+        raise refusal("--limit-connections is for the local engine; on Ray, the proxies are Ray's")
     if engine == "ray" and (reload or workers > 1):
         raise refusal(
             "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
@@ -105,7 +115,14 @@ def serve_until_ctrl_c(
 
 
 def serve_in_new_processes(
-    target: str, host: str, port: int, application: Application, *, reload: bool, workers: int
+    target: str,
+    host: str,
+    port: int,
+    application: Application,
+    settings: Settings,
+    *,
+    reload: bool,
+    workers: int,
 ) -> None:
     """Have uvicorn serve a module in worker processes, or in one that starts again with the files.
 
@@ -114,6 +131,7 @@ def serve_in_new_processes(
     """
     configs = [each.deployment.config for each in build(application, "default").deployments]
     graceful_s = math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
+    connections = Connections(settings.http_limits)  # of each process its own
     try:
         check_address(host, port)
     except RuntimeError as error:
@@ -125,6 +143,7 @@ def serve_in_new_processes(
             port=port,
             reload=True,
             timeout_graceful_shutdown=graceful_s,
+            **connections.options(),
         )
         return
     run_workers(
@@ -135,5 +154,6 @@ def serve_in_new_processes(
             workers=workers,
             timeout_graceful_shutdown=graceful_s,
             timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
+            **connections.options(),
         )
     )

@@ -13,6 +13,9 @@ that is started again sees the environment of that moment.
     INGRESS_ENGINE                           local   which engine runs applications: local or ray
     RAY_ADDRESS                                      of the Ray cluster; empty starts a local one
     INGRESS_TRACE                                    where to write what requests did (`timeline`)
+    INGRESS_LIMIT_CONNECTIONS                    0   connections at once in a process; 0: any number
+    INGRESS_MAX_HEADER_BYTES                 65536   of the headers of a request
+    INGRESS_HEADER_TIMEOUT_S                    15   seconds they have to arrive; 0: any time
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
     library has; `ingress run` sets those that are not (`ingress.budget`)
@@ -35,6 +38,9 @@ ENGINE = "INGRESS_ENGINE"
 ENGINES = ("local", "ray")
 RAY_ADDRESS = "RAY_ADDRESS"
 TRACE_FILE = "INGRESS_TRACE"
+LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
+MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
+HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -45,6 +51,26 @@ NATIVE_THREADS = (
     "VECLIB_MAXIMUM_THREADS",
 )
 """Not those of Rayon, Polars or TensorFlow, where all calls of a process share one pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPLimits:
+    """How much a client may send, and how long it may take; `None` for no limit.
+
+    The names are those of `HTTPOptions`, which beat the environment.
+    """
+
+    limit_connections: int | None = None
+    max_header_bytes: int = 65536
+    header_timeout_s: float | None = 15.0
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> HTTPLimits:
+        return cls(
+            limit_connections=_count(env, LIMIT_CONNECTIONS, default=0) or None,
+            max_header_bytes=_count(env, MAX_HEADER_BYTES, default=65536, at_least=1),
+            header_timeout_s=_time(env, HEADER_TIMEOUT_S, "seconds", 15, off="for no limit"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +93,7 @@ class Settings:
     ray_address: str | None = None
     trace_file: str | None = None
     native_threads: Mapping[str, str] = field(default_factory=dict)
+    http_limits: HTTPLimits = HTTPLimits()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -85,6 +112,7 @@ class Settings:
             ray_address=env.get(RAY_ADDRESS) or None,
             trace_file=env.get(TRACE_FILE) or None,
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
+            http_limits=HTTPLimits.from_environment(env),
         )
 
 
@@ -139,10 +167,12 @@ def _time(
     return time or None
 
 
-def _count(env: Mapping[str, str], name: str, *, default: int) -> int:
+def _count(env: Mapping[str, str], name: str, *, default: int, at_least: int = 0) -> int:
     value = env.get(name)
     if not value:
         return default
-    if not (value.isascii() and value.isdecimal()):
-        raise ValueError(f"{name} must be an integer ≥ 0, got {value!r}; correct it, or unset it")
+    if not (value.isascii() and value.isdecimal() and int(value) >= at_least):
+        raise ValueError(
+            f"{name} must be an integer ≥ {at_least}, got {value!r}; correct it, or unset it"
+        )
     return int(value)

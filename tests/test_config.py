@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ingress.config import (
     options_not_acted_on,
 )
 from ingress.options import Options
+from ingress.settings import HTTPLimits
 
 CHANGED: dict[str, Any] = {
     "autoscaling_config": {"max_replicas": 4},
@@ -137,7 +139,9 @@ def test_an_unknown_option_is_a_type_error_with_the_nearest_name_and_the_list() 
 
 
 def test_an_option_like_no_other_gets_the_list_and_no_guess() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'xyz'; HTTPOptions has: host"):
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'xyz'; HTTPOptions has: .*, host, k"
+    ):
         HTTPOptions(xyz=1)  # type: ignore[call-arg]
 
 
@@ -237,6 +241,10 @@ def test_http_options_that_ray_removed_are_refused(name: str) -> None:
         HTTPOptions(**options)
 
 
+def http_limits(options: HTTPOptions) -> dict[str, Any]:
+    return {each.name: getattr(options, each.name) for each in dataclasses.fields(HTTPLimits)}
+
+
 def test_the_defaults_are_those_of_ray_except_max_ongoing_requests() -> None:
     config, scaling, http = DeploymentConfig(), AutoscalingConfig(), HTTPOptions()
 
@@ -255,6 +263,7 @@ def test_the_defaults_are_those_of_ray_except_max_ongoing_requests() -> None:
     )
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (30, 600)
     assert (http.host, http.port, http.keep_alive_timeout_s) == ("127.0.0.1", 8000, 90)
+    assert http.limits(HTTPLimits()) == HTTPLimits() == HTTPLimits(**http_limits(http))
     assert RequestRouterConfig().max_backoff_s == 0.5
     assert BackpressureConfig().status_code == 503
     assert LoggingConfig().log_level == "INFO"

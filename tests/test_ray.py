@@ -198,6 +198,8 @@ def test_http_options_become_rays_and_a_retry_of_what_has_started_is_refused() -
     }
     with pytest.raises(ValueError, match=r"retry_started_methods=\['GET'\] has no effect on Ray"):
         http_options_for_ray(HTTPOptions(retry_started_methods=["GET"]), Settings())
+    with pytest.raises(ValueError, match="header_timeout_s and limit_connections cannot be set on"):
+        http_options_for_ray(HTTPOptions(limit_connections=9, header_timeout_s=9), Settings())
 
 
 # Calls

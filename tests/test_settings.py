@@ -6,12 +6,16 @@ import pytest
 
 from ingress.settings import (
     ENGINE,
+    HEADER_TIMEOUT_S,
+    LIMIT_CONNECTIONS,
+    MAX_HEADER_BYTES,
     MAX_RETRIES,
     REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
+    HTTPLimits,
     Settings,
 )
 
@@ -82,6 +86,27 @@ def test_the_number_of_retries_is_10_unless_set() -> None:
 def test_another_value_of_the_number_of_retries_is_refused_by_name(value: str) -> None:
     with pytest.raises(ValueError, match=f"{MAX_RETRIES} must be an integer ≥ 0, got {value!r}"):
         Settings.from_environment({MAX_RETRIES: value})
+
+
+def test_limits_of_http_are_numbers_and_0_is_no_limit() -> None:
+    given = {LIMIT_CONNECTIONS: "0", MAX_HEADER_BYTES: "100", HEADER_TIMEOUT_S: "0"}
+
+    assert Settings.from_environment(given).http_limits == HTTPLimits(
+        limit_connections=None, max_header_bytes=100, header_timeout_s=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        (LIMIT_CONNECTIONS, "-1", "an integer ≥ 0"),
+        (MAX_HEADER_BYTES, "0", "an integer ≥ 1"),
+        (HEADER_TIMEOUT_S, "soon", "a number of seconds > 0, or 0 for no limit"),
+    ],
+)
+def test_another_value_of_a_limit_is_refused_by_name(name: str, value: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be {expected}, got {value!r}"):
+        Settings.from_environment({name: value})
 
 
 def test_settings_made_without_an_environment_are_its_defaults() -> None:

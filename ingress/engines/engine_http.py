@@ -37,11 +37,12 @@ class EngineHTTP:
         return None if server is None else server.url
 
     def limits(self, settings: Settings) -> RequestLimits:
-        """Return how long requests may take, and what is retried; code beats environment."""
+        """Return what requests may take, and what is retried; code beats environment."""
         is_given = "request_timeout_s" in self.options.model_fields_set
         return RequestLimits(
             self.options.request_timeout_s if is_given else settings.request_timeout_s,
             frozenset(self.options.retry_started_methods),
+            self.options.limits(settings.http_limits),
         )
 
     def start(self, threads: EngineThreads) -> None:

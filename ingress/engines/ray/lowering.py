@@ -7,6 +7,7 @@
     lanes, user_config                       our own runtime's, in the replica
     request_router_class of ours             refused: the router there is Ray's
     retry_started_methods (`HTTPOptions`)    refused: the proxies there are Ray's
+    the limits of `HTTPLimits`               refused too
 
 Source of Ray's names: Ray 2.60.0, serve/config.py. Does not import Ray.
 """
@@ -17,6 +18,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ingress.build import BuiltDeployment
@@ -28,6 +30,7 @@ from ingress.settings import (
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
+    HTTPLimits,
     Settings,
 )
 
@@ -130,6 +133,12 @@ def http_options_for_ray(options: HTTPOptions, settings: Settings) -> dict[str, 
             "proxies try no request again that user code may have seen; leave it out"
         )
     given = options.model_fields_set
+    limits = sorted(given & {each.name for each in fields(HTTPLimits)})
+    if limits:
+        raise ValueError(
+            f"{' and '.join(limits)} cannot be set on Ray, where the proxies are Ray's; leave out "
+            "what is for the local engine"
+        )
     lowered = {
         name: getattr(options, name)
         for name in HTTPOptions.model_fields

@@ -1,0 +1,1 @@
+"""What stands between the socket and a request: connections and their limits, and bodies."""

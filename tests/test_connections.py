@@ -1,0 +1,338 @@
+"""`ingress.http.connections`: what a client may send and for how long, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from websockets.sync.client import connect
+
+import ingress as serve
+from ingress.http.connections import HEADER_FIELDS
+from ingress.settings import (
+    HEADER_TIMEOUT_S,
+    LIMIT_CONNECTIONS,
+    MAX_HEADER_BYTES,
+    HTTPLimits,
+    Settings,
+)
+from tests.servers import (
+    INGRESS,
+    Connection,
+    ServerProcess,
+    environment,
+    get,
+    process,
+    wait_until,
+    write_module,
+)
+
+APP = """
+import ingress as serve
+from fastapi import FastAPI, Request, WebSocket
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class Small:
+    @app.get("/")
+    async def get(self): return "here"
+
+    @app.post("/length")
+    async def length(self, request: Request): return len(await request.body())
+
+    @app.post("/early")
+    async def early(self): return "early"
+
+    @app.websocket("/ws")
+    async def chat(self, websocket: WebSocket):
+        await websocket.accept()
+        while True:
+            await websocket.send_text(await websocket.receive_text())
+
+small = Small.bind()
+"""
+
+TIMEOUT_S = 0.4
+H11 = [
+    *INGRESS[:-1],
+    "import sys; sys.modules['httptools'] = None; from ingress.cli import main; main()",
+]
+HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
+CHUNKED = b"POST /length HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module", params=[INGRESS, H11], ids=["httptools", "h11"])
+def parser(request: pytest.FixtureRequest) -> list[str]:
+    """The command line, with either of uvicorn's parsers."""
+    command: list[str] = request.param
+    return command
+
+
+@pytest.fixture(scope="module")
+def server(parser: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """`ingress run` with little patience."""
+    variables = {HEADER_TIMEOUT_S: str(TIMEOUT_S), MAX_HEADER_BYTES: "20000"}
+    with _serving(parser, tmp_path_factory.mktemp("small"), (), variables) as started:
+        yield started
+
+
+@contextmanager
+def _serving(
+    command: list[str], folder: Path, arguments: tuple[str, ...], variables: dict[str, str]
+) -> Iterator[ServerProcess]:
+    write_module(folder, "small", APP)
+    environ = {**environment(folder), **variables}
+    with process([*command, "run", "small:small", "--port", "0", *arguments], folder, environ) as (
+        server
+    ):
+        wait_until(lambda: _is_up(server))
+        yield server
+
+
+def _is_up(server: ServerProcess) -> bool:
+    try:
+        return get(server.port, "/").status == 200
+    except OSError:
+        return False
+
+
+def resident_mb(server: ServerProcess) -> float:
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+# Time.
+
+
+@pytest.mark.reliability("C06")
+def test_a_client_that_sends_nothing_or_half_a_head_is_closed_in_time(
+    server: ServerProcess,
+) -> None:
+    port = server.port
+    begun = time.monotonic()
+    with ExitStack() as opened:
+        silent = [opened.enter_context(Connection(port)) for _ in range(50)]
+        halves = [opened.enter_context(Connection(port)) for _ in range(50)]
+        for each in halves:
+            each.send(HEAD + b"X-Slow: ")
+
+        assert get(port, "/").status == 200
+        assert {each.receive_all() for each in silent} == {b""}
+        answers = [each.answer() for each in halves]
+        took_s = time.monotonic() - begun
+
+    assert {(each.status, each.is_complete) for each in answers} == {(408, True)}
+    assert answers[0].headers["connection"] == "close"
+    assert answers[0].body == b"The headers of the request did not arrive within 0.4 s."
+    assert TIMEOUT_S <= took_s < TIMEOUT_S + 2
+
+
+@pytest.mark.reliability("C06")
+def test_bytes_now_and_then_do_not_buy_more_time(server: ServerProcess) -> None:
+    port = server.port
+    begun = time.monotonic()
+    with Connection(port) as connection:
+        connection.send(HEAD)
+        connection.socket.settimeout(0.05)
+        while True:
+            assert time.monotonic() < begun + TIMEOUT_S + 2
+            connection.send(b"X")
+            try:
+                connection.received += connection.socket.recv(4096)
+                break
+            except TimeoutError:
+                continue
+
+        assert connection.received.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+
+
+@pytest.mark.reliability("C06")
+def test_the_second_head_of_a_connection_has_as_long_and_none_begins_while_it_rests(
+    server: ServerProcess,
+) -> None:
+    port = server.port
+    with Connection(port) as connection:
+        connection.request("/", headers="")
+        connection.receive_until(b'"here"')
+        connection.received = b""
+        time.sleep(2 * TIMEOUT_S)  # that is the keep-alive timeout's business
+        connection.send(HEAD)
+
+        assert connection.answer().status == 408
+
+
+def test_a_websocket_has_all_the_time_it_needs(server: ServerProcess) -> None:
+    port = server.port
+    with connect(f"ws://127.0.0.1:{port}/ws") as websocket:
+        time.sleep(2 * TIMEOUT_S)
+        websocket.send("hello")
+
+        assert websocket.recv(5) == "hello"
+
+
+def test_a_body_that_was_answered_early_may_come_slowly_and_not_stop(server: ServerProcess) -> None:
+    port = server.port
+    with Connection(port) as connection:
+        connection.request("/early", method="POST", headers="Content-Length: 200000\r\n")
+        connection.send(b"x" * 70000)
+        connection.receive_until(b'"early"')
+        for _ in range(4):
+            time.sleep(TIMEOUT_S / 2)
+            connection.send(b"x" * 10000)
+        begun = time.monotonic()
+
+        assert connection.receive_all().endswith(b'"early"')
+        assert time.monotonic() < begun + TIMEOUT_S + 2
+
+
+# Size.
+
+
+@pytest.mark.reliability("C04")
+@pytest.mark.parametrize("pieces", [1, 20])
+def test_headers_of_more_than_the_limit_are_refused(server: ServerProcess, pieces: int) -> None:
+
+    def send(size: int) -> int:
+        field = b"X-Large: " + b"x" * size + b"\r\nConnection: close\r\n"
+        head = HEAD + field + b"\r\n"
+        step = len(head) // pieces + 1
+        with Connection(server.port) as connection:
+            for begin in range(0, len(head), step):
+                connection.send(head[begin : begin + step])
+                time.sleep(0.001)
+            answer = connection.answer()
+        assert answer.headers["connection"] == "close"
+        return answer.status
+
+    assert send(19_800) == 200
+    assert send(20_001) == 431
+
+
+@pytest.mark.reliability("C04")
+def test_a_hundred_fields_are_the_limit(server: ServerProcess) -> None:
+    port = server.port
+
+    def send(fields: int) -> bytes:
+        rest = b"".join(b"x-%d: y\r\n" % number for number in range(fields - 2))
+        with Connection(port) as connection:
+            connection.send(HEAD + b"Connection: close\r\n" + rest + b"\r\n")
+            return connection.receive_all()
+
+    assert send(HEADER_FIELDS).startswith(b"HTTP/1.1 200 OK")
+    refused = send(HEADER_FIELDS + 1)
+    assert refused.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert refused.endswith(b"they may have 20000 bytes and 100 fields.")
+
+
+@pytest.mark.reliability("C04")
+@pytest.mark.parametrize(
+    "begin",
+    [
+        HEAD + b"X-Large: ",
+        b"GET /",
+        CHUNKED + b"5\r\nhello\r\n0\r\nX-Trailer: ",
+    ],
+    ids=["field", "path", "trailer"],
+)
+def test_endless_headers_cost_no_memory(server: ServerProcess, begin: bytes) -> None:
+    before = resident_mb(server)
+    for _ in range(3):
+        with Connection(server.port) as connection:
+            connection.send(begin)
+            with suppress(OSError):
+                for _ in range(1000):
+                    connection.send(b"x" * 65536)
+            connection.receive_all()
+
+    assert get(server.port, "/").status == 200
+    assert resident_mb(server) < before + 5
+
+
+# Number.
+
+
+def test_one_connection_more_than_the_limit_is_refused_and_closed(
+    parser: list[str], tmp_path: Path
+) -> None:
+    with (
+        _serving(parser, tmp_path, ("--limit-connections", "3"), {}) as server,
+        Connection(server.port) as resting,
+        Connection(server.port) as silent,
+        connect(f"ws://127.0.0.1:{server.port}/ws") as websocket,
+    ):
+        resting.request("/", headers="")
+        resting.receive_until(b'"here"')
+        refused = [get(server.port, "/") for _ in range(20)]
+
+        assert {each.status for each in refused} == {503}
+        assert refused[0].headers["retry-after"] == "1"
+        assert refused[0].headers["connection"] == "close"
+        assert refused[0].body == b"The server has as many connections as it may have: 3."
+        assert server.output.count("3 connections are open, which is the limit") == 1
+
+        websocket.send("hello")
+        assert websocket.recv(5) == "hello"
+        silent.socket.close()
+        wait_until(lambda: get(server.port, "/").status == 200)
+
+
+# The other ways to serve.
+
+
+def test_serve_run_takes_the_limits_of_its_options() -> None:
+    options = serve.HTTPOptions(
+        port=0, limit_connections=2, max_header_bytes=1000, header_timeout_s=TIMEOUT_S
+    )
+    serve.start(options)
+    (url,) = serve.status().proxies
+    port = int(url.rpartition(":")[2])
+    try:
+        with Connection(port) as one, Connection(port) as other:
+            one.send(HEAD)
+            assert get(port, "/").status == 503
+            other.send(HEAD + b"X: " + b"x" * 1000)
+            assert other.answer().status == 431
+            assert one.answer().status == 408
+    finally:
+        serve.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="each worker has a socket of its own")
+@pytest.mark.parametrize("arguments", [("--workers", "2"), ("--reload",)], ids=lambda each: each[0])
+def test_worker_processes_have_the_same_limits(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {HEADER_TIMEOUT_S: str(TIMEOUT_S)}
+    arguments = (*arguments, "--port", str(port), "--limit-connections", "1")
+    with _serving(INGRESS, tmp_path, arguments, variables), ExitStack() as opened:
+        for _ in range(20):  # at least one is where another is already
+            opened.enter_context(Connection(port)).send(HEAD + b"X: y\r\n\r\n")
+        answers = [get(port, "/") for _ in range(20)]
+        with Connection(port) as half:
+            half.send(HEAD)
+            assert half.answer().status in (408, 503)
+
+    assert 503 in {each.status for each in answers}
+
+
+def test_the_environment_is_beaten_by_the_command_line_and_by_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LIMIT_CONNECTIONS, "7")
+    monkeypatch.setenv(MAX_HEADER_BYTES, "1000")
+    settings = Settings.from_environment()
+    options = serve.HTTPOptions(limit_connections=None, header_timeout_s=3)
+
+    assert settings.http_limits.limit_connections == 7
+    assert options.limits(settings.http_limits) == HTTPLimits(
+        limit_connections=None, max_header_bytes=1000, header_timeout_s=3
+    )
