@@ -182,6 +182,7 @@ HOSTS = {
     "127.0.0.1.evil.example": 404,
     "": 404,
     "192.168.1.2": 404,
+    "testserver": 404,  # a name of the test client's, which comes over no socket
 }
 
 
@@ -192,6 +193,41 @@ def test_routes_are_told_to_a_loopback_host_only() -> None:
 
     assert {host: answer.status_code for host, answer in answers.items()} == HOSTS
     assert answers["localhost"].json() == {"/b": "b"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Forwarded: for=192.0.2.60",
+        "Via: 1.1 gateway",
+        "X-Forwarded-For: 192.0.2.60",
+        "X-Forwarded-For: 127.0.0.1",
+        "X-FORWARDED-HOST: localhost",
+        "X-Forwarded-Proto: https",
+        "X-Forwarded-Anything:",
+        "X-Real-IP: 192.0.2.60",
+    ],
+)
+@pytest.mark.reliability("S02")
+def test_routes_are_not_told_through_a_proxy(header: str) -> None:
+    port = served(named("b"), "b", "/b")
+
+    assert get(port, "/-/routes").status == 200
+    assert get(port, "/-/routes", f"{header}\r\n").status == 404
+    assert get(port, "/-/healthz", f"{header}\r\n").status == 200
+
+
+@pytest.mark.anyio
+async def test_routes_are_told_to_clients_of_the_same_process() -> None:
+    application = named("a")
+    with TestClient(application) as client:
+        assert client.get("/-/routes").json() == {"/": "default"}
+        passed_on = client.get("/-/routes", headers={"via": "1.1 gateway"})
+        assert passed_on.json()["path"] == "/-/routes"  # which is the application's, then
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as other:
+        assert (await other.get("/-/routes")).json() == {"/": "default"}
+    await application.aclose()
 
 
 @pytest.mark.anyio
