@@ -73,6 +73,11 @@ class BatchQueue:
     `limits` is asked when a batch begins to form; `on_idle` is told when nobody is here any more.
     """
 
+    __slots__ = (
+        "_context", "_forming", "_forming_limits", "_handler", "_instance", "_limits", "_on_idle",
+        "_own_pool", "_plan", "_replica", "_runs", "_timer", "_waiting", "loop",
+    )  # fmt: skip
+
     def __init__(
         self,
         handler: Handler,

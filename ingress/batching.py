@@ -123,6 +123,8 @@ def warn_of_capacity(deployment: str, func_or_class: Any, max_ongoing: int) -> N
 class Batcher:
     """One decorated function. Thread-safe: each loop has queues of its own."""
 
+    __slots__ = ("_arity", "_handler", "_has_receiver", "_limits", "_queues", "_signature")
+
     def __init__(self, handler: Handler, limits: Limits) -> None:
         self._handler = handler
         self._limits = limits

@@ -124,6 +124,8 @@ class Controller:
     With a `recorder` all requests are recorded; without one nothing on their way knows of it.
     """
 
+    __slots__ = ("_make_handle", "_make_replica", "_make_router", "_routers", "_settings")
+
     def __init__(
         self,
         settings: Settings,

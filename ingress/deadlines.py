@@ -46,6 +46,8 @@ def earlier(timeout_s: float | None, header: bytes) -> float | None:
 class Deadlines:
     """The deadlines that one loop sees to. `add` and `discard` are thread-safe."""
 
+    __slots__ = ("_calls", "_mailbox", "_rings_at")
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._calls: dict[Call, float] = {}

@@ -22,6 +22,8 @@ class SettledObjects:
     The collector is the process's, and so is this: one per engine, and one engine.
     """
 
+    __slots__ = ("_timer",)
+
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 

@@ -106,15 +106,15 @@ class HandleOptions:
 class DeploymentHandle:
     """Calls one deployment. Thread-safe, immutable, cheap to make."""
 
+    __slots__ = ("__weakref__", "_directory", "_id", "_options")
+
     def __init__(
         self,
         deployment_id: DeploymentID,
         directory: Directory,
         options: HandleOptions = HandleOptions(),
     ) -> None:
-        self._id = deployment_id
-        self._directory = directory
-        self._options = options
+        self._id, self._directory, self._options = deployment_id, directory, options
 
     @property
     def deployment_id(self) -> DeploymentID:
@@ -231,6 +231,8 @@ class DeploymentHandle:
 class _Response:
     """What one and many answers have in common."""
 
+    __slots__ = ("__weakref__", "_call")
+
     def __init__(self, call: Call) -> None:
         self._call = call
 
@@ -240,6 +242,11 @@ class _Response:
 
     def __getattr__(self, name: str) -> Any:
         raise absent_member(self, name)
+
+    def __repr__(self) -> str:
+        call = self._call
+        state = "failed" if call.error is not None else "done" if call.settled else "pending"
+        return f"{type(self).__name__}(request_id='{self.request_id}', {state})"
 
     def cancel(self) -> None:
         """Cancel the request, wherever it is. Without effect once it is answered."""
@@ -260,6 +267,8 @@ class _Response:
 
 class DeploymentResponse(_Response):
     """One answer that is on its way; await it as often as you like."""
+
+    __slots__ = ()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._wait().__await__()
@@ -288,9 +297,6 @@ class DeploymentResponse(_Response):
             raise TimeoutError(f"Timed out waiting for the result after {timeout_s} s.")
         return self._call.outcome()
 
-    def __repr__(self) -> str:
-        return f"DeploymentResponse(request_id='{self.request_id}', {_state(self._call)})"
-
 
 class DeploymentResponseGenerator(_Response):
     """Many answers that are on their way; iterate with `async for`, or with `for` in a thread.
@@ -299,11 +305,12 @@ class DeploymentResponseGenerator(_Response):
     generator of Python's own.
     """
 
+    __slots__ = ("_channel", "_directory", "_turn")
+
     def __init__(self, call: Call, channel: Channel, directory: Directory) -> None:
         super().__init__(call)
         self._turn = threading.Lock()  # held by who waits for the next item; never waited for
-        self._channel = channel
-        self._directory = directory
+        self._channel, self._directory = channel, directory
         call.when_settled(lambda call: _end(channel, call.error))
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -366,9 +373,6 @@ class DeploymentResponseGenerator(_Response):
         if not self._call.settled:
             self._directory.later(self._call.cancel)
 
-    def __repr__(self) -> str:
-        return f"DeploymentResponseGenerator(request_id='{self.request_id}', {_state(self._call)})"
-
 
 def _end(channel: Channel, error: BaseException | None) -> None:
     channel.finish(error)
@@ -387,12 +391,6 @@ def _refuse_in_loop(instead: str, *, quote: bool = True) -> None:
             "Sync methods should not be called from within an `asyncio` event loop. "
             f"Use {instead} instead."
         )
-
-
-def _state(call: Call) -> str:
-    if not call.settled:
-        return "pending"
-    return "failed" if call.error is not None else "done"
 
 
 __getattr__ = teller(__name__)

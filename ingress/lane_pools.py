@@ -32,6 +32,8 @@ _END = object()
 class ReplicaPools:
     """Owned by the replica's user loop. `lanes` is what was declared, with the pools."""
 
+    __slots__ = ("_all", "_named", "default", "lanes")
+
     def __init__(self, home: Home, declared: Lanes) -> None:
         self.default = WorkerPool(home, declared.limit)
         self._named = {name: LanePool(home, limit, name) for name, limit in declared.limits.items()}
@@ -66,6 +68,8 @@ class LanePool(WorkerPool):
 
     The thread of a stream is not counted: who stands behind it is inside, and not known to wait.
     """
+
+    __slots__ = ("_behind", "_inside", "_lane", "_limit", "_open", "_turns")
 
     def __init__(self, home: Home, limit: int, lane: str, *, idle_s: float | None = IDLE_S) -> None:
         super().__init__(home, limit, lane, idle_s=idle_s)
@@ -160,6 +164,8 @@ class LanePool(WorkerPool):
 class SerialPool(LanePool):
     """The one thread of a replica for what is not to be touched by two. It stays until the end."""
 
+    __slots__ = ()
+
     def __init__(self, home: Home) -> None:
         super().__init__(home, 1, SERIAL_LANE, idle_s=None)
 
@@ -235,6 +241,8 @@ class _Turn(Call):
 
 class _Taken:
     """An iterable that is iterated and closed by calls in one thread."""
+
+    __slots__ = ("_items", "_iterator")
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items

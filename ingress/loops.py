@@ -239,6 +239,8 @@ class Home(Protocol):
 class BorrowedLoop:
     """A running loop that belongs to somebody else; stopping it only stops our use of it."""
 
+    __slots__ = ("loop", "mailbox", "name")
+
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop, on_dead: OnDead = _drop) -> None:
         self.name = name
         self.loop = loop
@@ -255,6 +257,8 @@ class EventLoopThread:
     User code on it may call `loop.stop()` or let a `SystemExit` out of a task it started; the
     thread then logs that and runs the loop again. Only `stop` ends it.
     """
+
+    __slots__ = ("_stopping", "_thread", "loop", "mailbox", "name")
 
     def __init__(
         self,

@@ -30,14 +30,17 @@ from ingress.user_code import MakePlan, spare_second_del
 
 Loader = Callable[..., Any]
 
-_NO_LIMIT = -1
-
 
 class Models:
     """All models of one replica. Owned by its user loop; `ids` is read from everywhere.
 
     `running` are the calls the replica runs. `in_use` has those of them that asked for a model.
     """
+
+    __slots__ = (
+        "_caches", "_running", "_tasks", "ids", "in_use", "is_stopped", "loop", "make_plan",
+        "replica",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -46,13 +49,10 @@ class Models:
         make_plan: MakePlan,
         running: Collection[Call],
     ) -> None:
-        self.loop = loop
-        self.replica = replica
-        self.make_plan = make_plan
+        self.loop, self.replica, self.make_plan = loop, replica, make_plan
         self.ids: frozenset[str] = frozenset()
         self.in_use: dict[Call, set[_Model]] = {}
-        self.is_stopped = False
-        self._running = running
+        self.is_stopped, self._running = False, running
         self._caches: dict[tuple[Any, ...], _Cache] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         replica._models = self
@@ -128,8 +128,7 @@ class _Model(Call):
 
     def __init__(self, cache: _Cache, model_id: str, metadata: RequestMetadata) -> None:
         super().__init__(metadata, None, Context())
-        self.queue = self.cache = cache
-        self.id = model_id
+        self.queue, self.cache, self.id = cache, cache, model_id
         self.has_room = self.is_leaving = self.lets_pass = False
         self.behind = 0  # how many requests for other models stand behind it
         self.task: asyncio.Task[None] | None = None
@@ -170,11 +169,12 @@ class _Cache:
     It is also the `call.Queue` its loads wait in for room; that side of it is thread-safe.
     """
 
+    __slots__ = ("_limit", "_models", "_owner", "_plan", "_replica", "_taken", "_waiting")
+
     def __init__(self, replica: Models, func: Loader, owner: list[Any], limit: int) -> None:
-        self._replica = replica
+        self._replica, self._owner = replica, owner
         self._plan = replica.make_plan(func, Role.METHOD)
-        self._owner = owner
-        self._limit = limit
+        self._limit = limit  # -1 for none
         self._models: OrderedDict[str, _Model] = OrderedDict()  # last used, last
         self._taken = 0  # models with room: loaded, being loaded or being unloaded
         # The loads that wait for room, the first one first, and the calls whose end would make it.
@@ -319,7 +319,7 @@ class _Cache:
     def make_room(self) -> None:
         """Give what room there is to the loads that wait, the first of them first."""
         for load in list(self._waiting):
-            if self._limit == _NO_LIMIT or self._taken < self._limit:
+            if self._limit < 0 or self._taken < self._limit:
                 if self._waiting.pop(load, None) is not None:
                     self._taken += 1
                     load.has_room = True

@@ -60,6 +60,8 @@ class Route:
 class RouteTable:
     """Prefix to application, longest first. Replaced as a whole, so any thread may read it."""
 
+    __slots__ = ("_ordered", "routes")
+
     def __init__(self, routers: Mapping[str, Router] | None = None) -> None:
         self.routes = {prefix: Route(prefix, each) for prefix, each in (routers or {}).items()}
         self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
@@ -75,6 +77,8 @@ class RouteTable:
 
 class HTTPProxy:
     """An ASGI application. Runs on whichever loop calls it, so several may at once."""
+
+    __slots__ = ("_budget", "_in_flight", "_swept", "is_draining", "limits", "table")
 
     def __init__(self) -> None:
         self.table = RouteTable()

@@ -66,6 +66,13 @@ class Replica:
     the calls by the model they name, are the router's, under its lock.
     """
 
+    __slots__ = (
+        "_anyio_threads", "_borrows", "_calls", "_executor", "_home", "_is_checking", "_models",
+        "_reassign", "_release", "_stall_threshold_s", "context", "latencies", "loop",
+        "max_ongoing", "ongoing", "pools", "position", "replica_id", "requested", "stalls", "state",
+        "unhealthy_reason", "user_code",
+    )  # fmt: skip
+
     def __init__(
         self,
         replica_id: ReplicaID,
@@ -87,14 +94,12 @@ class Replica:
         self.stalls: dict[str, Latency] = {}  # by method; the watchdog's
         self.unhealthy_reason = ""
         self.max_ongoing = max_ongoing
-        self.ongoing = 0
-        self.position = -1
+        self.ongoing, self.position = 0, -1
         self.requested: dict[str, int] = {}
         self._release = release
         self._reassign = reassign
         self._borrows = borrowed is not None
-        self._stall_threshold_s = stall_threshold_s
-        self._anyio_threads = 0
+        self._stall_threshold_s, self._anyio_threads = stall_threshold_s, 0
         name = str(replica_id)
         on_dead: OnDead = self._on_dead
         self._home = (

@@ -28,6 +28,8 @@ class PowerOfTwoChoicesRequestRouter:
     and more the router takes one that is idle while there is one.
     """
 
+    __slots__ = ()
+
     def choose(self, candidates: Sequence[R], awake: R | None = None) -> R:
         """Return one of `candidates`, of which there is at least one.
 

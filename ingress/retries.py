@@ -87,6 +87,8 @@ class RetryBudget:
     Thread-safe. Counted by whole seconds of the clock: what one put in or took out goes 10 s later.
     """
 
+    __slots__ = ("_clock", "_lock", "_seconds")
+
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()

@@ -36,6 +36,12 @@ class Router:
     refused. `later(delay_s, callback)` calls back on some loop of the framework's.
     """
 
+    __slots__ = (
+        "_available", "_backpressure", "_holders", "_idle", "_last", "_later", "_lock",
+        "_max_retries", "_policy", "_refuses", "_resting", "_waiting", "deployment_id",
+        "max_queued_requests", "num_requests", "replicas",
+    )  # fmt: skip
+
     def __init__(
         self,
         deployment_id: DeploymentID,

@@ -21,6 +21,8 @@ logger = logging.getLogger("ingress")
 class HTTPServer:
     """Serves an `HTTPProxy` on one address, on the loop `ingress-http`."""
 
+    __slots__ = ("_options", "_server", "_serving", "_socket", "home", "host", "port", "proxy")
+
     def __init__(self, proxy: HTTPProxy, options: HTTPOptions, host: str) -> None:
         self.proxy = proxy
         self._options = options

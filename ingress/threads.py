@@ -44,6 +44,11 @@ class WorkerThreads:
     A thread that has had nothing to do for `idle_s` ends; with `None` it stays.
     """
 
+    __slots__ = (
+        "_closed", "_idle_s", "_lock", "_loop", "_queue", "_started", "_threads", "_unfinished",
+        "limit", "name",
+    )  # fmt: skip
+
     def __init__(
         self,
         name: str,
@@ -149,6 +154,8 @@ class WorkerPool:
 
     Owned by the replica's user loop: `run` and `stream` are called there.
     """
+
+    __slots__ = ("loop", "mailbox", "threads")
 
     def __init__(
         self, home: Home, limit: int, lane: str = "", *, idle_s: float | None = IDLE_S
@@ -316,6 +323,8 @@ class _Visitors(set["asyncio.Task[Any]"]):
     that scope. Nothing ever enters ours, so this stands in for it once the scope is cancelled; one
     that comes later would otherwise wait, in AnyIO's functions, for a cancellation for ever.
     """
+
+    __slots__ = ("_loop", "_scope")
 
     def __init__(self, scope: CancelScope, loop: asyncio.AbstractEventLoop) -> None:
         # Not those of a loop of the user's, given with `token=`: it is not ours to reach into.

@@ -28,6 +28,17 @@ MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 class UserCode:
     """Owned by the replica's user loop."""
 
+    __slots__ = (
+        "_app",
+        "_context",
+        "_func_or_class",
+        "_health",
+        "_instance",
+        "_make_plan",
+        "_plans",
+        "_takes_request",
+    )
+
     def __init__(
         self,
         func_or_class: Callable[..., Any],

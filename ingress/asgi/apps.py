@@ -42,6 +42,8 @@ class BoundRoutes:
     `targets` is what a replica makes plans for, `infos` what there is to show.
     """
 
+    __slots__ = ("_custom_schema", "_router", "_view", "_webhooks", "app", "infos", "targets")
+
     def __init__(self, app: ASGIApp, cls: type) -> None:
         self.app = app
         self.targets: list[Target] = []

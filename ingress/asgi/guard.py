@@ -52,6 +52,8 @@ class Answer:
 class Guard:
     """An ASGI middleware that lets only an `Exception` out, and notes a response that failed."""
 
+    __slots__ = ("app",)
+
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
@@ -93,6 +95,8 @@ class GuardInTask(Guard):
     a scope here would cancel the server's own task in a way that nobody takes back.
     """
 
+    __slots__ = ()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
@@ -114,6 +118,8 @@ class OutermostGuard:
 
     So it need not note that a response failed, and leaves `send` alone.
     """
+
+    __slots__ = ("app",)
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -24,6 +24,17 @@ class Lifespan:
     what it yielded; each request gets a copy.
     """
 
+    __slots__ = (
+        "_answered",
+        "_context",
+        "_error",
+        "_failed",
+        "_is_up",
+        "_messages",
+        "_task",
+        "state",
+    )
+
     def __init__(self, context: ReplicaContext) -> None:
         self.state: dict[str, Any] = {}
         self._context = context

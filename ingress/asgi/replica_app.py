@@ -28,6 +28,8 @@ class ReplicaApp:
     `lifespan.shutdown`.
     """
 
+    __slots__ = ("_builder", "_cls", "_context", "_make_plan", "_routes", "_telemetry", "lifespan")
+
     def __init__(
         self,
         cls: type,

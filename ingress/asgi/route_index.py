@@ -31,6 +31,8 @@ class RouteIndex:
     beginning of a path with parameters, so what clients ask for makes none.
     """
 
+    __slots__ = ("_beginnings", "_lengths", "_narrowed", "_paths", "_router", "_routes")
+
     def __init__(self, router: Router) -> None:
         self._router = router
         self._routes: list[BaseRoute] = []

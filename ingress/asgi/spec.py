@@ -60,6 +60,8 @@ class IngressSpec:
 class BoundApp:
     """The app of one deployment. Thread-safe: its replicas share it and nothing changes it."""
 
+    __slots__ = ("_builder", "_cls", "_routes")
+
     def __init__(
         self, cls: type, builder: Callable[[], ASGIApp] | None, routes: BoundRoutes | None
     ) -> None:

@@ -114,6 +114,16 @@ class Steps:
     `endpoint` is what is called in place of the route's own.
     """
 
+    __slots__ = (
+        "_dependant",
+        "_dependencies",
+        "_embeds_body",
+        "_steps",
+        "bare",
+        "takes_request",
+        "takes_shared",
+    )
+
     def __init__(self, dependant: Dependant, *, embeds_body: bool, endpoint: Any = None) -> None:
         self._dependant = dependant
         self._embeds_body = embeds_body

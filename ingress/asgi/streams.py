@@ -143,6 +143,8 @@ class _KeepAlive:
     for the generator, which must not notice.
     """
 
+    __slots__ = ("_comment", "_idle_s", "_is_sending", "_last", "_loop", "_send", "_timer")
+
     def __init__(self, send: Send, idle_s: float) -> None:
         self._send = send
         self._idle_s = idle_s

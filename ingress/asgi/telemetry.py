@@ -21,6 +21,8 @@ class Telemetry:
     provider that is configured later is found within a second.
     """
 
+    __slots__ = ("_is_on", "_native", "_next_check")
+
     def __init__(self, native: Any) -> None:
         self._native = native
         self._is_on = True

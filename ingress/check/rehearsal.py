@@ -93,6 +93,8 @@ class _Recording:
 class RehearsingUserCode(UserCode):
     """As `UserCode`, with a rehearsal before it stops. Owned by the replica's user loop."""
 
+    __slots__ = ("_deadline", "_recordings", "_state")
+
     watched: ClassVar[tuple[Watched, ...]] = ()
     outcome: ClassVar[Outcome] = Outcome()
     _turn: ClassVar[threading.Lock] = threading.Lock()  # the switch interval is the process's

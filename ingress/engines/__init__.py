@@ -128,6 +128,8 @@ def current_engine(name: str | None = None) -> Engine:
 class _FirstUse:
     """The host until an application is used: makes the one that stays, and asks that."""
 
+    __slots__ = ()
+
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:

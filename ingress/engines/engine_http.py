@@ -24,6 +24,8 @@ class EngineHTTP:
     `is_kept` says that the server stays without applications, until `reset`.
     """
 
+    __slots__ = ("is_kept", "options", "proxy", "server")
+
     def __init__(self) -> None:
         self.options = HTTPOptions()
         self.proxy = HTTPProxy()

@@ -31,6 +31,8 @@ WRITE_S = 10.0  # for the last word of a recorder: some MB of text
 class EngineThreads:
     """The engine's own loops, from the first application to the last."""
 
+    __slots__ = ("_executor", "_user", "_window", "control", "deadlines", "router", "settings")
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         # First, because it may be refused.

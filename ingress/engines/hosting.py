@@ -41,6 +41,11 @@ TICK_S = 0.1
 class Hosted:
     """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
 
+    __slots__ = (
+        "_application", "_drained_at", "_engine", "_lender", "_lifespans", "_lock", "_proxy",
+        "_running", "_starting",
+    )  # fmt: skip
+
     def __init__(self, engine: LocalEngine, application: Application) -> None:
         self._engine = engine
         self._application = application
@@ -172,6 +177,8 @@ class Hosted:
 
 class Hosting:
     """The `ApplicationHost`: every application that is served as an ASGI app in this process."""
+
+    __slots__ = ("_engine", "_lock")
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine

@@ -42,6 +42,11 @@ class LocalEngine:
     take turns.
     """
 
+    __slots__ = (
+        "_controller", "_lock", "_operations", "_settled", "_starting", "_threads", "_users",
+        "applications", "http", "recorder", "routers",
+    )  # fmt: skip
+
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
         self.applications: dict[str, RunningApplication] = {}

@@ -26,6 +26,8 @@ class Latch:
     test's own loop use `await`, because `wait()` would keep that code from running.
     """
 
+    __slots__ = ("__weakref__", "_count", "_left", "_lock", "_opened", "_timeout_s", "_waiting")
+
     def __init__(self, count: int = 1, *, timeout_s: float = TIMEOUT_S) -> None:
         if count < 1:
             raise ValueError(f"a latch is counted down at least once, got count={count!r}")

@@ -109,6 +109,8 @@ class Timeline:
 class Recorder:
     """Thread-safe, and without a lock: what is appended is whole, and who pops it first has it."""
 
+    __slots__ = ("_ended", "_mine", "_numbers", "_open", "_running", "_runs")
+
     def __init__(self, requests: int = REQUESTS, runs: int = RUNS) -> None:
         self._numbers = count(1)
         self._mine = threading.local()

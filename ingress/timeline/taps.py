@@ -29,6 +29,8 @@ from ingress.timeline.recorder import Journey, Recorder
 class TracedRouter(Router):
     """Thread-safe, as what it inherits from."""
 
+    __slots__ = ("_recorder",)
+
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
@@ -60,6 +62,8 @@ class TracedRouter(Router):
 
 class TracedReplica(Replica):
     """Lives on its user loop, as what it inherits from."""
+
+    __slots__ = ("_recorder",)
 
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,6 +99,8 @@ class TracedReplica(Replica):
 
 class TracedThreads(WorkerThreads):
     """Thread-safe. In the place of `threads` that have not been started."""
+
+    __slots__ = ("_recorder",)
 
     def __init__(self, recorder: Recorder, threads: WorkerThreads) -> None:
         super().__init__(threads.name, threads.limit, threads._loop, threads._idle_s)

@@ -27,6 +27,8 @@ class Window:
     written.
     """
 
+    __slots__ = ("_asked", "_path", "_thread", "recorder")
+
     def __init__(self, path: str) -> None:
         self.recorder = Recorder()
         self._path = Path(path.replace("{pid}", str(os.getpid())))

@@ -20,6 +20,8 @@ _WAKES = 5
 class ThreadClocks:
     """How long threads have run on a processor. Empty where the system does not tell."""
 
+    __slots__ = ("_clocks",)
+
     def __init__(self) -> None:
         self._clocks: dict[int, int | None] = {}
 
@@ -55,6 +57,8 @@ class ThreadClocks:
 
 class GILWait:
     """Whether the current thread, which slept and came late, waited for the GIL meanwhile."""
+
+    __slots__ = ("_before",)
 
     def __init__(self) -> None:
         self._before = self._count()

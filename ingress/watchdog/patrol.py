@@ -36,6 +36,11 @@ Frames = Mapping[int, FrameType]
 class Patrol:
     """Owned by the watchdog's thread."""
 
+    __slots__ = (
+        "_clocks", "_cost_s", "_due", "_gil", "_log", "_look_s", "_loops", "_standing", "_threads",
+        "_threshold_s",
+    )  # fmt: skip
+
     def __init__(self, threshold_s: float, log: StallLog) -> None:
         self._threshold_s = threshold_s
         self._look_s = max(threshold_s / _LOOKS, _SHORTEST_PAUSE_S)

@@ -21,6 +21,17 @@ logger = logging.getLogger("ingress")
 class Watchdog:
     """One per process. Thread-safe."""
 
+    __slots__ = (
+        "_is_asked",
+        "_is_stopping",
+        "_lock",
+        "_log",
+        "_loops",
+        "_running",
+        "_thread",
+        "_threshold_s",
+    )
+
     def __init__(self) -> None:
         self._log = StallLog()
         self._forget_threads()

@@ -80,6 +80,11 @@ class Watched:
     for how long nobody could look, because another thread had the GIL.
     """
 
+    __slots__ = (
+        "_mailbox", "_waits_in", "answered_at", "asked_at", "clocks", "is_told", "loop", "owners",
+        "samples", "see_at", "starved_s", "thread_id", "waited", "was_logged",
+    )  # fmt: skip
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.owners: dict[Owner, None] = {}

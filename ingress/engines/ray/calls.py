@@ -36,6 +36,8 @@ class RayDirectory:
     until `close`. In a pickle it is that of the process it is unpickled in.
     """
 
+    __slots__ = ("_find_handle", "_find_methods", "_home", "_routers", "is_known")
+
     def __init__(
         self,
         find_handle: FindHandle,
@@ -124,6 +126,8 @@ class RemoteRouter:
 
     Waiting for a replica, trying another and refusing are Ray's router's.
     """
+
+    __slots__ = ("_find_handle", "_handles", "_loop", "_mailbox", "_tasks")
 
     def __init__(self, home: EventLoopThread, find_handle: Callable[[], RayHandle]) -> None:
         self._mailbox = home.mailbox

@@ -49,6 +49,11 @@ class RayEngine:
     started; what was there before stays.
     """
 
+    __slots__ = (
+        "_address", "_applications", "_cluster", "_deploying", "_directory", "_http_options",
+        "_is_started", "_lock", "_working_dir",
+    )  # fmt: skip
+
     def __init__(self) -> None:
         self._lock = threading.RLock()  # connecting, starting and `shutdown` take turns
         # So do deployments, which take their time: two threads that declare Ray's options at once

@@ -19,6 +19,8 @@ PERIOD_S = 0.1  # Ray's own. Source: Ray 2.60.0, constants.py
 class ModelIds:
     """Owned by the loop Ray calls the replica on. Its task begins with the first `watch`."""
 
+    __slots__ = ("_replica", "_task", "_told")
+
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._told: frozenset[str] = frozenset()
