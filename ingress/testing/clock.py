@@ -54,6 +54,8 @@ class VirtualClock:
     waits for a loop.
     """
 
+    __slots__ = ("_before", "_changed", "_loops", "_moved_s", "_now", "_timeout_s")
+
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._now = 0.0

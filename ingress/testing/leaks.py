@@ -29,6 +29,8 @@ _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 class LeakCheck:
     """What there was at the start; at the end of its `with` there may be no more."""
 
+    __slots__ = ("_before", "_grace_s", "_is_off")
+
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._is_off = False

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -76,8 +77,12 @@ class Seen:
 class Observer:
     """Notes what happens in `seen`, which whoever runs the tests changes from test to test."""
 
+    __slots__ = ("_streams", "seen")
+
     def __init__(self) -> None:
         self.seen = Seen()
+        # What each stream of a call by handle is called where.
+        self._streams: WeakKeyDictionary[Any, tuple[Seen, str]] = WeakKeyDictionary()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -150,23 +155,31 @@ class Observer:
             response = original(handle, *args, **kwargs)
             if CURRENT_CALL.get(None) is None:  # not a part of some other answer
                 method = handle._options.method_name
-                observed = response._observed = self.seen, f"{handle.deployment_name}.{method}()"
+                observed = self.seen, f"{handle.deployment_name}.{method}()"
                 response._call.when_settled(functools.partial(_settled, *observed))
+                self._streams[response] = observed
             return response
 
         return remote
 
     def _next(self, original: Callable[..., Any]) -> Any:
         def next_item(response: Any) -> Any:
-            return _item(response, original(response))
+            return self._item(response, original(response))
 
         return next_item
 
     def _anext(self, original: Callable[..., Any]) -> Any:
         async def next_item(response: Any) -> Any:
-            return _item(response, await original(response))
+            return self._item(response, await original(response))
 
         return next_item
+
+    def _item(self, response: Any, item: Any) -> Any:
+        observed = self._streams.get(response)
+        if observed is not None:
+            seen, request = observed
+            seen.answered(f"{request} item", _text_of(item))
+        return item
 
 
 class _Answer:
@@ -239,14 +252,6 @@ def _settled(seen: Seen, request: str, call: Call) -> None:
         seen.answered(request, f"raised {type(error).__name__}: {shortened(str(error))}")
     elif not call.metadata.is_streaming:
         seen.answered(request, _text_of(call.value))
-
-
-def _item(response: Any, item: Any) -> Any:
-    observed = getattr(response, "_observed", None)
-    if observed is not None:
-        seen, request = observed
-        seen.answered(f"{request} item", _text_of(item))
-    return item
 
 
 def _text_of(value: Any) -> str:
