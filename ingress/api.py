@@ -65,10 +65,11 @@ def run(
     """Start an application and return a handle to it once all its replicas are ready.
 
     It is served over HTTP under `route_prefix`, `None` for not at all. An application of the same
-    name is replaced: it stops when the new one is ready. `blocking` returns on Ctrl-C or SIGTERM,
-    after shutting everything down. `engine` is "local" for this process, or "ray"; by default that
-    which runs applications already, else what `INGRESS_ENGINE` says. Raises `RuntimeError`, from
-    what user code raised, if a replica does not start.
+    name is replaced: it stops when the new one is ready, and is ended at once if it still starts.
+    `blocking` returns on Ctrl-C or SIGTERM, after shutting everything down. `engine` is "local" for
+    this process, or "ray"; by default that which runs applications already, else what
+    `INGRESS_ENGINE` says. Raises `RuntimeError`, from what user code raised, if a replica does not
+    start; also if the application is deleted, replaced or shut down while it starts.
     """
     refuse("serve.run", absent)
     _check_target(target)
@@ -150,7 +151,7 @@ def serve_until_signal() -> None:
 
 
 def delete(name: str) -> None:
-    """Drain and stop an application. Without effect if there is none of that name."""
+    """Drain and stop an application, or end its start. Without effect if there is none."""
     current_engine().delete(name)
 
 

@@ -1,6 +1,6 @@
 """Make the replicas that run match the application that was deployed.
 
-    deploy   children first: each deployment's replicas side by side; all of them, or none
+    deploy   children first: each deployment's replicas side by side
     health   every period each replica is asked; the answer is in `status`
     stop     callers first: drain, then shut down
 
@@ -54,21 +54,29 @@ class RunningDeployment:
     replicas: list[Replica] = field(default_factory=list)
     health: asyncio.Task[None] | None = None
 
-    def status(self) -> DeploymentStatusOverview:
-        unhealthy = [replica for replica in self.replicas if replica.unhealthy_reason]
-        starting = any(replica.state is ReplicaState.STARTING for replica in self.replicas)
+    @property
+    def starting(self) -> list[Replica]:
+        """The replicas whose constructors have not returned."""
+        return [each for each in list(self.replicas) if each.state is ReplicaState.STARTING]
+
+    def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
+        """Return how it is; `serving` is the one that it will replace, whose router is in use."""
+        replicas = [*(serving.replicas if serving is not None else ()), *self.replicas]
+        unhealthy = [replica for replica in replicas if replica.unhealthy_reason]
+        starting = not self.replicas or bool(self.starting)  # or its turn is yet to come
         status = DeploymentStatus.UPDATING if starting else DeploymentStatus.HEALTHY
         message = ""
         if unhealthy:
             status = DeploymentStatus.UNHEALTHY
             message = "; ".join(f"{each.replica_id}: {each.unhealthy_reason}" for each in unhealthy)
+        router = self.router if serving is None else serving.router
         return DeploymentStatusOverview(
             status=status,
             status_trigger="CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED",
-            replica_states=dict(Counter(replica.state.value for replica in self.replicas)),
+            replica_states=dict(Counter(replica.state.value for replica in replicas)),
             message=message,
-            requests=self.router.num_requests,
-            queued=self.router.num_queued,
+            requests=router.num_requests,
+            queued=router.num_queued,
             replicas=[
                 ReplicaDetails(
                     replica.replica_id.unique_id,
@@ -80,7 +88,7 @@ class RunningDeployment:
                     dict(replica.stalls),
                     replica.pools.loads(),
                 )
-                for replica in self.replicas
+                for replica in replicas
             ],
         )
 
@@ -96,13 +104,18 @@ class RunningApplication:
     status: ApplicationStatus = ApplicationStatus.DEPLOYING
     message: str = ""
     deployed_at_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
+    stopping: asyncio.Task[None] | None = None
 
     @property
     def ingress(self) -> RunningDeployment:
         return list(self.deployments.values())[-1]
 
-    def overview(self) -> ApplicationStatusOverview:
-        deployments = {name: each.status() for name, each in self.deployments.items()}
+    def overview(self, serving: RunningApplication | None = None) -> ApplicationStatusOverview:
+        """Return how it is; `serving` is the one that serves on while this one starts."""
+        older = {} if serving is None else serving.deployments
+        deployments = {name: each.status() for name, each in list(older.items())}
+        for name, each in list(self.deployments.items()):
+            deployments[name] = each.status(older.get(name))
         unhealthy = any(each.status is DeploymentStatus.UNHEALTHY for each in deployments.values())
         status = self.status
         if status is ApplicationStatus.RUNNING and unhealthy:
@@ -144,89 +157,82 @@ class Controller:
 
     async def deploy(
         self,
+        running: RunningApplication,
         application: BuiltApplication,
-        route_prefix: str | None,
-        proxy: HTTPProxy,
         serving_loop: asyncio.AbstractEventLoop,
-    ) -> RunningApplication:
-        """Start every replica and return the application once all are ready.
+    ) -> None:
+        """Start every replica of an application and return once all are ready.
 
-        Raises `RuntimeError` with the deployment's name, from what the user's code raised; nothing
-        of the application is left running then. `serving_loop` is what replicas live on when user
-        code has no thread of its own.
+        Raises `RuntimeError` with the deployment's name, from what the user's code raised. If it
+        raises or is cancelled, `stop` ends what is there by then. `serving_loop` is what replicas
+        live on when user code has no thread of its own.
         """
-        running = RunningApplication(application.name, route_prefix, proxy)
         if self._settings.run_user_code_in_separate_thread:
             counts = (each.deployment.config.replica_count for each in application.deployments)
             reserve_descriptors(sum(counts))
-        replaced = dict(self._routers)
-        try:
-            for built in application.deployments:
-                await self._start(running, built, serving_loop)
-        except BaseException as error:
-            await self.stop(running, timeout_s=0.0)
-            for deployment in running.deployments.values():
-                deployment_id = deployment.router.deployment_id
-                if deployment_id in replaced:
-                    self._routers[deployment_id] = replaced[deployment_id]
-            if isinstance(error, DeployError):
+        for built in application.deployments:  # all of them, for whoever asks for the status
+            running.deployments[built.name] = self._declared(built, running.name)
+        for deployment in running.deployments.values():
+            try:
+                await self._start(deployment, serving_loop)
+            except Exception as error:
                 raise RuntimeError(
-                    f"Deploying application '{application.name}' failed: {error}"
-                ) from error.__cause__
-            raise
-        running.status = ApplicationStatus.RUNNING
-        return running
+                    f"Deploying application '{running.name}' failed: deployment "
+                    f"'{deployment.built.name}' failed to start: {described(error)}"
+                ) from error
+            # From here on handles find it; the constructors of its parents, which come next, may
+            # call.
+            self._routers[deployment.router.deployment_id] = deployment.router
+            deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
 
-    async def _start(
-        self,
-        running: RunningApplication,
-        built: BuiltDeployment,
-        serving_loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def _declared(self, built: BuiltDeployment, app_name: str) -> RunningDeployment:
+        """Return a deployment without replicas."""
         config = built.deployment.config
-        cls = built.deployment.func_or_class
-        bound_app = built.bound_app
-        deployment_id = DeploymentID(built.name, running.name)
         router = self._make_router(
-            deployment_id,
+            DeploymentID(built.name, app_name),
             config.max_queued_requests,
             backpressure=config.backpressure_config,
             max_retries=self._settings.max_retries,
             later=_later_on(asyncio.get_running_loop()),
         )
-        deployment = RunningDeployment(built, router, bound_app)
-        running.deployments[built.name] = deployment
+        return RunningDeployment(built, router, built.bound_app)
+
+    async def _start(
+        self, deployment: RunningDeployment, serving_loop: asyncio.AbstractEventLoop
+    ) -> None:
+        config = deployment.built.deployment.config
+        cls = deployment.built.deployment.func_or_class
+        router = deployment.router
         separate = self._settings.run_user_code_in_separate_thread
-        warn_of_capacity(built.name, cls, config.max_ongoing_requests)
-        try:
-            for number in range(config.replica_count):
-                deployment.replicas.append(
-                    self._make_replica(
-                        ReplicaID(str(number), deployment_id),
-                        cls,
-                        bound_app,
-                        max_ongoing=config.max_ongoing_requests,
-                        num_cpus=config.num_cpus,
-                        lanes=config.lanes,
-                        sync_in_threadpool=self._settings.run_sync_in_threadpool,
-                        release=router.release,
-                        reassign=router.reassign,
-                        borrowed=None if separate else serving_loop,
-                        stall_threshold_s=self._settings.stall_threshold_s,
-                    )
+        warn_of_capacity(deployment.built.name, cls, config.max_ongoing_requests)
+        for number in range(config.replica_count):
+            deployment.replicas.append(
+                self._make_replica(
+                    ReplicaID(str(number), router.deployment_id),
+                    cls,
+                    deployment.bound_app,
+                    max_ongoing=config.max_ongoing_requests,
+                    num_cpus=config.num_cpus,
+                    lanes=config.lanes,
+                    sync_in_threadpool=self._settings.run_sync_in_threadpool,
+                    release=router.release,
+                    reassign=router.reassign,
+                    borrowed=None if separate else serving_loop,
+                    stall_threshold_s=self._settings.stall_threshold_s,
                 )
-            starts = (self._start_replica(deployment, replica) for replica in deployment.replicas)
-            # All of them, before one is asked to stop: none may begin behind our back.
-            for error in await asyncio.gather(*starts, return_exceptions=True):
-                if isinstance(error, BaseException):
-                    raise error
-        except Exception as error:
-            raise DeployError(
-                f"deployment '{built.name}' failed to start: {described(error)}"
-            ) from error
-        # From here on handles find it; the constructors of its parents, which come next, may call.
-        self._routers[deployment_id] = router
-        deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
+            )
+        create_task = asyncio.get_running_loop().create_task
+        starts = [
+            create_task(self._start_replica(deployment, each)) for each in deployment.replicas
+        ]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            # What failed is told at once, because one of the others may hang; and none may begin
+            # behind the back of what is asked to stop.
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
 
     async def _start_replica(self, deployment: RunningDeployment, replica: Replica) -> None:
         args, kwargs = fill(
@@ -254,20 +260,18 @@ class Controller:
         timeout_s: float | None = None,
         *,
         is_replaced: bool = False,
-    ) -> bool:
-        """Let what runs end, then stop every replica. Returns False if somebody did already.
+    ) -> None:
+        """Let what runs end, then stop every replica, those too whose constructors still run.
 
         `timeout_s` is for the first part, by default what the deployments ask for; the second
         takes at most `LAST_WORDS_S` more. `is_replaced` says that another one serves on.
         """
-        if running.status is ApplicationStatus.DELETING:
-            return False
         running.status = ApplicationStatus.DELETING
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        if running.deployments:  # else its very first one could not be built
+        if running.deployments:  # else there was not even room for it
             await running.proxy.drain(running.ingress.router, timeout_s, is_replaced=is_replaced)
         # Callers before those they call, so that what is in flight can still reach its children.
         for deployment in reversed(list(running.deployments.values())):
@@ -283,11 +287,6 @@ class Controller:
             await asyncio.gather(*(each.stop(left_s) for each in deployment.replicas))
             if self._routers.get(deployment.router.deployment_id) is deployment.router:
                 del self._routers[deployment.router.deployment_id]
-        return True
-
-
-class DeployError(Exception):
-    """A deployment did not start; the user's exception is the cause."""
 
 
 def described(error: BaseException) -> str:

@@ -17,6 +17,7 @@ NORMAL = 1000  # its handler returned
 GOING_AWAY = 1001  # its application stops
 INTERNAL_ERROR = 1011  # its handler raised
 SERVICE_RESTART = 1012  # its application is being replaced
+TRY_AGAIN_LATER = 1013  # its application starts, or has no room
 
 
 def channel_for(*, is_http: bool) -> Channel:

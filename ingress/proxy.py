@@ -28,7 +28,13 @@ from ingress.call import CURRENT_CALL
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
 from ingress.logs import logger
-from ingress.messages import GOING_AWAY, NORMAL, SERVICE_RESTART, with_request_id
+from ingress.messages import (
+    GOING_AWAY,
+    NORMAL,
+    SERVICE_RESTART,
+    TRY_AGAIN_LATER,
+    with_request_id,
+)
 from ingress.responses import error_response
 from ingress.retries import RetryBudget
 from ingress.router import Router
@@ -46,24 +52,42 @@ _FORWARDED = frozenset((b"forwarded", b"via", b"x-real-ip"))
 SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
 
+_SOON = {"retry-after": "1"}  # of what starts
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where requests under one prefix go. `prefix` is "/" or begins, and does not end, with it."""
+    """Where requests under one prefix go. `prefix` is "/" or begins, and does not end, with it.
+
+    `router` is `None` while the application starts.
+    """
 
     prefix: str
-    router: Router
+    app_name: str
+    router: Router | None
 
 
 class RouteTable:
-    """Prefix to application, longest first. Replaced as a whole, so any thread may read it."""
+    """Prefix to application, longest first. Replaced as a whole, so any thread may read it.
 
-    __slots__ = ("_ordered", "routes")
+    `starting` has the names of the applications that start, by their prefixes.
+    """
 
-    def __init__(self, routers: Mapping[str, Router] | None = None) -> None:
-        self.routes = {prefix: Route(prefix, each) for prefix, each in (routers or {}).items()}
+    __slots__ = ("_ordered", "is_ready", "routes")
+
+    def __init__(
+        self,
+        routers: Mapping[str, Router] | None = None,
+        starting: Mapping[str, str] | None = None,
+    ) -> None:
+        self.routes = {
+            prefix: Route(prefix, name, None) for prefix, name in (starting or {}).items()
+        }
+        for prefix, router in (routers or {}).items():
+            self.routes[prefix] = Route(prefix, router.deployment_id.app_name, router)
+        self.is_ready = bool(routers)
         self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
 
     def match(self, path: str) -> Route | None:
@@ -100,8 +124,8 @@ class HTTPProxy:
                 await response(scope, receive, _with_request_id(send, _request_id(scope)))
                 return
         route = self.table.match(path)
-        if route is None or self.is_draining:
-            await self._refuse(path, scope, receive, send)
+        if route is None or (router := route.router) is None or self.is_draining:
+            await self._refuse(path, route, scope, receive, send)
             return
 
         has_id = has_body = False
@@ -136,7 +160,7 @@ class HTTPProxy:
         now = 0.0 if timeout_s is None else monotonic()
         metadata = RequestMetadata(
             request_id,
-            route.router.deployment_id,
+            router.deployment_id,
             route=route.prefix,
             multiplexed_model_id=model_id,
             is_http_request=True,
@@ -147,7 +171,7 @@ class HTTPProxy:
             self._budget.deposit()
             following = Attempt(
                 metadata,
-                route.router,
+                router,
                 inner,
                 receive,
                 send,
@@ -158,7 +182,7 @@ class HTTPProxy:
             )
         else:
             kind = Exchange if scope["type"] == "http" else WebSocketExchange
-            following = kind(metadata, route.router, inner, receive, send, has_body=has_body)
+            following = kind(metadata, router, inner, receive, send, has_body=has_body)
         if timeout_s is not None:
             following.started_at = now
         while following is not None:
@@ -242,29 +266,40 @@ class HTTPProxy:
         if path == HEALTHZ:
             if self.is_draining:
                 return PlainTextResponse("This node is being drained.", 503)
-            if not self.table.routes:
-                return PlainTextResponse("Route table is not populated yet.", 503)
-            return PlainTextResponse("success")
+            if self.table.is_ready:
+                return PlainTextResponse("success")
+            if self.table.routes:
+                return PlainTextResponse("starting", 503, _SOON)
+            return PlainTextResponse("Route table is not populated yet.", 503)
         if path == ROUTES and _is_local(scope):
             apps = {
-                prefix: route.router.deployment_id.app_name
+                prefix: route.app_name
                 for prefix, route in self.table.routes.items()
+                if route.router is not None
             }
             return Response(json.dumps(apps), media_type="application/json")
         return None
 
-    async def _refuse(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            code = GOING_AWAY if self.is_draining else NORMAL
-            await send({"type": "websocket.close", "code": code})
+    async def _refuse(
+        self, path: str, route: Route | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer a request that goes to no application: to none, or to one that cannot answer."""
+        is_denied = scope["type"] == "websocket"
+        if self.is_draining:
+            code, status, headers = GOING_AWAY, 503, {"connection": "close"}
+            text = "This node is being drained."
+        elif route is not None:
+            code, status, headers = TRY_AGAIN_LATER, 503, _SOON
+            text = f"Application '{route.app_name}' is starting."
+            # Else the handshake is answered with 403, which no client tries again.
+            is_denied = is_denied and "websocket.http.response" not in scope.get("extensions", {})
+        else:
+            code, status, headers = NORMAL, 404, {}
+            text = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
+        if is_denied:
+            await send({"type": "websocket.close", "code": code, "reason": text[:100]})
             return
-        response = (
-            PlainTextResponse("This node is being drained.", 503, {"connection": "close"})
-            if self.is_draining
-            else PlainTextResponse(
-                f"Path '{path}' not found. Ping http://.../-/routes for available routes.", 404
-            )
-        )
+        response = PlainTextResponse(text, status, headers)
         await response(scope, receive, _with_request_id(send, _request_id(scope)))
 
 
@@ -275,7 +310,9 @@ async def answer(
     status = getattr(error, "status_code", 500)
     if not exchange.is_http:
         if status != 500:
-            await send({"type": "websocket.close", "code": 1013, "reason": str(error)[:100]})
+            await send(
+                {"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": str(error)[:100]}
+            )
         return bool(status != 500)
     response = error_response(error)
     await response(scope, receive, send)
@@ -304,7 +341,7 @@ def _request_id(scope: Scope) -> str:
 
 def _with_request_id(send: Send, request_id: str) -> Send:
     async def send_with_request_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"].endswith("http.response.start"):  # a WebSocket's that is refused too
             message = with_request_id(message, request_id)
         await send(message)
 

@@ -14,7 +14,7 @@ from ingress.budget import ThreadBudget, start_again, thread_budget
 from ingress.build import build
 from ingress.config import HTTPOptions
 from ingress.declaration import Application
-from ingress.engines import current_engine, ray_engine
+from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
 from ingress.http.connections import Connections
 from ingress.server import check_address
@@ -89,9 +89,9 @@ def serve_until_ctrl_c(
 ) -> None:
     try:
         if engine == "local":
-            api.start(options, engine=engine)
+            local_engine().use(options)
         api.run(application, engine=engine)  # Ray looks at the application before it starts
-    except KeyboardInterrupt:  # it may take a while on Ray
+    except KeyboardInterrupt:  # it may take a while
         api.shutdown()
         raise typer.Exit(130) from None
     except Exception as error:

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from ingress.build import build
 from ingress.controller import RunningApplication
 from ingress.declaration import Application
+from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
 from ingress.loops import Wakeup, run_on, start_on
 from ingress.proxy import HTTPProxy, RouteTable
@@ -43,7 +44,7 @@ class Hosted:
 
     __slots__ = (
         "_application", "_drained_at", "_engine", "_lender", "_lifespans", "_lock", "_proxy",
-        "_running", "_starting",
+        "_running", "_start_of", "_starting",
     )  # fmt: skip
 
     def __init__(self, engine: LocalEngine, application: Application) -> None:
@@ -53,6 +54,7 @@ class Hosted:
         self._proxy = HTTPProxy()
         self._running: RunningApplication | None = None
         self._starting: Future[None] | None = None
+        self._start_of: Start | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
         self._lifespans = 0
         self._drained_at: float | None = None  # when what runs has to have ended, if it drains
@@ -114,21 +116,24 @@ class Hosted:
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
-        await self._enter()
         server = _uvicorn()
         loop = asyncio.get_running_loop()
-        watching = None if server is None else loop.create_task(self._drain_with(server))
+        watching = None if server is None else loop.create_task(self._stop_with(server))
         try:
-            yield
+            await self._enter()
+            try:
+                yield
+            finally:
+                await self._leave()
         finally:
             if watching is not None:
                 watching.cancel()
-            await self._leave()
 
-    async def _drain_with(self, server: Any) -> None:
-        """Begin to drain when uvicorn is told to stop."""
+    async def _stop_with(self, server: Any) -> None:
+        """When uvicorn is told to stop, end a start, which it would wait for, or begin to drain."""
         while not server.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
+        await self._end_start(INTERRUPTED)
         await asyncio.sleep(2 * TICK_S)
         running = self._running
         if running is not None:
@@ -142,37 +147,47 @@ class Hosted:
         self._lifespans = 0
         self._drained_at = None
         previous, self._running = self._running, None
-        if previous is not None:  # its loop is gone, and nobody told us
-            await self._engine.abandon_application(previous)
         engine = self._engine
+        if previous is not None:  # its loop is gone, and nobody told us: none of it can end well
+            await engine.apps.stop(previous, timeout_s=0.0)
         self._proxy = HTTPProxy()
         self._proxy.limits = engine.request_limits()
-        running = await engine.start_application(
-            build(self._application, engine.free_name()),
-            "/",
-            self._proxy,
-            engine.threads.user_loop if lender is None else lambda: lender,
-        )
+        name = engine.apps.free_name()
+        built = build(self._application, name)
+        start = self._start_of = Start(RunningApplication(name, "/", self._proxy))
+        serving_loop = engine.threads.user_loop if lender is None else lambda: lender
+        await engine.start_application(start, built, serving_loop)
+        running = start.application
         self._proxy.table = RouteTable({"/": running.ingress.router})
         self._running, self._lender = running, lender
 
     def _started(self, starting: Future[None]) -> None:
         with self._lock:
             self._starting = None  # the next request tries again, if this one failed
-        if starting.cancelled() or starting.exception() is not None:
+            start, self._start_of = self._start_of, None
+        failed = starting.cancelled() or starting.exception() is not None
+        # Whoever ended it lets go of the threads.
+        if failed and (start is None or self._engine.apps.take(start, INTERRUPTED)):
             self._engine.release()
 
     async def stop(self) -> None:
-        """Stop the application, if it runs."""
+        """Stop the application, if it runs or starts."""
+        await self._end_start(CLOSED)
         with self._lock:
             running, self._running = self._running, None
-        if running is None or running.status is ApplicationStatus.DELETING:
+        if running is None or running.stopping is not None:
             return
         running.proxy.is_draining = True
         left_s = None if self._drained_at is None else max(0.0, self._drained_at - monotonic())
-        control = self._engine.threads.control
-        if await run_on(control.loop, self._engine.stop_application(running, left_s)):
-            self._engine.release()
+        with self._engine.operating() as threads:
+            if threads is not None:
+                await run_on(threads.control.loop, self._engine.apps.stop(running, left_s))
+
+    async def _end_start(self, reason: str) -> None:
+        start, apps = self._start_of, self._engine.apps
+        with self._engine.operating() as threads:
+            if threads is not None and start is not None and apps.take(start, reason):
+                await run_on(threads.control.loop, apps.end_and_release(start))
 
 
 class Hosting:

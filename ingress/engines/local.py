@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,13 @@ from ingress.call import Call, when_all_settled
 from ingress.config import HTTPOptions
 from ingress.controller import Controller, RunningApplication
 from ingress.declaration import Application
+from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
-from ingress.garbage import SettledObjects
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.loop_executor import lend_executor
 from ingress.loops import run_blocking
-from ingress.proxy import HTTPProxy, RouteTable
 from ingress.router import Router
 from ingress.schema import ServeStatus
 from ingress.settings import Settings
@@ -38,27 +38,29 @@ class LocalEngine:
     """One per process; a `handle.Directory`. Thread-safe.
 
     The tables of routers and applications are changed on the control loop and read everywhere.
-    `_lock` guards the threads and their count; `_operations` makes `run`, `delete` and `shutdown`
-    take turns.
+    `_lock` guards the threads and their count. `_operations` guards what serves HTTP: it is held by
+    `shutdown` all the time, by the others for as long as a server takes to start or stop. Nobody
+    waits with it for a constructor.
     """
 
     __slots__ = (
-        "_controller", "_lock", "_operations", "_settled", "_starting", "_threads", "_users",
-        "applications", "http", "recorder", "routers",
+        "_lock", "_operations", "_threads", "_users", "apps", "http", "recorder", "routers",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
-        self.applications: dict[str, RunningApplication] = {}
         self.recorder: Recorder | None = None  # of whoever sets it before anything starts
-        self._starting: set[str] = set()
-        self._settled = SettledObjects()
         self._lock = threading.Lock()
         self._operations = threading.RLock()
         self._users = 0
         self._threads: EngineThreads | None = None
-        self._controller: Controller | None = None
         self.http = EngineHTTP()
+        self.apps = Applications(self.http, self.routers, self.release)
+
+    @property
+    def applications(self) -> dict[str, RunningApplication]:
+        """What runs, by name."""
+        return self.apps.running
 
     # The threads, counted.
 
@@ -73,7 +75,7 @@ class LocalEngine:
             if self._threads is None:
                 self._threads = EngineThreads(Settings.from_environment())
                 settings, recorder = self._threads.settings, self.recorder or self._threads.recorder
-                self._controller = Controller(settings, self.routers, self.handle, recorder)
+                self.apps.controller = Controller(settings, self.routers, self.handle, recorder)
             self._users += 1
             return self._threads
 
@@ -91,65 +93,27 @@ class LocalEngine:
         """Return how long HTTP requests may take, and what is retried."""
         return self.http.limits(self.threads.settings)
 
-    # One application, on the control loop; the caller holds an `acquire`.
+    # Applications that a server of somebody else's serves: on the control loop, by `hosting`, which
+    # holds an `acquire` for each.
 
     async def start_application(
         self,
+        start: Start,
         built: BuiltApplication,
-        route_prefix: str | None,
-        proxy: HTTPProxy,
         serving_loop: Callable[[], asyncio.AbstractEventLoop],
-    ) -> RunningApplication:
-        assert self._threads is not None
-        assert self._controller is not None
-        if self._threads.settings.run_user_code_in_separate_thread:
-            loop = self._threads.control.loop  # nobody will live there
-        else:
-            loop = serving_loop()
-            lend_executor(loop)
-        self._starting.add(built.name)
-        try:
-            running = await self._controller.deploy(built, route_prefix, proxy, loop)
-        finally:
-            self._starting.discard(built.name)
-        self.applications[built.name] = running
-        self._settled.renew(is_needed=True)
-        return running
+    ) -> None:
+        """Reserve and start. Raises as `Applications.start`."""
+        await self.apps.reserve(start)
+        await self.apps.start(start, built, partial(self._loop_of_replicas, serving_loop))
 
-    async def stop_application(
-        self,
-        running: RunningApplication,
-        timeout_s: float | None = None,
-        *,
-        is_replaced: bool = False,
-    ) -> bool:
-        """Stop an application. Returns True if this was the call that did, and has to `release`."""
-        assert self._controller is not None
-        if not await self._controller.stop(running, timeout_s, is_replaced=is_replaced):
-            return False
-        if self.applications.get(running.name) is running:
-            del self.applications[running.name]
-        self._settled.renew(is_needed=bool(self.applications))
-        return True
-
-    async def abandon_application(self, running: RunningApplication) -> None:
-        """Stop an application whose loop is gone: nothing of it can still end well."""
-        assert self._controller is not None
-        if await self._controller.stop(running, timeout_s=0.0):
-            self.applications.pop(running.name, None)
-            self._settled.renew(is_needed=bool(self.applications))
-            self.release()
-
-    def free_name(self) -> str:
-        """Return the name of the next application that is served without one.
-
-        On the control loop; nothing may be awaited before `start_application` takes the name.
-        """
-        name, number = "default", 0
-        while name in self.applications or name in self._starting:
-            number += 1
-            name = f"default_{number}"
-        return name
+    def _loop_of_replicas(
+        self, serving_loop: Callable[[], asyncio.AbstractEventLoop]
+    ) -> asyncio.AbstractEventLoop:
+        if self.threads.settings.run_user_code_in_separate_thread:
+            return self.threads.control.loop  # nobody will live there
+        loop = serving_loop()
+        lend_executor(loop)
+        return loop
 
     @property
     def is_running(self) -> bool:
@@ -157,6 +121,10 @@ class LocalEngine:
         return self._users > 0
 
     # `serve.run` and friends: from a thread without a running loop.
+
+    def use(self, http_options: HTTPOptions) -> None:
+        """Say where to listen once an application starts. For before the first use."""
+        self.http.options = http_options
 
     def start(self, http_options: HTTPOptions | None) -> None:
         http = self.http
@@ -182,80 +150,79 @@ class LocalEngine:
         self, application: Application, name: str, route_prefix: str | None
     ) -> DeploymentHandle:
         built = build(application, name)
-        http = self.http
         with self._operations:
-            self._refuse_clash(name, route_prefix)
-            previous = self.applications.get(name)
             threads = self.acquire()
+            start = Start(RunningApplication(name, route_prefix, self.http.proxy))
             try:
+                run_blocking(threads.control.loop, self.apps.reserve(start))
                 if route_prefix is not None:
-                    http.start(threads)
-                running = run_blocking(
-                    threads.control.loop,
-                    self.start_application(built, route_prefix, http.proxy, self._serving_loop),
-                )
+                    self.http.start(threads)
             except BaseException:
-                http.stop_if_unused(threads)
-                self.release()
+                self._give_up(start, threads)
                 raise
-            self._update_routes()
-            if previous is not None:
-                self._stop(previous, threads, is_replaced=True)
-            return self.handle(running.ingress.router.deployment_id)
+        # Not under the lock: a constructor may take its time, or for ever.
+        loop_of_replicas = partial(self._loop_of_replicas, self._serving_loop)
+        try:
+            run_blocking(threads.control.loop, self.apps.start(start, built, loop_of_replicas))
+        except BaseException as error:
+            self._give_up(start, threads)
+            if isinstance(error, CancelledError) and start.reason:
+                raise start.ended() from None  # its loop went before the word did
+            raise
+        return self.handle(start.application.ingress.router.deployment_id)
+
+    def _give_up(self, start: Start, threads: EngineThreads) -> None:
+        """Leave nothing of a start that failed or was interrupted, unless somebody ended it."""
+        if self.apps.take(start, INTERRUPTED):
+            run_blocking(threads.control.loop, self.apps.end(start))
+            with self._operations:
+                self.http.stop_if_unused(threads)
+            self.release()
 
     def delete(self, name: str) -> None:
-        with self._operations:
-            running = self.applications.get(name)
-            threads = self._threads
-            if running is None or threads is None:
-                return
-            self._update_routes(without=running)
-            self._stop(running, threads)
+        with self.operating() as threads:
+            if threads is not None:
+                run_blocking(threads.control.loop, self.apps.delete(name))
+                with self._operations:
+                    self.http.stop_if_unused(threads)
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
         return self.threads.writing_on_signal()
 
     def refuse(self) -> None:
         """Answer new requests that the server is being drained, until `shutdown`."""
+        self.http.proxy.is_draining = True
         for running in list(self.applications.values()):
             running.proxy.is_draining = True
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop everything. Requests have `timeout_s` to end, by default what deployments say."""
-        with self._operations:
-            threads = self._threads
+        with self._operations, self.operating() as threads:
             if threads is None:
                 return
             self.refuse()
-            stopped = run_blocking(threads.control.loop, self._stop_all(timeout_s))
-            stopped += self.http.is_kept
-            self.http.is_kept = False
-            self._update_routes()
+            run_blocking(threads.control.loop, self.apps.stop_all(timeout_s))
+            if self.http.is_kept:
+                self.http.is_kept = False
+                self.release()
             self.http.stop_if_unused(threads)
             self.http.reset()
-            for _ in range(stopped):
+
+    @contextmanager
+    def operating(self) -> Iterator[EngineThreads | None]:
+        """Keep the threads meanwhile, if there are any: what else is let go of is not the last."""
+        with self._lock:
+            threads = self._threads
+            self._users += threads is not None
+        try:
+            yield threads
+        finally:
+            if threads is not None:
                 self.release()
-
-    async def _stop_all(self, timeout_s: float | None) -> int:
-        applications = list(self.applications.values())
-        stops = (self.stop_application(each, timeout_s) for each in applications)
-        return sum(await asyncio.gather(*stops))
-
-    def _stop(
-        self, running: RunningApplication, threads: EngineThreads, *, is_replaced: bool = False
-    ) -> None:
-        stopped = run_blocking(
-            threads.control.loop, self.stop_application(running, is_replaced=is_replaced)
-        )
-        self.http.stop_if_unused(threads)
-        if stopped:
-            self.release()
 
     def status(self) -> ServeStatus:
         url = self.http.url
-        proxies = {} if url is None else {url: "HEALTHY"}
-        applications = list(self.applications.items())
-        return ServeStatus(proxies, {name: running.overview() for name, running in applications})
+        return ServeStatus({} if url is None else {url: "HEALTHY"}, self.apps.overviews())
 
     def url(self) -> str | None:
         """Return where `serve.run` serves HTTP, if it does."""
@@ -265,32 +232,6 @@ class LocalEngine:
         assert self._threads is not None
         server = self.http.server
         return self._threads.user_loop() if server is None else server.home.loop
-
-    def _update_routes(self, without: RunningApplication | None = None) -> None:
-        self.http.proxy.table = RouteTable(
-            {
-                running.route_prefix: running.ingress.router
-                for running in self.applications.values()
-                if running.proxy is self.http.proxy
-                and running.route_prefix is not None
-                and running is not without
-            }
-        )
-
-    def _refuse_clash(self, name: str, route_prefix: str | None) -> None:
-        for other in self.applications.values():
-            if other.name == name and other.proxy is not self.http.proxy:
-                raise RayServeException(
-                    f'Application name "{name}" is being used by an application that is served as '
-                    "an ASGI app. Give this one another name."
-                )
-            if other.name == name or other.proxy is not self.http.proxy:
-                continue
-            if route_prefix is not None and other.route_prefix == route_prefix:
-                raise RayServeException(
-                    f'Prefix {route_prefix} is being used by application "{other.name}". '
-                    f'Failed to deploy application "{name}". Give it another route_prefix.'
-                )
 
     # Handles.
 

@@ -1,0 +1,615 @@
+"""Applications that start: what is answered meanwhile, and that nothing waits for a constructor."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+import ingress as serve
+from ingress.engines import local_engine
+from ingress.exceptions import RayServeException
+from ingress.schema import ApplicationStatus, DeploymentStatus
+from ingress.testing import Latch
+from tests.fakes import bind, together
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    ROUNDS,
+    UVICORN,
+    environment,
+    get,
+    process,
+    served,
+    set_flags,
+    write_module,
+)
+
+BOUND_S = 4.0
+"""How long an operation may take that has to leave a stuck constructor behind: 1 s, and busy."""
+
+
+@pytest.fixture(autouse=True)
+def _shutdown() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+class Doors:
+    """How far a constructor got, and what lets it go on."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.entered = Latch(count)
+        self.leave = Latch(timeout_s=PATIENCE_S)
+
+
+@pytest.fixture
+def doors() -> Iterator[Doors]:
+    doors = Doors()
+    yield doors
+    doors.leave.count_down()  # a thread that was left behind ends before the check for leaks
+
+
+def fine(answer: str = "fine", **options: Any) -> Any:
+    @serve.deployment(name="Model", **options)
+    class Fine:
+        async def __call__(self) -> str:
+            return answer
+
+    return bind(Fine)
+
+
+def slow(doors: Doors, kind: str = "def", **options: Any) -> Any:
+    """Return an application whose constructor, of one kind or another, waits at the doors."""
+    if kind == "def":
+
+        @serve.deployment(name="Model", **options)
+        class Blocks:
+            def __init__(self) -> None:
+                doors.entered.count_down()
+                doors.leave.wait()
+
+            async def __call__(self) -> str:
+                return "slow"
+
+        return bind(Blocks)
+    if kind == "async def":
+
+        @serve.deployment(name="Model", **options)
+        class Awaits:
+            async def __init__(self) -> None:  # type: ignore[misc]
+                doors.entered.count_down()
+                await doors.leave
+
+            async def __call__(self) -> str:
+                return "slow"
+
+        return bind(Awaits)
+    if kind == "serial":
+
+        @serve.deployment(name="Model", **options)
+        class Serial:
+            def __init__(self) -> None:
+                doors.entered.count_down()
+                doors.leave.wait()
+
+            @serve.method(execution="serial")
+            def __call__(self) -> str:
+                return "slow"
+
+        return bind(Serial)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        doors.entered.count_down()
+        await doors.leave
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @serve.deployment(name="Model", **options)
+    @serve.ingress(app)
+    class StartsUp:
+        @app.get("/")
+        async def root(self) -> str:
+            return "slow"
+
+    return bind(StartsUp)
+
+
+KINDS = ["def", "async def", "serial", "lifespan"]
+
+
+class Running:
+    """A `serve.run` in a thread, and what became of it."""
+
+    def __init__(self, application: Any, **options: Any) -> None:
+        self.error: BaseException | None = None
+        self.handle: Any = None
+        self._thread = threading.Thread(target=self._run, args=(application,), kwargs=options)
+        self._thread.start()
+
+    def _run(self, application: Any, **options: Any) -> None:
+        try:
+            self.handle = serve.run(application, **options)
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> Running:
+        self._thread.join(PATIENCE_S)
+        assert self.is_over
+        return self
+
+
+def in_time(operation: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
+    """Return what an operation returns. Fails if it does not within the bound."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(operation()), daemon=True)
+    thread.start()
+    thread.join(bound_s)
+    assert not thread.is_alive(), f"blocks for more than {bound_s} s"
+    return results[0]
+
+
+def starting_port(application: Any, doors: Doors, **options: Any) -> tuple[int, Running]:
+    """Serve an application whose constructor waits, and return the port."""
+    serve.start({"port": 0})
+    (url,) = serve.status().proxies
+    running = Running(application, **options)
+    doors.entered.wait()
+    return int(url.rpartition(":")[2]), running
+
+
+# What is answered.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_starts_answers_503_and_to_come_back_in_a_second(doors: Doors, kind: str) -> None:
+    port, running = starting_port(slow(doors, kind), doors)
+
+    for path in ("/", "/any/path", "/-/healthz"):
+        answer = get(port, path)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1"), path
+        assert b"starting" in answer.body
+        assert answer.headers["x-request-id"] or path == "/-/healthz"
+    assert get(port, "/-/routes").body == b"{}"
+
+    doors.leave.count_down()
+    assert running.join().error is None
+    assert get(port, "/").status == get(port, "/-/healthz").status == 200
+
+
+def test_503_is_for_the_prefix_of_what_starts_and_the_rest_is_served(doors: Doors) -> None:
+    port = served(fine("rest"), "rest", "/")
+    running = Running(slow(doors), name="slow", route_prefix="/slow")
+    doors.entered.wait()
+
+    paths = {"/": 200, "/slower": 200, "/slow": 503, "/slow/": 503, "/slow/x": 503}
+    assert {path: get(port, path).status for path in paths} == paths
+    assert get(port, "/-/healthz").status == 200, "an application is ready"
+    doors.leave.count_down()
+    running.join()
+    assert get(port, "/slow").body == b"slow"
+
+
+def test_an_application_serves_on_until_what_replaces_it_is_ready(doors: Doors) -> None:
+    port = served(fine("old", num_replicas=2))
+    running = Running(slow(doors))
+    doors.entered.wait()
+
+    assert get(port, "/").body == b"old"
+    assert get(port, "/-/healthz").status == 200
+    application = serve.status().applications["default"]
+    assert application.status is ApplicationStatus.DEPLOYING
+    model = application.deployments["Model"]
+    assert model.status is DeploymentStatus.UPDATING
+    assert model.replica_states == {"RUNNING": 2, "STARTING": 1}
+    assert model.requests == 1
+    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "old"
+
+    doors.leave.count_down()
+    assert running.join().error is None
+    assert get(port, "/").body == b"slow"
+    assert serve.status().applications["default"].deployments["Model"].replica_states == {
+        "RUNNING": 1
+    }
+
+
+def test_a_websocket_to_what_starts_is_refused_with_503(doors: Doors) -> None:
+    port, running = starting_port(slow(doors), doors)
+
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"ws://127.0.0.1:{port}/ws").close()
+
+    response = refused.value.response
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    # A server that can only close.
+    scope = {"type": "websocket", "path": "/", "headers": [], "extensions": {}}
+    asyncio.run(local_engine().http.proxy(scope, receive, send))
+    assert [(each["type"], each["code"]) for each in sent] == [("websocket.close", 1013)]
+    assert "starting" in sent[0]["reason"]
+    doors.leave.count_down()
+    running.join()
+
+
+def test_status_shows_what_starts_and_what_is_yet_to_start(doors: Doors) -> None:
+    @serve.deployment(name="Parent")
+    class Parent:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+    running = Running(bind(Parent, slow(doors, num_replicas=3)), route_prefix=None)
+    doors.entered.wait()
+
+    application = serve.status().applications["default"]
+    assert application.status is ApplicationStatus.DEPLOYING
+    child, parent = application.deployments["Model"], application.deployments["Parent"]
+    assert (child.status, child.replica_states) == (DeploymentStatus.UPDATING, {"STARTING": 3})
+    assert (parent.status, parent.replica_states) == (DeploymentStatus.UPDATING, {})
+    doors.leave.count_down()
+    running.join()
+    application = serve.status().applications["default"]
+    assert application.status is ApplicationStatus.RUNNING
+    assert {each.status for each in application.deployments.values()} == {DeploymentStatus.HEALTHY}
+
+
+# That nothing waits for a constructor.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constructor_that_hangs_holds_up_no_other_application(doors: Doors, kind: str) -> None:
+    port, running = starting_port(slow(doors, kind), doors, name="slow", route_prefix="/slow")
+
+    handle = in_time(lambda: serve.run(fine(), name="other", route_prefix="/other"))
+    assert handle.remote().result(timeout_s=PATIENCE_S) == "fine"
+    assert get(port, "/other").status == 200
+    assert set(in_time(serve.status).applications) == {"slow", "other"}
+    in_time(lambda: serve.start({"request_timeout_s": 5}))
+    in_time(lambda: serve.delete("other"))
+    assert get(port, "/other").status == 404
+    assert not running.is_over
+
+    in_time(lambda: serve.delete("slow"))
+    error = running.join().error
+    assert isinstance(error, RuntimeError)
+    assert "'slow' failed: it was deleted while it started" in str(error)
+    assert serve.status().applications == {}
+    assert get(port, "/slow").status == 404
+    assert in_time(lambda: serve.run(fine(), name="slow", route_prefix="/slow")) is not None
+    assert get(port, "/slow").body == b"fine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["", "start"])
+def test_shutdown_ends_what_starts_and_leaves_nothing(
+    doors: Doors, kind: str, is_kept: bool
+) -> None:
+    serve.start({"port": 0} if is_kept else {"host": None})
+    running = Running(slow(doors, kind, num_replicas=2))
+    doors.entered.wait()
+
+    in_time(serve.shutdown)
+
+    error = running.join().error
+    assert isinstance(error, RuntimeError)
+    assert "everything was shut down while it started" in str(error)
+    assert (serve.status().proxies, serve.status().applications) == ({}, {})
+    assert not local_engine().is_running
+    assert {each.name for each in threading.enumerate() if each.name.startswith("ingress-")} <= {
+        "ingress-watchdog"
+    }
+
+
+def test_at_flag_0_a_constructor_that_awaits_holds_up_nothing(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, "0")
+    port, running = starting_port(slow(doors, "async def"), doors, name="slow")
+
+    assert get(port, "/").status == 503
+    in_time(lambda: serve.run(fine(), name="other", route_prefix="/other"))
+    assert get(port, "/other").body == b"fine"
+    in_time(lambda: serve.delete("slow"))
+    assert isinstance(running.join().error, RuntimeError)
+    assert get(port, "/").status == 404
+
+
+def test_the_prefix_and_the_name_of_what_starts_are_taken(doors: Doors) -> None:
+    _, running = starting_port(slow(doors), doors, name="slow", route_prefix="/slow")
+
+    says = 'Prefix /slow is being used by application "slow"'
+    with pytest.raises(RayServeException, match=says):
+        serve.run(fine(), name="other", route_prefix="/slow")
+    assert not running.is_over, "what was refused is no reason to end it"
+    doors.leave.count_down()
+    assert running.join().error is None
+
+
+def test_of_two_runs_of_a_name_the_later_one_stays(doors: Doors) -> None:
+    port, earlier = starting_port(slow(doors), doors)
+
+    later = in_time(lambda: serve.run(fine("later")))
+
+    error = earlier.join().error
+    assert isinstance(error, RuntimeError)
+    assert "another one of its name was run while it started" in str(error)
+    assert later.remote().result(timeout_s=PATIENCE_S) == "later"
+    assert get(port, "/").body == b"later"
+
+
+def test_a_later_run_that_fails_leaves_what_served_before_both(doors: Doors) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise LookupError("no model here")
+
+    port = served(fine("first"))
+    earlier = Running(slow(doors))
+    doors.entered.wait()
+    with pytest.raises(RuntimeError, match="no model here"):
+        serve.run(bind(serve.deployment(name="Model")(Broken)))
+
+    assert isinstance(earlier.join().error, RuntimeError)
+    assert get(port, "/").body == b"first"
+    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "first"
+    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
+
+
+def test_a_replacement_that_is_ended_gives_the_children_back(doors: Doors) -> None:
+    class Parent:
+        def __init__(self, child: Any, waits: bool = False) -> None:
+            self.child = child
+            if waits:
+                doors.entered.count_down()
+                doors.leave.wait()
+
+        async def __call__(self) -> Any:
+            return await self.child.remote()
+
+    parent = serve.deployment(name="Parent", graceful_shutdown_timeout_s=1.0)(Parent)
+    serve.run(bind(parent, fine("old child")), route_prefix=None)
+    replacing = Running(bind(parent, fine("new child"), waits=True), route_prefix=None)
+    doors.entered.wait()
+    earlier = Running(fine(), route_prefix=None)  # of another shape, and ready at once
+    assert earlier.join().error is None
+    assert isinstance(replacing.join().error, RuntimeError)
+    handle = serve.get_app_handle("default")
+    assert handle.remote().result(timeout_s=PATIENCE_S) == "fine"
+    with pytest.raises(KeyError):
+        serve.get_deployment_handle("Parent", "default")
+
+
+def test_a_replica_that_fails_is_told_though_another_one_hangs(doors: Doors) -> None:
+    class Torn:
+        def __init__(self) -> None:
+            if serve.get_replica_context().replica_tag == "1":
+                doors.entered.wait()
+                raise LookupError("no model here")
+            doors.entered.count_down()
+            doors.leave.wait()
+
+    running = Running(bind(serve.deployment(num_replicas=2)(Torn)), route_prefix=None)
+
+    error = in_time(running.join).error
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error.__cause__, LookupError)
+    assert serve.status().applications == {}
+
+
+def test_a_constructor_may_run_another_application(doors: Doors) -> None:
+    class Outer:
+        def __init__(self) -> None:
+            serve.run(fine("inner"), name="inner", route_prefix=None)
+
+        async def __call__(self) -> Any:
+            return await serve.get_app_handle("inner").remote()
+
+    handle = in_time(lambda: serve.run(bind(serve.deployment(Outer)), route_prefix=None))
+    assert handle.remote().result(timeout_s=PATIENCE_S) == "inner"
+
+
+def test_ctrl_c_ends_a_run_that_waits_and_leaves_nothing(doors: Doors) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press() -> None:
+        doors.entered.wait()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            serve.run(slow(doors), route_prefix=None)
+    finally:
+        pressing.join()
+        signal.signal(signal.SIGINT, before)
+    assert serve.status().applications == {}
+    assert not local_engine().is_running
+
+
+# Two threads meet: whoever ends it, and the last replica that becomes ready.
+
+
+ENDS: dict[str, Callable[[], object]] = {
+    "delete": lambda: serve.delete("default"),
+    "shutdown": serve.shutdown,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_an_end_and_the_last_replica_that_is_ready_agree(
+    end: str, kind: str, switch_interval: None
+) -> None:
+    for _ in range(10 + ROUNDS):
+        doors = Doors(2)
+        running = Running(slow(doors, kind, num_replicas=2), route_prefix=None)
+        doors.entered.wait()
+        together(doors.leave.count_down, ENDS[end], lambda: serve.status())
+
+        running.join()
+        assert serve.status().applications == {}, "it was ready first, and then stopped"
+        assert local_engine().routers == {}
+        assert (running.handle is None) == isinstance(running.error, RuntimeError)
+        assert not local_engine().is_running
+
+
+def test_two_runs_of_a_name_at_once_leave_one_of_them(switch_interval: None) -> None:
+    for _ in range(10 + ROUNDS):
+        runs = [Running(fine(answer), route_prefix=None) for answer in ("one", "two", "three")]
+        for each in runs:
+            each.join()
+
+        errors = [each.error for each in runs if each.error is not None]
+        assert all("another one of its name" in str(each) for each in errors)
+        assert len(errors) < len(runs)
+        assert list(serve.status().applications) == ["default"]
+        (model,) = serve.status().applications["default"].deployments.values()
+        assert model.replica_states == {"RUNNING": 1}
+        answer = serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S)
+        assert answer in ("one", "two", "three")
+        serve.shutdown()
+        assert not local_engine().is_running
+
+
+def test_starts_and_shutdowns_at_once_leave_nothing(switch_interval: None) -> None:
+    for _ in range(5 + ROUNDS):
+        serve.start({"port": 0})
+        runs = [Running(fine(), name=str(number), route_prefix=f"/{number}") for number in range(3)]
+        serve.shutdown()
+        for each in runs:
+            each.join()
+            assert each.error is None or "shut down" in str(each.error)
+        serve.shutdown()
+        assert (serve.status().proxies, serve.status().applications) == ({}, {})
+        assert local_engine().routers == {}
+        assert not local_engine().is_running
+
+
+# Under a server of somebody else's.
+
+
+@pytest.mark.anyio
+async def test_a_start_by_a_first_request_ends_with_aclose(doors: Doors) -> None:
+    application = slow(doors)
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        first = asyncio.ensure_future(client.get("/"))
+        await asyncio.to_thread(doors.entered.wait)
+        await asyncio.wait_for(application.aclose(), BOUND_S)
+        with pytest.raises(RuntimeError, match="closed while it started"):
+            await first
+    assert not local_engine().is_running
+
+
+@pytest.mark.anyio
+async def test_shutdown_ends_a_start_by_a_first_request(doors: Doors) -> None:
+    application = slow(doors)
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        first = asyncio.ensure_future(client.get("/"))
+        await asyncio.to_thread(doors.entered.wait)
+        await asyncio.wait_for(serve.shutdown_async(), BOUND_S)
+        with pytest.raises(RuntimeError, match="shut down while it started"):
+            await first
+    assert not local_engine().is_running
+
+
+HANGS = """
+import time
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+@serve.deployment(num_replicas=2)
+@serve.ingress(app)
+class Model:
+    def __init__(self):
+        print("constructing", flush=True)
+        time.sleep(1000)
+
+    @app.get("/")
+    async def root(self): return "here"
+
+model = Model.bind()
+"""
+
+
+def free_port() -> int:
+    """Return a port to give to a server that says where it is when it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_whose_application_starts_says_so_and_ends_at_a_signal(
+    tmp_path: Path, number: signal.Signals, separate: str
+) -> None:
+    write_module(tmp_path, "app", HANGS)
+    port = free_port()
+    command = [*INGRESS, "run", "app:model", "--port", str(port)]
+    with process(command, tmp_path, environment(tmp_path, separate=separate)) as server:
+        server.wait_for("constructing")
+        for path in ("/", "/x", "/-/healthz"):
+            if separate == "0":
+                break  # the constructor has the server's loop
+            answer = get(port, path)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), path
+            assert b"starting" in answer.body
+        server.signal(number)
+        assert server.wait(BOUND_S) != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_uvicorn_ends_at_a_signal_while_a_constructor_hangs(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    write_module(tmp_path, "app", HANGS)
+    with process([*UVICORN, "app:model"], tmp_path, environment(tmp_path)) as server:
+        server.wait_for("constructing")
+        server.signal(number)
+        server.wait(BOUND_S)
+    assert "interrupted while it started" in server.output
+
+
+def test_from_the_moment_it_listens_no_path_of_what_starts_is_a_404(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", HANGS.replace("time.sleep(1000)", "time.sleep(0.5)"))
+    port = free_port()
+    command = [*INGRESS, "run", "app:model", "--port", str(port)]
+    answers: list[int] = []
+    with process(command, tmp_path, environment(tmp_path)), httpx.Client() as client:
+        deadline = time.monotonic() + PATIENCE_S
+        while 200 not in answers:
+            assert time.monotonic() < deadline, answers
+            try:
+                answers.append(client.get(f"http://127.0.0.1:{port}/").status_code)
+            except httpx.ConnectError:
+                pass
+    assert set(answers) == {200, 503}
