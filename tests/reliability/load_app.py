@@ -1,0 +1,131 @@
+"""What is put under load: the same handlers in a deployment, and in plain FastAPI.
+
+Ten run at once. The plain application has the means it has: a semaphore, or ten threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import anyio.to_thread
+from fastapi import FastAPI
+
+import ingress as serve
+from tests.servers import bind
+
+REPLICAS = int(os.environ.get("LOAD_REPLICAS", "2"))
+SLOTS = int(os.environ.get("LOAD_SLOTS", "5"))
+QUEUED = int(os.environ.get("LOAD_QUEUED", "20"))
+SERVICE_S = 0.05
+CPU_MS = 5.0
+AT_ONCE = REPLICAS * SLOTS
+CAPACITY = AT_ONCE / SERVICE_S
+
+
+class Visit:
+    """One request at work in a replica, counted."""
+
+    lock = threading.Lock()
+    started: ClassVar = Counter[str]()
+    running: ClassVar = Counter[str]()
+    most: ClassVar = Counter[str]()
+
+    def __enter__(self) -> None:
+        self.replica = str(serve.get_replica_context().replica_id)
+        with self.lock:
+            self.started[self.replica] += 1
+            self.running[self.replica] += 1
+            self.most[self.replica] = max(self.most[self.replica], self.running[self.replica])
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.running[self.replica] -= 1
+
+
+def burn(milliseconds: float) -> int:
+    """Compute for some time of this thread, in Python."""
+    turns, ends = 0, time.thread_time() + milliseconds / 1000
+    while time.thread_time() < ends:
+        turns += 1
+    return turns
+
+
+api = FastAPI()
+
+
+@serve.deployment(num_replicas=REPLICAS, max_ongoing_requests=SLOTS, max_queued_requests=QUEUED)
+@serve.ingress(api)
+class Service:
+    @api.get("/async")
+    async def sleep(self) -> str:
+        with Visit():
+            await asyncio.sleep(SERVICE_S)
+        return "slept"
+
+    @api.get("/def")
+    def sleep_in_thread(self) -> str:
+        with Visit():
+            time.sleep(SERVICE_S)
+        return "slept"
+
+    @api.get("/cpu")
+    def compute(self) -> str:
+        with Visit():
+            burn(CPU_MS)
+        return "computed"
+
+    @api.get("/seen")
+    async def seen(self) -> dict[str, Any]:
+        """Return what is held now, besides this request, and what ran."""
+        deployments = serve.status().applications["default"].deployments.values()
+        ongoing = sum(replica.ongoing for each in deployments for replica in each.replicas)
+        return {
+            "held": ongoing - 1 + sum(each.queued for each in deployments),
+            "started": [*Visit.started.values()],
+            "most": max(Visit.most.values(), default=0),
+            "threads": threading.active_count(),
+        }
+
+
+app = bind(Service)
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    anyio.to_thread.current_default_thread_limiter().total_tokens = AT_ONCE
+    yield
+
+
+plain = FastAPI(lifespan=lifespan)
+semaphore = asyncio.Semaphore(AT_ONCE)
+
+
+@plain.get("/async")
+async def sleep() -> str:
+    async with semaphore:
+        await asyncio.sleep(SERVICE_S)
+    return "slept"
+
+
+@plain.get("/def")
+def sleep_in_thread() -> str:
+    time.sleep(SERVICE_S)
+    return "slept"
+
+
+@plain.get("/cpu")
+def compute() -> str:
+    burn(CPU_MS)
+    return "computed"
+
+
+@plain.get("/-/healthz")
+async def healthz() -> str:
+    return "success"
