@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Any
 
 import pytest
+from fastapi import Depends, FastAPI, WebSocket
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from websockets.sync.client import connect
 
+import ingress as serve
+from ingress.call import Call
+from ingress.engines import local_engine
+from ingress.testing import Latch
+from ingress.timeline.recorder import Recorder
 from tests.forced_race import FIELDS
-from tests.servers import PATIENCE_S, ROOT
+from tests.servers import PATIENCE_S, ROOT, Connection, bind, set_flags, wait_until
+
+MAY_HAVE_A_DICT = {
+    "Options": "pydantic's models have one; frozen",
+    "BuiltDeployment": "its one cached property is asked for before there is a replica",
+    "LoopExecutor": "asyncio insists on its base, of which it uses nothing",
+    "RequestFilter": "logging's filters have one; it sets nothing",
+    "StateView": "Starlette's State has one; what users set is in a dict of its own",
+    "ReplicaState": "the same",
+    "StreamingRoute": "FastAPI's routes have one; nobody changes it once it is bound",
+    "Lifted": "FastAPI reads a function's attributes of it; they are set when it is made",
+    "_Lines": "Starlette's responses have one; the task of one request",
+    "Connections": "the server's loop",
+    "Guarded": "uvicorn's protocols have one; the server's loop",
+}
+"""Classes of ours with a dict that live requests hold, and why they may; with their subclasses.
+
+None of the dicts gets a name while requests run.
+"""
+
+LATE = "x-request-timeout-seconds: 30\r\n"
+"""A deadline that does not come."""
+
+BEGUN = {
+    *("wait", "attempt", "thread", "lane", "body", "stream", "lines", "call", "queued", "items"),
+    *("batch", "model", "socket"),
+}
+"""What waits for the latch, once all of them do."""
+
+KINDS = {
+    *("Exchange", "Attempt", "WebSocketExchange", "Call", "Invocation", "DeploymentResponse"),
+    *("DeploymentResponseGenerator", "BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
+    *("Channel", "Listener", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
+    *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn", "HTTPProxy"),
+    *("ReplicaContext", "ReplicaApp", "RouteIndex", "Lifted", "EventLoopThread", "LocalEngine"),
+}
+"""What the requests below have between them; a walk that does not see it sees too little."""
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -26,3 +78,225 @@ def test_two_threads_that_write_one_request_do_not_end_the_process(kind: str) ->
 
     assert ran.returncode == 0, ran.stdout
     assert "survived" in ran.stdout
+
+
+class Everything:
+    """An application with requests of every kind, all of which wait until `go` is open."""
+
+    def __init__(self) -> None:
+        self.go = Latch(timeout_s=PATIENCE_S)
+        self.begun: set[str] = set()
+
+    async def wait(self, what: str) -> str:
+        self.begun.add(what)
+        await self.go
+        return what
+
+    def wait_blocking(self, what: str) -> str:
+        self.begun.add(what)
+        self.go.wait()
+        return what
+
+    async def items(self, what: str) -> AsyncIterator[str]:
+        yield "first "
+        yield await self.wait(what)
+
+    def application(self) -> Any:
+        everything, app = self, FastAPI()
+
+        @serve.deployment(max_ongoing_requests=10)
+        class Leaf:
+            async def wait(self, what: str) -> str:
+                return await everything.wait(what)
+
+            async def items(self, what: str) -> AsyncIterator[str]:
+                async for item in everything.items(what):
+                    yield item
+
+        @serve.deployment(max_ongoing_requests=1)
+        class Narrow:
+            async def wait(self, what: str) -> str:
+                return await everything.wait(what)
+
+        @serve.deployment(num_replicas=2, lanes={"one": 1})
+        @serve.ingress(app)
+        class Root:
+            def __init__(self, leaf: Any, narrow: Any) -> None:
+                self.leaf, self.narrow = leaf, narrow
+
+            def number(self) -> int:
+                return 1
+
+            @app.get("/wait")
+            async def wait(self, number: int = Depends(number)) -> str:
+                return await everything.wait("wait")
+
+            @app.put("/attempt")
+            async def attempt(self) -> str:
+                return await everything.wait("attempt")
+
+            @app.get("/thread")
+            def thread(self) -> str:
+                return everything.wait_blocking("thread")
+
+            @app.get("/lane")
+            @serve.method(lane="one")
+            def lane(self) -> str:
+                return everything.wait_blocking("lane")
+
+            @app.post("/body")
+            async def body(self, request: Request) -> str:
+                everything.begun.add("body")
+                return str(len(await request.body()))
+
+            @app.get("/stream")
+            async def stream(self) -> StreamingResponse:
+                return StreamingResponse(everything.items("stream"))
+
+            @app.get("/lines")
+            def lines(self) -> Iterator[str]:
+                yield "first"
+                yield everything.wait_blocking("lines")
+
+            @app.get("/call")
+            async def call(self) -> Any:
+                return await self.leaf.wait.remote("call")
+
+            @app.get("/queued")
+            async def queued(self) -> Any:
+                both = self.narrow.wait.remote("queued"), self.narrow.wait.remote("queued")
+                return await asyncio.gather(*both)
+
+            @app.get("/items")
+            async def items(self) -> Any:
+                stream = self.leaf.items.options(stream=True).remote("items")
+                return [item async for item in stream]
+
+            @app.get("/batch")
+            async def batch(self) -> Any:
+                return await self._batch("batch")
+
+            @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.01)
+            async def _batch(self, items: list[str]) -> list[str]:
+                return [await everything.wait(item) for item in items]
+
+            @serve.multiplexed
+            async def load(self, model_id: str) -> str:
+                return await everything.wait(model_id)
+
+            @app.get("/model")
+            async def model(self) -> Any:
+                return await self.load("model")
+
+            @app.websocket("/socket")
+            async def socket(self, websocket: WebSocket) -> None:
+                await websocket.accept()
+                await websocket.receive_text()
+                await websocket.send_text(await everything.wait("socket"))
+
+        return bind(Root, bind(Leaf), bind(Narrow))
+
+    def requests(self, port: int) -> list[Callable[[], bool]]:
+        """Return what makes each request, and says whether it was answered well."""
+
+        def ask(path: str, method: str = "GET") -> bool:
+            with Connection(port) as connection:
+                connection.request(path, method=method, headers=LATE + "Connection: close\r\n")
+                return connection.answer().status == 200
+
+        def upload() -> bool:
+            with Connection(port) as connection:
+                size = "Content-Length: 100000\r\nConnection: close\r\n"
+                connection.request("/body", method="POST", headers=LATE + size)
+                connection.send(b"x" * 99_999)
+                self.go.wait()
+                connection.send(b"x")
+                return connection.answer().status == 200
+
+        def talk() -> bool:
+            with connect(f"ws://127.0.0.1:{port}/socket", proxy=None) as client:
+                client.send("hello")
+                return client.recv(timeout=PATIENCE_S) == "socket"
+
+        def call() -> bool:
+            return bool(serve.get_app_handle("default").wait.remote().result() == "wait")
+
+        paths = ["wait", "thread", "stream", "lines", "call", "queued", "items", "batch", "model"]
+        paths += ["lane"] * 4  # two on each replica, or more: one waits for the other's thread
+        asks = [lambda path=path: ask(f"/{path}") for path in paths]
+        return [*asks, lambda: ask("/attempt", "PUT"), upload, talk, call]
+
+
+def referents(thing: Any) -> list[Any]:
+    """Return what a thing holds; not the module it was written in."""
+    if isinstance(thing, types.FunctionType):
+        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
+    if isinstance(thing, types.FrameType):
+        return [thing.f_back, dict(thing.f_locals)]
+    return gc.get_referents(thing)
+
+
+def held_by_requests() -> list[Any]:
+    """Return what of ours the requests in flight hold, and the threads that work for them."""
+    gc.unfreeze()
+    # By type: a proxy of something that is gone raises if it is asked for its class.
+    calls = [each for each in gc.get_objects() if issubclass(type(each), Call)]
+    frames = [frame for frame in sys._current_frames().values() if frame is not sys._getframe()]
+    seen: dict[int, Any] = {}
+    todo: list[Any] = [*(call for call in calls if not call.settled), *frames]
+    while todo:
+        thing = todo.pop()
+        if id(thing) not in seen and not isinstance(thing, type | types.ModuleType):
+            seen[id(thing)] = thing
+            todo += referents(thing)
+    return [each for each in seen.values() if is_ours(type(each))]
+
+
+def is_ours(cls: type) -> bool:
+    return str(cls.__module__).startswith("ingress.")
+
+
+def may_have_a_dict(cls: type) -> bool:
+    return issubclass(cls, Enum) or any(
+        each.__name__ in MAY_HAVE_A_DICT for each in cls.__mro__ if is_ours(each)
+    )
+
+
+@pytest.mark.parametrize(
+    ("separate", "is_recorded"),
+    [("1", False), ("1", True), ("0", False)],
+    ids=["separate1", "recorded", "separate0"],
+)
+def test_what_requests_in_flight_share_has_no_dict(
+    separate: str, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, separate)
+    everything = Everything()
+    if is_recorded:
+        local_engine().recorder = Recorder()
+    try:
+        serve.start({"port": 0, "retry_started_methods": ["PUT"]})
+        serve.run(everything.application())
+        (url,) = serve.status().proxies
+        requests = everything.requests(int(url.rpartition(":")[2]))
+        with ThreadPoolExecutor(len(requests)) as pool:
+            try:
+                answers = [pool.submit(request) for request in requests]
+                wait_until(lambda: everything.begun == BEGUN)
+                wait_until(lambda: len(local_engine().http.proxy._in_flight) == len(requests) - 1)
+                held = held_by_requests()
+                before = [(each, set(vars(each))) for each in held if may_have_a_dict(type(each))]
+            finally:
+                everything.go.count_down()
+            answered = [answer.result(PATIENCE_S) for answer in answers]
+        got_late = {type(each).__name__ for each, names in before if set(vars(each)) != names}
+    finally:
+        serve.shutdown()
+        local_engine().recorder = None
+
+    assert all(answered)
+    kinds = {each.__name__ for thing in held for each in type(thing).__mro__}
+    assert kinds >= KINDS
+    with_dict = {type(each) for each in held if type(each).__dictoffset__}
+    assert sorted(each.__name__ for each in with_dict if not may_have_a_dict(each)) == []
+    assert got_late == set()
