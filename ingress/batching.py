@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -123,10 +124,11 @@ def warn_of_capacity(deployment: str, func_or_class: Any, max_ongoing: int) -> N
 class Batcher:
     """One decorated function. Thread-safe: each loop has queues of its own."""
 
-    __slots__ = ("_arity", "_handler", "_has_receiver", "_limits", "_queues", "_signature")
+    __slots__ = ("_arity", "_handler", "_has_receiver", "_limits", "_lock", "_queues", "_signature")
 
     def __init__(self, handler: Handler, limits: Limits) -> None:
         self._handler = handler
+        self._lock = threading.Lock()  # for changes of the limits
         self._limits = limits
         parameters = list(inspect.signature(handler.func).parameters.values())
         self._has_receiver = bool(parameters) and parameters[0].name in RECEIVERS
@@ -191,12 +193,14 @@ class Batcher:
         self._set(batch_wait_timeout_s=_wait_s(batch_wait_timeout_s))
 
     def _set(self, **changed: Any) -> None:
-        limits = replace(self.limits(), **changed)
         replica = REPLICA.get(None)
-        if replica is None:
-            self._limits = limits
-        else:
-            replica._batch_limits[self] = limits
+        # Race with who changes the other one of the two, in another thread: neither gets lost.
+        with self._lock:
+            limits = replace(self.limits(), **changed)
+            if replica is None:
+                self._limits = limits
+            else:
+                replica._batch_limits[self] = limits
 
     async def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the caller's own part of the result of its batch."""
@@ -274,8 +278,9 @@ class Batcher:
 
     def _forget_closed_loops(self) -> None:
         """Drop the queues whose loop was closed in the middle of their work."""
-        for key, queue in list(self._queues.items()):
-            if queue.loop.is_closed():
+        for key in list(self._queues):  # other loops have queues here; see `Deadlines._ring`
+            queue = self._queues.get(key)
+            if queue is not None and queue.loop.is_closed():
                 self._queues.pop(key, None)
 
     def warn_of_capacity(self, deployment: str, max_ongoing: int) -> None:

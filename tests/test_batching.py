@@ -18,6 +18,7 @@ import ingress as serve
 from ingress.call import current_calls
 from ingress.exceptions import RayServeException, UserCodeExit
 from tests.containment_app import ERRORS, boom
+from tests.fakes import together
 from tests.servers import PATIENCE_S
 
 on_the_loop = pytest.mark.anyio
@@ -482,6 +483,23 @@ def test_loops_of_many_threads_do_not_meet(switch_interval: None) -> None:
         thread.join(PATIENCE_S)
     assert found == [True] * 80
     assert queues(K.f) == 0
+
+
+def test_two_threads_that_each_change_a_limit_lose_neither(switch_interval: None) -> None:
+    @serve.batch
+    async def f(xs: list[int]) -> list[int]:
+        return xs
+
+    lost = []
+    for number in range(1, 300):
+        together(
+            lambda: f.set_max_batch_size(number),  # noqa: B023
+            lambda: f.set_batch_wait_timeout_s(number),  # noqa: B023
+        )
+        limits = f._get_max_batch_size(), f._get_batch_wait_timeout_s()
+        if limits != (number, number):
+            lost.append(limits)
+    assert not lost
 
 
 # Arguments
