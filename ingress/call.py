@@ -200,6 +200,10 @@ class Call:
                     self._children = set()
         child._parent = self
         self._children.add(child)
+        # Race with a cancellation in another thread since we looked: it may have gone through the
+        # children just before this one was among them.
+        if self.is_interrupted and self.error is not None:
+            child.cancel()
 
     def cancel(self, error: RequestCancelledError | None = None) -> bool:
         """Settle as cancelled and stop the work where it is, with the calls made in it.

@@ -55,6 +55,27 @@ def test_a_callback_added_while_the_answer_comes_is_called_once(switch_interval:
         assert told == [call]
 
 
+def test_a_call_that_is_made_while_its_caller_is_cancelled_is_cancelled_too() -> None:
+    caller, call = make_call(), make_call()
+
+    def cancel() -> None:
+        caller.cancel()
+        caller.interrupt()
+
+    class Late(set[Call]):
+        """Before a call is among the others, another thread cancels the caller and all of them."""
+
+        def add(self, each: Call) -> None:
+            together(cancel)
+            super().add(each)
+
+    caller._children = Late()
+    caller.adopt(call)
+
+    assert caller.settled
+    assert isinstance(call.error, RequestCancelledError)
+
+
 def test_waiting_in_threads_and_on_loops_at_once(switch_interval: None) -> None:
     call = make_call()
     got: list[object] = []
