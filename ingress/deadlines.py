@@ -78,7 +78,10 @@ class Deadlines:
         self._rings_at = inf
         now = monotonic()
         earliest = inf
-        for call, deadline in list(self._calls.items()):
+        # Not `list(items())`: on CPython 3.11 making the pairs may collect garbage, and what runs
+        # then may let in a thread that adds a call, which ends the iteration with an error.
+        for call in list(self._calls):
+            deadline = self._calls.get(call, inf)  # it may have been answered meanwhile
             if deadline <= now + EARLY_S:
                 self._calls.pop(call, None)
                 call.expire()

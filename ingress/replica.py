@@ -93,8 +93,7 @@ class Replica:
         self.latencies: dict[str, Latency] = {}
         self.stalls: dict[str, Latency] = {}  # by method; the watchdog's
         self.unhealthy_reason = ""
-        self.max_ongoing = max_ongoing
-        self.ongoing, self.position = 0, -1
+        self.max_ongoing, self.ongoing, self.position = max_ongoing, 0, -1
         self.requested: dict[str, int] = {}
         self._release = release
         self._reassign = reassign
@@ -345,8 +344,8 @@ class Replica:
             self._executor.shutdown()
         # In a thread, because these wait, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
-        for call, task in list(self._calls.items()):
-            if task is not None:
+        for call in list(self._calls):  # a loop that was left behind changes it
+            if (task := self._calls.get(call)) is not None:
                 call.settle(error=self.gone())
                 call.interrupt()
             elif self._calls.pop(call, _ABSENT) is None:
@@ -359,11 +358,12 @@ class Replica:
         for call, task in running:
             task.cancel()
             call.interrupt()
-        for task, batch in list(self.context._batches.items()):
+        for task in list(self.context._batches):
             if task.get_loop() is self.loop:  # one on a loop of the user's ends with that
                 task.cancel()
                 tasks.append(task)
-            batch.interrupt()
+            if (batch := self.context._batches.get(task)) is not None:
+                batch.interrupt()
         if tasks:
             await asyncio.wait(tasks)
         try:

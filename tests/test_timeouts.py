@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -930,6 +932,44 @@ def test_none_is_forgotten_when_many_threads_add_while_the_timer_rings(
         assert call.wait_blocking(PATIENCE_S)
 
 
+def test_none_is_forgotten_when_one_is_added_while_the_timer_looks_at_them(
+    home: EventLoopThread,
+) -> None:
+    """On CPython 3.11 memory that is taken may run the collector, and that a callback of ours."""
+    deadlines = deadlines_of(home.loop)
+    errors: list[Any] = []
+    home.loop.set_exception_handler(lambda loop, context: errors.append(context))
+    late, due = time.monotonic() + 60, time.monotonic() + 0.3
+    calls, added, kept = [make_call() for _ in range(3_000)], [], []
+
+    def add(*_: object) -> None:
+        added.append(make_call())
+        deadlines.add(added[-1], late)
+        if len(added) < 10_000:
+            garbage = Garbage()
+            garbage.me = garbage  # only the collector finds it
+            kept.append(weakref.ref(garbage, add))
+
+    class Garbage:
+        me: Garbage
+
+    for call in calls:
+        call.metadata = call.metadata._replace(deadline=due)
+        deadlines.add(call, due)
+    before = gc.get_threshold()
+    try:
+        add()
+        gc.set_threshold(1)
+        assert all(call.wait_blocking(PATIENCE_S) for call in calls)
+    finally:
+        gc.set_threshold(*before)
+    for call in added:
+        deadlines.discard(call)
+
+    assert not errors
+    assert len(added) > 1, "the collector ran"
+
+
 def test_one_that_is_added_just_after_the_timer_has_looked_is_not_forgotten(
     home: EventLoopThread,
 ) -> None:
@@ -944,13 +984,13 @@ def test_one_that_is_added_just_after_the_timer_has_looked_is_not_forgotten(
     class Looked(dict[Any, float]):
         """Once it has been looked at, and before the looker goes on, another thread adds one."""
 
-        def items(self) -> Any:
-            seen = list(super().items())
+        def __iter__(self) -> Any:
+            seen = list(super().__iter__())
             if second.metadata.deadline is None:
                 adder = threading.Thread(target=deadlines.add, args=(second, at(second, 0.02)))
                 adder.start()
                 adder.join(PATIENCE_S)
-            return seen
+            return iter(seen)
 
     deadlines._calls = Looked()
     deadlines.add(first, at(first, 0.01))

@@ -249,7 +249,7 @@ class LocalEngine:
     def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle:
         deployment_id = DeploymentID(deployment_name, app_name)
         if deployment_id not in self.routers:
-            known = sorted(str(each) for each in self.routers)
+            known = sorted(map(str, list(self.routers)))
             raise KeyError(f"{deployment_id} does not exist. Running: {known}.")
         return self.handle(deployment_id)
 
