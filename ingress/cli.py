@@ -33,6 +33,7 @@ from ingress.serving import (
     start_again_if_needed,
 )
 from ingress.settings import LIMIT_CONNECTIONS, TRACE_FILE, export
+from ingress.standard_streams import make_lossy
 from ingress.target import AppDir, Target
 from ingress.target import load as _load
 from ingress.target import refusal as _error
@@ -110,6 +111,7 @@ def run(
     Sets OMP_NUM_THREADS and its like, if they are not set, to what the cores are worth for each
     call that computes.
     """
+    make_lossy()
     engine = engine or read_settings().engine
     check_engine(
         engine,

@@ -232,6 +232,12 @@ def get(port: int, path: str, headers: str = "") -> Answer:
         return connection.answer()
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def write_module(folder: Path, name: str, source: str) -> None:
     (folder / f"{name}.py").write_text(source)
 
