@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from queue import SimpleQueue
-from types import FrameType
 from typing import Any, Never
 
 from ingress.absent import refuse
@@ -21,13 +18,13 @@ from ingress.declaration import Application, Deployment
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
-from ingress.schema import ServeStatus
+from ingress.schema import ApplicationStatus, ServeStatus
+from ingress.signals import Stopped, StopSignals
 from ingress.watchdog import WATCHDOG, Stall
 
 logger = logging.getLogger("ingress")
 
-LAME_DUCK_S = 0.2  # between the refusal of new requests and the end of the listening socket
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LAME_DUCK_S = 0.2  # between the signal and the refusal of new requests
 
 
 def start(
@@ -75,10 +72,8 @@ def run(
     _check_target(target)
     _check_name(name)
     _check_route_prefix(route_prefix)
-    handle = current_engine(engine).run(target, name, route_prefix)
-    if blocking:
-        serve_until_signal()
-    return handle
+    with serving_until_signal() if blocking else nullcontext():
+        return current_engine(engine).run(target, name, route_prefix)
 
 
 @dataclass(init=False, slots=True)
@@ -112,42 +107,37 @@ def run_many(
     names = [each.name for each in targets]
     if len({*names}) < len(names):
         raise ValueError(f"applications must have different names, got {names}; name each")
-    handles = [run(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets]
-    if blocking:
-        serve_until_signal()
-    return handles
+    with serving_until_signal() if blocking else nullcontext():
+        return [
+            run(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets
+        ]
 
 
-def serve_until_signal() -> None:
-    """Wait for Ctrl-C or SIGTERM, then drain and stop everything. A second signal ends at once.
+@contextmanager
+def serving_until_signal() -> Iterator[None]:
+    """Serve what the block starts until Ctrl-C, SIGTERM or SIGHUP, then drain and stop everything.
 
-    In a thread other than the main one, which gets no signals, waits for ever.
+    The signals are heard from before the block begins, so that none can end the process while it
+    answers requests. One that comes before anything runs ends the start: with `KeyboardInterrupt`
+    if it is Ctrl-C, else with `SystemExit`. The second signal ends the process at once. In a thread
+    other than the main one, which gets no signals, serves for ever.
     """
-    if threading.current_thread() is not threading.main_thread():
-        threading.Event().wait()
-    # Not an `Event`: its lock may be held by the very line that the signal interrupts.
-    signals: SimpleQueue[int] = SimpleQueue()
-    is_stopping = False
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal is_stopping
-        if is_stopping:  # the second: whatever is left, the user has said it twice
-            os._exit(128 + number)
-        is_stopping = True
-        signals.put(number)
-
-    # Set even where they are ignored: a shell does that to the jobs it starts in the background.
-    previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
-    try:
-        with WATCHDOG.reporting_on_signal(), current_engine().writing_on_signal():
-            signals.get()
+    with StopSignals() as signals:
+        try:
+            yield
+            signals.end_start()
+            with WATCHDOG.reporting_on_signal(), current_engine().writing_on_signal():
+                signals.wait()
+        except Stopped as stopped:
+            if not _is_serving():
+                shutdown()
+                if stopped.number == signal.SIGINT:
+                    raise KeyboardInterrupt from None  # by which Python knows how to end
+                raise SystemExit(128 + stopped.number) from None
         logger.info("stopping: waiting for what runs; a second signal stops at once")
-        current_engine().refuse()
-        time.sleep(LAME_DUCK_S)  # who is on the way here is told, not cut off
+        current_engine().leave()
+        time.sleep(LAME_DUCK_S)  # who is on the way here is served
         shutdown()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def delete(name: str) -> None:
@@ -195,6 +185,11 @@ def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> 
                 f"get_deployment_handle({deployment_name!r}, app_name='default')."
             ) from None
     return current_engine().deployment_handle(deployment_name, app_name)
+
+
+def _is_serving() -> bool:
+    applications = status().applications.values()
+    return any(each.status is ApplicationStatus.RUNNING for each in applications)
 
 
 def _check_target(target: Any) -> None:

@@ -88,12 +88,24 @@ def serve_until_ctrl_c(
     engine: str,
 ) -> None:
     try:
+        with api.serving_until_signal():
+            _start(application, options, engine)
+            print_plan(application, settings, budget)
+            where = "" if engine == "local" else f" on {engine.capitalize()}"
+            console.print(
+                f"Application 'default' is ready at {current_engine().url()}{where} "
+                "(Ctrl-C to stop)",
+                highlight=False,
+            )
+    except KeyboardInterrupt:  # before it ran
+        raise typer.Exit(130) from None
+
+
+def _start(application: Application, options: HTTPOptions, engine: str) -> None:
+    try:
         if engine == "local":
             local_engine().use(options)
         api.run(application, engine=engine)  # Ray looks at the application before it starts
-    except KeyboardInterrupt:  # it may take a while
-        api.shutdown()
-        raise typer.Exit(130) from None
     except Exception as error:
         api.shutdown()
         if engine == "local":
@@ -105,13 +117,6 @@ def serve_until_ctrl_c(
         if needs_a_look:
             raise  # user code raised it: its traceback is what one needs to see
         raise refusal(str(error)) from None
-    print_plan(application, settings, budget)
-    where = "" if engine == "local" else f" on {engine.capitalize()}"
-    console.print(
-        f"Application 'default' is ready at {current_engine().url()}{where} (Ctrl-C to stop)",
-        highlight=False,
-    )
-    api.serve_until_signal()
 
 
 def serve_in_new_processes(

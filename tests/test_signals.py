@@ -1,0 +1,152 @@
+"""Signals at every moment: while it starts, as soon as it serves, and again."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.servers import (
+    INGRESS,
+    ROUNDS,
+    Connection,
+    ServerProcess,
+    environment,
+    free_port,
+    get,
+    process,
+    wait_until,
+    write_module,
+)
+
+STARTS = ROUNDS * 3 or 3  # a hundred under `make test-reliability`
+
+APP = """
+import asyncio, time
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class App:
+    @app.get("/slow")
+    async def slow(self):
+        await asyncio.sleep(0.1)
+        return "slow"
+
+hello = App.bind()
+
+@serve.deployment
+class Hangs:
+    def __init__(self):
+        print("constructs", flush=True)
+        time.sleep(1000)
+
+hangs = Hangs.bind()
+"""
+
+BLOCKING = """
+import sys
+import app, ingress as serve
+if __name__ == "__main__":
+    serve.start({"port": 0})
+    print("serving on", *serve.status().proxies, flush=True)
+    serve.run(getattr(app, sys.argv[1]), blocking=True)
+"""
+
+COMMANDS = {
+    "ingress run": [*INGRESS, "run", "--port", "0", "app:"],
+    "serve.run": [sys.executable, "blocking.py", ""],
+}
+
+
+@pytest.fixture(params=COMMANDS)
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_module(tmp_path, "app", APP)
+    write_module(tmp_path, "blocking", BLOCKING)
+    return tmp_path
+
+
+def command(how: str, app: str) -> list[str]:
+    *words, last = COMMANDS[how]
+    return [*words, last + app]
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return get(port, "/-/healthz").status == 200
+    except ConnectionRefusedError:
+        return False
+
+
+@pytest.mark.reliability("B15")
+@pytest.mark.timeout(60 + 20 * STARTS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_as_soon_as_the_health_check_succeeds_drops_nothing(
+    folder: Path, number: signal.Signals
+) -> None:
+    for _ in range(STARTS):
+        port = free_port()
+        with process(
+            [*INGRESS, "run", "app:hello", "--port", str(port)], folder, environment(folder)
+        ) as server:
+            wait_until(partial(is_ready, port))
+            with Connection(port) as client:
+                client.request("/slow")
+                server.signal(number)
+
+                assert client.answer().body == b'"slow"'
+            assert server.wait() == 0, server.output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
+    ids=["SIGTERM", "SIGHUP", "SIGINT"],
+)
+def test_a_signal_ends_a_start_that_hangs(
+    folder: Path, how: str, number: signal.Signals, code: int
+) -> None:
+    with process(command(how, "hangs"), folder, environment(folder)) as server:
+        server.wait_for("constructs")
+        server.signal(number)
+        began = time.monotonic()
+        # Python ends a program that a Ctrl-C went through by that signal.
+        assert server.wait() in ((code, -signal.SIGINT) if number == signal.SIGINT else (code,))
+        assert time.monotonic() - began < 5.0
+        assert "Error" not in server.output
+
+
+def test_a_signal_in_the_middle_of_a_start_is_not_lost(folder: Path, how: str) -> None:
+    """Wherever it comes: before there is a handler, the system ends the process."""
+    for delay_s in (0.2, 0.4, 0.6, 0.8, 1.0):
+        with process(command(how, "hello"), folder, environment(folder)) as server:
+            time.sleep(delay_s)
+            server.signal()
+            assert server.wait() in (0, 143, -signal.SIGTERM)
+
+
+def test_a_terminal_that_closes_is_a_stop_like_any_other(folder: Path, how: str) -> None:
+    with process(command(how, "hello"), folder, environment(folder)) as server:
+        with serving(server) as client:
+            client.request("/slow")
+            server.signal(signal.SIGHUP)
+
+            assert client.answer().body == b'"slow"'
+        assert server.wait() == 0
+
+
+def serving(server: ServerProcess) -> Connection:
+    wait_until(lambda: is_ready(server.port))
+    return Connection(server.port)
