@@ -2,6 +2,7 @@
 
     has_left   whether a client has gone whose last words nobody has read: a server stops reading
                while the body it has read waits for user code, and the end stands behind that data
+    has_unread whether the kernel has something of the client's, or its end, that nobody has read
     cut        end a response half way: to a server that is an error of the application's
 
 Neither is part of ASGI: uvicorn's `receive` is a method of what holds the transport. For any other,
@@ -23,16 +24,12 @@ def has_left(receive: Any) -> bool:
 
     If the answer is no, the end is seen once the data was read.
     """
-    transport = _transport(receive)
-    socket = None if transport is None else transport.get_extra_info("socket")
-    if socket is None or not hasattr(select, "poll"):  # Windows
-        return False
-    descriptor = socket.fileno()
-    if descriptor < 0:
-        return True
-    poll = select.poll()
-    poll.register(descriptor, _GONE)
-    return bool(poll.poll(0))
+    return _polled(_transport(receive), _GONE)
+
+
+def has_unread(transport: Any) -> bool:
+    """Whether something has arrived on a connection that its protocol has not been given yet."""
+    return _polled(transport, getattr(select, "POLLIN", 0))
 
 
 async def cut(receive: Any) -> bool:
@@ -48,6 +45,18 @@ async def cut(receive: Any) -> bool:
     except TimeoutError:
         pass  # what the client does not read is in the way; the server has a line to say of that
     return True
+
+
+def _polled(transport: Any, events: int) -> bool:
+    socket = None if transport is None else transport.get_extra_info("socket")
+    if socket is None or not hasattr(select, "poll"):  # Windows
+        return False
+    descriptor = socket.fileno()
+    if descriptor < 0:
+        return True
+    poll = select.poll()
+    poll.register(descriptor, events)
+    return bool(poll.poll(0))
 
 
 def _transport(receive: Any) -> Any:

@@ -102,11 +102,20 @@ class RouteTable:
 class HTTPProxy:
     """An ASGI application. Runs on whichever loop calls it, so several may at once."""
 
-    __slots__ = ("_budget", "_in_flight", "_swept", "is_draining", "limits", "table")
+    __slots__ = (
+        "_budget",
+        "_in_flight",
+        "_swept",
+        "is_draining",
+        "is_leaving",
+        "limits",
+        "table",
+    )
 
     def __init__(self) -> None:
         self.table = RouteTable()
         self.limits = RequestLimits()
+        self.is_leaving = False  # a lame duck: it serves, and its health check says to go elsewhere
         self.is_draining = False
         self._budget = RetryBudget()
         # Added to and taken from on any loop; `drain` reads it.
@@ -264,7 +273,7 @@ class HTTPProxy:
 
     def _builtin(self, path: str, scope: Scope) -> Response | None:
         if path == HEALTHZ:
-            if self.is_draining:
+            if self.is_leaving or self.is_draining:
                 return PlainTextResponse("This node is being drained.", 503)
             if self.table.is_ready:
                 return PlainTextResponse("success")

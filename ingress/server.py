@@ -8,11 +8,12 @@ import socket
 from typing import TYPE_CHECKING
 
 from ingress.config import HTTPOptions
+from ingress.http.leaving import close_after_answers
 from ingress.loops import EventLoopThread, run_on
 from ingress.proxy import HTTPProxy
 
 if TYPE_CHECKING:
-    import uvicorn
+    from ingress.http.uvicorn_server import UvicornServer
 
 
 logger = logging.getLogger("ingress")
@@ -29,7 +30,7 @@ class HTTPServer:
         self._socket = _bind(host, options.port)
         self.host, self.port = self._socket.getsockname()[:2]
         self.home = EventLoopThread("ingress-http")
-        self._server: uvicorn.Server | None = None
+        self._server: UvicornServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -46,6 +47,7 @@ class HTTPServer:
         import uvicorn
 
         from ingress.http.connections import Connections
+        from ingress.http.uvicorn_server import UvicornServer
 
         options = self._options
         config = uvicorn.Config(
@@ -61,7 +63,7 @@ class HTTPServer:
             ssl_ca_certs=options.ssl_ca_certs,
             **Connections(self.proxy.limits.http).options(),
         )
-        self._server = uvicorn.Server(config)
+        self._server = UvicornServer(config)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )
@@ -71,11 +73,16 @@ class HTTPServer:
                 raise RuntimeError(f"uvicorn did not start on {self.url}")
             await asyncio.sleep(0.001)
 
+    def leave(self) -> None:
+        """Have each answer from now on close its connection. Thread-safe."""
+        if self._server is not None:
+            self.home.mailbox.post(close_after_answers, self._server)
+
     async def stop(self) -> None:
         """Close the connections and end the thread, within a second. The requests have ended."""
         try:
             if self._server is not None:
-                async with asyncio.timeout(0.6):
+                async with asyncio.timeout(0.9):
                     await run_on(self.home.loop, self._stop())
         except TimeoutError:
             logger.error("user code blocks the event loop of %s; left behind", self.home.name)
@@ -87,7 +94,7 @@ class HTTPServer:
         assert self._server is not None
         assert self._serving is not None
         self._server.should_exit = True
-        done, _ = await asyncio.wait([self._serving], timeout=0.25)
+        done, _ = await asyncio.wait([self._serving], timeout=0.55)
         if not done:
             self._server.force_exit = True
             await asyncio.wait([self._serving], timeout=0.15)

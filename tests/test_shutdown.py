@@ -169,22 +169,42 @@ def test_ctrl_c_is_a_clean_stop_too(server: ServerProcess) -> None:
 
 
 @pytest.mark.reliability("B15")
-def test_what_runs_is_answered_and_what_comes_is_refused(server: ServerProcess) -> None:
+def test_what_runs_is_answered_and_what_comes_later_is_refused(server: ServerProcess) -> None:
     port = server.port
     with Connection(port) as running, Connection(port) as waiting:
-        running.request("/slow?s=0.3")
+        running.request("/slow?s=0.4")
         server.wait_for("slow began")
         server.signal()
-        wait_until(lambda: get(port, "/-/healthz").status == 503)
+        wait_until(lambda: get(port, "/quick").status == 503)
         waiting.request("/quick")
         refused = waiting.answer()
         assert (refused.status, refused.body) == (503, b"This node is being drained.")
+        assert get(port, "/-/healthz").status == 503
         assert running.answer().body == b'"slow"'
 
     assert server.wait() == 0
 
 
-@pytest.mark.reliability("B15")
+def test_what_comes_right_after_the_signal_is_served_and_sent_elsewhere(
+    server: ServerProcess,
+) -> None:
+    port = server.port
+    with Connection(port) as busy, Connection(port) as idle:
+        idle.request("/quick", headers="")
+        idle.receive_until(b'"quick"')
+        busy.request("/slow?s=0.15", headers="")
+        server.wait_for("slow began")
+        server.signal()
+        wait_until(lambda: get(port, "/-/healthz").status == 503)
+        idle.received = b""
+        idle.request("/quick", headers="")
+        last, slow = idle.answer(), busy.answer()
+
+        assert (last.status, last.body, last.headers["connection"]) == (200, b'"quick"', "close")
+        assert (slow.status, slow.body, slow.headers["connection"]) == (200, b'"slow"', "close")
+    assert server.wait() == 0
+
+
 def test_what_does_not_end_in_time_is_a_503_and_the_process_goes(server: ServerProcess) -> None:
     with Connection(server.port) as running:
         running.request("/slow?s=1000")

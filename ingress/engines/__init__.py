@@ -46,8 +46,8 @@ class Engine(Protocol):
 
     def delete(self, name: str) -> None: ...
 
-    def refuse(self) -> None:
-        """Answer new requests that there are no more, until `shutdown`."""
+    def leave(self) -> None:
+        """Serve on until `shutdown`, and tell clients to go elsewhere."""
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
         """Write what was recorded when a signal asks for it, meanwhile."""

@@ -29,14 +29,18 @@ from ingress.controller import RunningApplication
 from ingress.declaration import Application
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
+from ingress.http.leaving import close_after_answers, is_listening
 from ingress.loops import Wakeup, run_on, start_on
 from ingress.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
 from ingress.watchdog import WATCHDOG
 
 # How often uvicorn is asked whether it is to stop, which is how often it asks itself; and how long
-# it then has to close its sockets and WebSockets.
+# it then has to close its connections and WebSockets.
 TICK_S = 0.1
+# How long a server goes on listening once it is to stop, at most; and how often that is looked at.
+CLOSING_S = 1.0
+LOOK_S = 0.01
 
 
 class Hosted:
@@ -134,13 +138,20 @@ class Hosted:
         while not server.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
         await self._end_start(INTERRUPTED)
-        await asyncio.sleep(2 * TICK_S)
         running = self._running
-        if running is not None:
-            timeout_s = running.graceful_shutdown_timeout_s
-            self._drained_at = monotonic() + timeout_s
-            running.proxy.is_draining = True
-            await running.proxy.drain(running.ingress.router, timeout_s)
+        if running is None:
+            return
+        running.proxy.is_leaving = True
+        given_up = monotonic() + CLOSING_S
+        while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        # Not before: whoever is sent away while uvicorn listens is back at once, and would be among
+        # those whose connections it resets, because it has not accepted them, when it closes.
+        close_after_answers(server)
+        await asyncio.sleep(TICK_S)
+        timeout_s = running.graceful_shutdown_timeout_s
+        self._drained_at = monotonic() + timeout_s
+        await running.proxy.drain(running.ingress.router, timeout_s)
 
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Run on the control loop."""

@@ -24,6 +24,7 @@ from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.loop_executor import lend_executor
 from ingress.loops import run_blocking
+from ingress.proxy import HTTPProxy
 from ingress.router import Router
 from ingress.schema import ServeStatus
 from ingress.settings import Settings
@@ -189,24 +190,30 @@ class LocalEngine:
     def writing_on_signal(self) -> AbstractContextManager[None]:
         return self.threads.writing_on_signal()
 
-    def refuse(self) -> None:
-        """Answer new requests that the server is being drained, until `shutdown`."""
-        self.http.proxy.is_draining = True
-        for running in list(self.applications.values()):
-            running.proxy.is_draining = True
+    def leave(self) -> None:
+        """Serve on until `shutdown`, as a lame duck: clients are told to go elsewhere."""
+        for proxy in self._proxies():
+            proxy.is_leaving = True
+        if self.http.server is not None:
+            self.http.server.leave()
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop everything. Requests have `timeout_s` to end, by default what deployments say."""
         with self._operations, self.operating() as threads:
             if threads is None:
                 return
-            self.refuse()
+            self.leave()
+            for proxy in self._proxies():
+                proxy.is_draining = True
             run_blocking(threads.control.loop, self.apps.stop_all(timeout_s))
             if self.http.is_kept:
                 self.http.is_kept = False
                 self.release()
             self.http.stop_if_unused(threads)
             self.http.reset()
+
+    def _proxies(self) -> list[HTTPProxy]:
+        return [self.http.proxy, *(each.proxy for each in list(self.applications.values()))]
 
     @contextmanager
     def operating(self) -> Iterator[EngineThreads | None]:

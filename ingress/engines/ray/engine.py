@@ -188,7 +188,7 @@ class RayEngine:
             ray_serve.delete(name)
             self.directory.forget(name)
 
-    def refuse(self) -> None:
+    def leave(self) -> None:
         """Leave new requests to Ray's proxies, which drain by themselves."""
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
