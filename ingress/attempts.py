@@ -21,6 +21,7 @@ from ingress import retries
 from ingress.deadlines import TIMEOUT_HEADER, earlier
 from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
 from ingress.exchange import Exchange
+from ingress.http.body import Body
 from ingress.retries import RetryBudget
 from ingress.router import Router
 from ingress.settings import HTTPLimits
@@ -63,8 +64,8 @@ class Attempt(Exchange):
         scope: Scope,
         receive: Receive,
         send: Send,
+        body: Body | None = None,
         *,
-        has_body: bool,
         timeout_s: float | None,
         budget: RetryBudget,
         number: int = 1,
@@ -72,7 +73,7 @@ class Attempt(Exchange):
     ) -> None:
         # Copies for user code, which writes into its scope.
         inner = {**scope, "state": dict(scope["state"])} if "state" in scope else dict(scope)
-        super().__init__(metadata, router, inner, receive, send, has_body=has_body)
+        super().__init__(metadata, router, inner, receive, send, body)
         self._scope = scope
         self._timeout_s = timeout_s
         self._budget = budget
@@ -120,7 +121,7 @@ class Attempt(Exchange):
         """
         if isinstance(error, RequestTimeoutError):
             deadline = self.metadata.deadline  # which its replica may have been the first to see
-            return self._is_cut or (deadline is not None and monotonic() >= deadline)
+            return self._cut_by is not None or (deadline is not None and monotonic() >= deadline)
         if isinstance(error, ReplicaUnavailableError):
             return self.runner is not None and self.runner.is_ending
         return False
@@ -137,7 +138,6 @@ class Attempt(Exchange):
             self._scope,
             self._receive,
             self._send,
-            has_body=False,
             timeout_s=self._timeout_s,
             budget=self._budget,
             number=self._number + 1,

@@ -16,7 +16,7 @@ from contextvars import Context, ContextVar
 from time import monotonic
 from typing import Any, Protocol
 
-from ingress.exceptions import RequestCancelledError, RequestTimeoutError
+from ingress.exceptions import RayServeException, RequestCancelledError, RequestTimeoutError
 from ingress.loops import Wakeup
 from ingress.types import RequestMetadata
 
@@ -205,7 +205,7 @@ class Call:
         if self.is_interrupted and self.error is not None:
             child.cancel()
 
-    def cancel(self, error: RequestCancelledError | None = None) -> bool:
+    def cancel(self, error: RayServeException | None = None) -> bool:
         """Settle as cancelled and stop the work where it is, with the calls made in it.
 
         `error` is what its caller gets instead of a plain `RequestCancelledError`. Returns False if

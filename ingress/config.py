@@ -138,7 +138,7 @@ class HTTPOptions(Options):
     `retry_started_methods` are those that may be tried again although user code may have run.
 
     How much a client may send, and how long it may take, is in docs/limits.md. What is left out of
-    that is the environment's, `INGRESS_HEADER_TIMEOUT_S` and so on; `None` is no limit.
+    that is the environment's, `INGRESS_MAX_BODY_SIZE` and so on; `None` is no limit.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -156,6 +156,9 @@ class HTTPOptions(Options):
     limit_connections: PositiveInt | None = None
     max_header_bytes: PositiveInt = 65536
     header_timeout_s: PositiveFloat | None = 15.0
+    body_buffer_bytes: PositiveInt = 65536
+    body_idle_timeout_s: PositiveFloat | None = 30.0
+    max_body_size: PositiveInt | None = None
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile_password: str | None = None

@@ -7,6 +7,8 @@
        ├─ ReplicaUnavailableError         503  the replica went away under the call
        ├─ RequestCancelledError           499  the caller cancelled it
        │  └─ RequestTimeoutError          408  its deadline passed
+       │     └─ RequestBodyTimeoutError   408  its body stood still
+       ├─ RequestBodyTooLargeError        413  its body is larger than `max_body_size`
        ├─ RequestCycleError               500  it waits for what its own callers hold
        ├─ StreamClosedError               499  the stream's other end is gone
        └─ UserCodeExit                    500  user code raised what is not an `Exception`
@@ -127,6 +129,26 @@ class RequestTimeoutError(RequestCancelledError):
 
     def __str__(self) -> str:
         return f"Request {self.request_id} timed out after {self.timeout_s}s."
+
+
+class RequestBodyTimeoutError(RequestTimeoutError):
+    """The client stopped in the middle of the request's body, for `body_idle_timeout_s`."""
+
+    def __str__(self) -> str:
+        return f"The body of request {self.request_id} stood still for {self.timeout_s:g}s."
+
+
+class RequestBodyTooLargeError(RayServeException):
+    """The request's body is larger than `max_body_size`."""
+
+    status_code = 413
+
+    def __init__(self, max_body_size: int) -> None:
+        super().__init__(max_body_size)
+        self.max_body_size = max_body_size
+
+    def __str__(self) -> str:
+        return f"The request's body is too large: it may have {self.max_body_size} bytes."
 
 
 class RequestCycleError(RayServeException):

@@ -23,19 +23,14 @@ from ingress.asgi import route_template
 from ingress.bridge import Bridge, Direct
 from ingress.call import Call, Runner
 from ingress.channel import Channel, EndOfStream
-from ingress.exceptions import (
-    DeploymentUnavailableError,
-    RequestCancelledError,
-    RequestTimeoutError,
-)
+from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
+from ingress.http.body import NO_BODY, Body
 from ingress.listener import Listener
 from ingress.loops import mailbox_of, runs_here
 from ingress.messages import joined, with_request_id
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
-
-_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class Exchange(Call):
@@ -46,11 +41,10 @@ class Exchange(Call):
     """
 
     __slots__ = (
-        "_assigned_here", "_disconnected", "_ended", "_event", "_expects_more", "_first",
-        "_has_body", "_has_left", "_is_closed", "_is_complete", "_is_cut", "_is_forwarding",
-        "_is_stopped", "_listener", "_outbound", "_receive", "_response", "_send", "_task",
-        "_template", "_thread", "_told", "has_answer", "is_heard", "is_http", "loop", "router",
-        "scope", "started",
+        "_assigned_here", "_cut_by", "_disconnected", "_ended", "_event", "_expects_more", "_first",
+        "_has_left", "_is_closed", "_is_complete", "_is_forwarding", "_is_stopped", "_listener",
+        "_outbound", "_receive", "_response", "_send", "_task", "_template", "_thread", "_told",
+        "body", "has_answer", "is_heard", "is_http", "loop", "router", "scope", "started",
     )  # fmt: skip
 
     def __init__(
@@ -60,25 +54,25 @@ class Exchange(Call):
         scope: Scope,
         receive: Receive,
         send: Send,
-        *,
-        has_body: bool,
+        body: Body | None = None,
     ) -> None:
         super().__init__(metadata, self._work, copy_context())
         self.router = router
         self.scope = scope
         self.is_http = scope["type"] == "http"
-        self._receive = receive
+        self._receive = receive if body is None else body.receive
         self._send = send
-        self._has_body = has_body
+        self.body = body
         self.loop = asyncio.get_running_loop()
         self._thread = get_ident()
-        self._first: Message | None = _NO_BODY if self.is_http else None
-        self._expects_more = has_body or not self.is_http
+        self._first: Message | None = NO_BODY if self.is_http else None
+        self._expects_more = body is not None or not self.is_http
         # Here, although most requests never need them: two threads write, see docs/concurrency.md.
         self.started = self._is_complete = False  # the answer
         self.has_answer = False  # all of it has left user code on a loop of its own
         self._assigned_here = self._ended = self._is_forwarding = False
-        self._is_stopped = self._is_cut = self._is_closed = self._has_left = False
+        self._is_stopped = self._is_closed = self._has_left = False
+        self._cut_by: RayServeException | None = None
         self._disconnected = self.is_heard = False  # the client
         self._template = ""
         self._event: asyncio.Future[None] | None = None
@@ -114,29 +108,28 @@ class Exchange(Call):
 
     async def respond(self) -> None:
         """Have the request served and send the answer. Raises what the call failed with."""
-        if self.metadata.deadline is not None:
+        body = self.body
+        if body is not None or self.metadata.deadline is not None:
             self._task = asyncio.current_task()
         try:
-            if self._has_body:
+            if body is not None:
                 # Before it takes a slot: a slow upload must not hold one.
-                self._first = await self._receive()
-                if self._first["type"] == "http.disconnect":
-                    self._disconnected = True
-                    self.cancel()
-                    return
-                self._expects_more = bool(self._first.get("more_body"))
+                self._first = await body.read_ahead()
+                self._expects_more = body.is_open
+                if not body.is_open and self.metadata.deadline is None:
+                    self._task = None  # it may run in the server's own
             self.router.assign(self)
             await self._answer()
         except asyncio.CancelledError:
             self.cancel()
-            if self._is_cut:
+            if self._cut_by is not None:
                 assert self._task is not None
                 if self._task.uncancel():  # not only us
                     raise
             elif not self._disconnected and not self._is_stopped:  # else it was us who cancelled
                 raise
         except BaseException as error:
-            # The server refused a message. It is not the work that failed, so that must be ended.
+            # The server refused a message, or the body came to a bad end: the work did not fail.
             self._disconnected = isinstance(error, OSError)
             self.cancel()
             if not self._disconnected:
@@ -155,7 +148,8 @@ class Exchange(Call):
             self._raise(self.error)
 
     def _raise(self, failure: BaseException | None) -> None:
-        if self._is_stopped and not self._is_cut and isinstance(failure, RequestCancelledError):
+        is_stopped = self._is_stopped and self._cut_by is None
+        if is_stopped and isinstance(failure, RequestCancelledError):
             if self._is_complete:
                 return  # it was a background task
             raise DeploymentUnavailableError(
@@ -164,13 +158,13 @@ class Exchange(Call):
             )
         if failure is not None:
             raise failure
-        if self._is_cut:  # the work has ended, its answer was on the way
-            raise self._timeout()
+        if self._cut_by is not None:  # the work has ended, its answer was on the way
+            raise self._cut_by
 
     def was_ended_by(self, error: Exception) -> bool:
-        """Whether it failed because its time is up or its application stops, at no fault."""
-        if isinstance(error, RequestTimeoutError):
-            return self._is_cut
+        """Whether it failed because of its client, or its application stops, at no fault."""
+        if self._cut_by is not None:
+            return isinstance(error, type(self._cut_by))
         return self._is_stopped and isinstance(error, DeploymentUnavailableError)
 
     async def again(self, error: Exception) -> Exchange | None:
@@ -229,13 +223,17 @@ class Exchange(Call):
         self._post(self._expire)
 
     def _expire(self) -> None:
-        if self._is_complete or self._has_left or self._is_cut:
+        self._cut(self._timeout())
+
+    def _cut(self, error: RayServeException) -> None:
+        """End it with this error of its client's, wherever it is."""
+        if self._is_complete or self._has_left or self._cut_by is not None:
             return  # a response that is complete was in time; once is enough
         assert self._task is not None
-        self._is_cut = True
+        self._cut_by = error
         # It may wait for the body, for the client to take a chunk, or for the call's end.
         self._task.cancel()
-        super().expire()
+        self.cancel(error)
 
     def _post(self, callback: Any, *args: Any) -> None:
         if runs_here(self.loop, self._thread):
@@ -312,10 +310,12 @@ class Exchange(Call):
         """Whether nobody takes what user code sends."""
         return self._disconnected or self._has_left
 
-    def watch(self) -> None:
-        """See whether the client has left. Called again and again while the request runs."""
-        if not self._ended:
-            self.listener.watch()
+    def watch(self, now: float) -> None:
+        """See whether the client has left, or its body stands still. Called again and again."""
+        if self.body and (late := self.body.timeout(now, self.metadata.request_id)):
+            self._cut(late)
+        elif self.queue is not None and not self._ended:
+            self.listener.watch()  # before it is in the queue it reads its body itself
 
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to see the client leave."""
@@ -332,6 +332,9 @@ class Exchange(Call):
     def _on_disconnect(self) -> None:
         """Stop a request whose client is gone; what runs after the response runs on."""
         if self._ended or self._is_complete or self._disconnected:
+            return
+        if self.body and self.body.error:
+            self._cut(self.body.error)
             return
         self._disconnected = self.is_interrupted = True
         self._stop_work()

@@ -24,7 +24,7 @@ def has_left(receive: Any) -> bool:
 
     If the answer is no, the end is seen once the data was read.
     """
-    return _polled(_transport(receive), _GONE)
+    return _polled(transport_of(receive), _GONE)
 
 
 def has_unread(transport: Any) -> bool:
@@ -34,7 +34,7 @@ def has_unread(transport: Any) -> bool:
 
 async def cut(receive: Any) -> bool:
     """Close the connection, and wait until the server has seen it. Returns whether it can."""
-    transport = _transport(receive)
+    transport = transport_of(receive)
     if transport is None:
         return False
     transport.close()
@@ -59,5 +59,6 @@ def _polled(transport: Any, events: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _transport(receive: Any) -> Any:
+def transport_of(receive: Any) -> Any:
+    """Return the connection that a server's `receive` reads from, or `None`."""
     return getattr(getattr(receive, "__self__", None), "transport", None)

@@ -27,6 +27,7 @@ from ingress.attempts import Attempt, RequestLimits, client_deadline
 from ingress.call import CURRENT_CALL
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
+from ingress.http.body import Body, answer_and_close
 from ingress.logs import logger
 from ingress.messages import (
     GOING_AWAY,
@@ -35,7 +36,7 @@ from ingress.messages import (
     TRY_AGAIN_LATER,
     with_request_id,
 )
-from ingress.responses import error_response
+from ingress.responses import error_response, refusal
 from ingress.retries import RetryBudget
 from ingress.router import Router
 from ingress.types import RequestMetadata, new_request_id
@@ -138,6 +139,7 @@ class HTTPProxy:
             return
 
         has_id = has_body = False
+        length = b""
         model_id = ""
         limits = self.limits
         timeout_s = limits.timeout_s
@@ -148,6 +150,7 @@ class HTTPProxy:
                     has_id = True
                 elif name == b"content-length":
                     has_body = value != b"0"
+                    length = value
                 elif name == b"transfer-encoding":
                     has_body = True
                 elif name == TIMEOUT_HEADER:
@@ -166,6 +169,13 @@ class HTTPProxy:
             inner.pop("app_root_path", None)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
+        body = None
+        if has_body and scope["type"] == "http":
+            body = Body(receive, limits.http, length)
+            if body.error is not None:
+                send = _with_request_id(send, request_id)
+                await answer_and_close(refusal(body.error), scope, receive, send)
+                return
         now = 0.0 if timeout_s is None else monotonic()
         metadata = RequestMetadata(
             request_id,
@@ -184,14 +194,14 @@ class HTTPProxy:
                 inner,
                 receive,
                 send,
-                has_body=has_body,
+                body,
                 timeout_s=limits.timeout_s,
                 budget=self._budget,
                 last_deadline=client_deadline(inner, now),
             )
         else:
             kind = Exchange if scope["type"] == "http" else WebSocketExchange
-            following = kind(metadata, router, inner, receive, send, has_body=has_body)
+            following = kind(metadata, router, inner, receive, send, body)
         if timeout_s is not None:
             following.started_at = now
         while following is not None:
@@ -225,12 +235,12 @@ class HTTPProxy:
 
         Most requests are over before anybody looks: they cost no task, and no timer, for this.
         """
-        before = monotonic() - SWEEP_S
+        now = monotonic()
+        before = now - SWEEP_S
         mine = [exchange for exchange in list(self._in_flight) if exchange.loop is loop]
         for exchange in mine:
-            # In the queue or beyond: until then it reads its body itself.
-            if exchange.queue is not None and exchange.started_at <= before:
-                exchange.watch()
+            if exchange.started_at <= before:
+                exchange.watch(now)
         if mine:
             loop.call_later(SWEEP_S, self._sweep, loop)
         else:
@@ -324,7 +334,10 @@ async def answer(
             )
         return bool(status != 500)
     response = error_response(error)
-    await response(scope, receive, send)
+    if exchange.body is not None and exchange.body.is_open:
+        await answer_and_close(response, scope, receive, send)
+    else:
+        await response(scope, receive, send)
     return response.status_code != 500
 
 

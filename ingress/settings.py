@@ -16,6 +16,9 @@ that is started again sees the environment of that moment.
     INGRESS_LIMIT_CONNECTIONS                    0   connections at once in a process; 0: any number
     INGRESS_MAX_HEADER_BYTES                 65536   of the headers of a request
     INGRESS_HEADER_TIMEOUT_S                    15   seconds they have to arrive; 0: any time
+    INGRESS_BODY_BUFFER_BYTES                65536   of a body, read before the request takes a slot
+    INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds a body may stand still; 0: any time
+    INGRESS_MAX_BODY_SIZE                        0   bytes of a body; 0: any number
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
     library has; `ingress run` sets those that are not (`ingress.budget`)
@@ -41,6 +44,9 @@ TRACE_FILE = "INGRESS_TRACE"
 LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
 MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
 HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
+BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
+BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
+MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -63,6 +69,9 @@ class HTTPLimits:
     limit_connections: int | None = None
     max_header_bytes: int = 65536
     header_timeout_s: float | None = 15.0
+    body_buffer_bytes: int = 65536
+    body_idle_timeout_s: float | None = 30.0
+    max_body_size: int | None = None
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> HTTPLimits:
@@ -70,6 +79,9 @@ class HTTPLimits:
             limit_connections=_count(env, LIMIT_CONNECTIONS, default=0) or None,
             max_header_bytes=_count(env, MAX_HEADER_BYTES, default=65536, at_least=1),
             header_timeout_s=_time(env, HEADER_TIMEOUT_S, "seconds", 15, off="for no limit"),
+            body_buffer_bytes=_count(env, BODY_BUFFER_BYTES, default=65536, at_least=1),
+            body_idle_timeout_s=_time(env, BODY_IDLE_TIMEOUT_S, "seconds", 30, off="for no limit"),
+            max_body_size=_count(env, MAX_BODY_SIZE, default=0) or None,
         )
 
 

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ingress.exceptions import is_told
 from ingress.exchange import Exchange
+from ingress.http.body import Body
 from ingress.messages import INTERNAL_ERROR, NORMAL
 from ingress.router import Router
 from ingress.types import RequestMetadata
@@ -37,10 +38,9 @@ class WebSocketExchange(Exchange):
         scope: Scope,
         receive: Receive,
         send: Send,
-        *,
-        has_body: bool,
+        body: Body | None = None,
     ) -> None:
-        super().__init__(metadata, router, scope, receive, send, has_body=has_body)
+        super().__init__(metadata, router, scope, receive, send, body)
         self._is_accepted = False
 
     @property

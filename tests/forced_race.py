@@ -31,8 +31,8 @@ DEPLOYMENT = DeploymentID("A", "default")
 
 # What the server's loop writes late, and what the user loop does.
 FIELDS = {
-    "Exchange": ("_is_cut", "has_answer"),
-    "Attempt": ("_is_cut", "has_answer"),
+    "Exchange": ("_cut_by", "has_answer"),
+    "Attempt": ("_cut_by", "has_answer"),
     "WebSocketExchange": ("_is_accepted", "is_heard"),
 }
 
@@ -48,9 +48,9 @@ def make(kind: str) -> Exchange:
     unused: Any = None
     common = (metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
     if kind == "Attempt":
-        return Attempt(*common, has_body=False, timeout_s=None, budget=RetryBudget())
+        return Attempt(*common, timeout_s=None, budget=RetryBudget())
     cls = WebSocketExchange if kind == "WebSocketExchange" else Exchange
-    return cls(*common, has_body=False)
+    return cls(*common)
 
 
 async def race(kind: str) -> None:

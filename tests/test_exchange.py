@@ -23,6 +23,7 @@ from ingress.exchange import Exchange
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
 MEGABYTE = bytes(range(256)) * 4096
+BUFFER_BYTES = serve.HTTPOptions().body_buffer_bytes
 
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
@@ -105,7 +106,7 @@ def test_an_upload_reaches_a_fastapi_endpoint() -> None:
     assert httpx.post(url, files={"file": MEGABYTE}).json() == DIGEST
 
 
-def test_a_body_is_read_while_it_is_still_being_sent() -> None:
+def test_a_large_body_is_read_while_it_is_still_being_sent() -> None:
     arrived: list[bytes] = []
     has_first = threading.Event()
 
@@ -117,25 +118,35 @@ def test_a_body_is_read_while_it_is_still_being_sent() -> None:
         return len(b"".join(arrived))
 
     with Connection(served(reader.bind())) as connection:
-        connection.request("/", method="POST", headers="Content-Length: 6\r\nConnection: close\r\n")
-        connection.send(b"abc")
+        head = f"Content-Length: {BUFFER_BYTES + 3}\r\nConnection: close\r\n"
+        connection.request("/", method="POST", headers=head)
+        connection.send(b"a" * BUFFER_BYTES)
         assert has_first.wait(PATIENCE_S)
-        assert arrived == [b"abc"]
+        assert arrived == [b"a" * BUFFER_BYTES]
         connection.send(b"def")
-        assert connection.answer().body == b"6"
+        assert connection.answer().body == b"65539"
 
 
-def test_a_request_whose_body_has_not_begun_holds_no_slot() -> None:
+@pytest.mark.reliability("C06")
+@pytest.mark.parametrize("begun", [0, 1])
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["content-length", "chunked"])
+def test_a_request_whose_body_fits_and_is_not_there_yet_holds_no_slot(
+    begun: int, is_chunked: bool
+) -> None:
     @serve.deployment(max_ongoing_requests=1)
     async def reader(request: Request) -> bytes:
         return await request.body()
 
     port = served(reader.bind())
     with Connection(port) as slow:
-        slow.request("/", method="POST", headers="Content-Length: 2\r\nConnection: close\r\n")
+        head = "Transfer-Encoding: chunked\r\n" if is_chunked else "Content-Length: 2\r\n"
+        slow.request("/", method="POST", headers=head + "Connection: close\r\n")
+        first, rest = (b"1\r\na\r\n", b"1\r\nb\r\n0\r\n\r\n") if is_chunked else (b"a", b"b")
+        if begun:
+            slow.send(first)
         assert get(port, "/").status == 200
         assert ongoing() == 0
-        slow.send(b"ab")
+        slow.send(rest if begun else first + rest)
         assert slow.answer().body == b"ab"
 
 
@@ -177,8 +188,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_slot_back() ->
 
     port = served(reader.bind())
     with Connection(port) as connection:
-        connection.request("/", method="POST", headers="Content-Length: 6\r\n")
-        connection.send(b"abc")
+        connection.request("/", method="POST", headers=f"Content-Length: {BUFFER_BYTES + 3}\r\n")
+        connection.send(b"a" * BUFFER_BYTES)
         assert began.wait(PATIENCE_S)
 
     assert ended.wait(PATIENCE_S)

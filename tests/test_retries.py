@@ -807,11 +807,15 @@ def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
         connection.send(b"abc")
         time.sleep(0.05)
         connection.send(b"def")
-        connection.receive_until(b"timed out after")
-    with Connection(port) as connection:
-        connection.request("/none", method="PUT", headers="Content-Length: 6\r\n")
-        connection.receive_until(b"timed out after")
-    assert ledger.runs == {"/small": 2, "/parts": 1}
+        assert b"abcdef" in connection.receive_until(b"abcdef")
+    for path, length, rest in (("/none", 6, 0), ("/large", 70000, 6)):
+        with Connection(port) as connection:
+            connection.request(path, method="PUT", headers=f"Content-Length: {length}\r\n")
+            connection.send(bytes(length - 6))
+            time.sleep(0.05)
+            connection.send(bytes(rest))
+            connection.receive_until(b"timed out after")
+    assert ledger.runs == {"/small": 2, "/parts": 2, "/large": 1}
 
 
 @pytest.mark.parametrize("error", [TimeoutError, "timeout", "gone"], ids=str)

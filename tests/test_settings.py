@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ingress.settings import (
+    BODY_BUFFER_BYTES,
+    BODY_IDLE_TIMEOUT_S,
     ENGINE,
     HEADER_TIMEOUT_S,
     LIMIT_CONNECTIONS,
+    MAX_BODY_SIZE,
     MAX_HEADER_BYTES,
     MAX_RETRIES,
     REQUEST_TIMEOUT_S,
@@ -102,6 +105,9 @@ def test_limits_of_http_are_numbers_and_0_is_no_limit() -> None:
         (LIMIT_CONNECTIONS, "-1", "an integer ≥ 0"),
         (MAX_HEADER_BYTES, "0", "an integer ≥ 1"),
         (HEADER_TIMEOUT_S, "soon", "a number of seconds > 0, or 0 for no limit"),
+        (BODY_BUFFER_BYTES, "0", "an integer ≥ 1"),
+        (BODY_IDLE_TIMEOUT_S, "-1", "a number of seconds > 0, or 0 for no limit"),
+        (MAX_BODY_SIZE, "1 GB", "an integer ≥ 0"),
     ],
 )
 def test_another_value_of_a_limit_is_refused_by_name(name: str, value: str, expected: str) -> None:

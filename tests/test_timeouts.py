@@ -652,7 +652,7 @@ def test_what_is_on_its_way_to_a_client_that_does_not_read_is_cut_although_the_w
         router.add(Streaming(router).real)
         metadata = make_call().metadata._replace(deadline=time.monotonic() + 60)
         scope = {"type": "http"}
-        exchange = Exchange(metadata, router, scope, send, send, has_body=False)  # type: ignore[arg-type]
+        exchange = Exchange(metadata, router, scope, send, send)  # type: ignore[arg-type]
         task = asyncio.create_task(exchange.respond())
         await is_sending.wait()
         assert exchange.settled

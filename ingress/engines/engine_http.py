@@ -15,7 +15,12 @@ from ingress.settings import Settings
 logger = logging.getLogger("ingress")
 
 # What a server that listens can still be told.
-_LIVE_OPTIONS = frozenset({"request_timeout_s", "retry_started_methods"})
+_LIVE_OPTIONS = frozenset(
+    (
+        *("request_timeout_s", "retry_started_methods"),
+        *("body_buffer_bytes", "body_idle_timeout_s", "max_body_size"),
+    )
+)
 
 
 class EngineHTTP:

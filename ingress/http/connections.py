@@ -86,13 +86,17 @@ class Connections:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up those whose time is over. One timer is enough: it is for the first of them."""
         now = loop.time()
-        for connection, deadline in list(self._awaited.items()):
+        late = []
+        self._is_looking = False
+        for connection, deadline in self._awaited.items():
             if deadline > now:
+                self._is_looking = True
                 loop.call_later(max(deadline - now, GRAIN_S), self._look, loop)
-                return
+                break
+            late.append(connection)
+        for connection in late:
             self.forget(connection)
             connection.give_up()
-        self._is_looking = False
 
     def report_full(self, now: float) -> None:
         """Log that a connection is refused. Not for each: there may be thousands a second."""

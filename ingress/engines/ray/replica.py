@@ -36,12 +36,13 @@ from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.exchange import Exchange
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
+from ingress.http.body import Body
 from ingress.loop_executor import lend_executor
 from ingress.loops import run_on
 from ingress.proxy import answer
 from ingress.replica import Replica
 from ingress.router import Router
-from ingress.settings import Settings
+from ingress.settings import HTTPLimits, Settings
 from ingress.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
 from ingress.websocket import WebSocketExchange
 
@@ -248,7 +249,8 @@ class RayReplica:
         kind = Exchange if scope["type"] == "http" else WebSocketExchange
         send = _without_our_id(send, metadata.request_id)
         inner = {**scope, "asgi": ASGI}
-        exchange = kind(metadata, self._router, inner, receive, send, has_body=has_body)
+        body = Body(receive, HTTPLimits()) if has_body and scope["type"] == "http" else None
+        exchange = kind(metadata, self._router, inner, receive, send, body)
         exchange.started_at = now
         return exchange
 

@@ -1,0 +1,132 @@
+"""The body of a request, on its way in.
+
+    fits `body_buffer_bytes`                     all of it is read before the request takes a slot
+    is larger                                    as much is, and the rest flows as it is taken
+    stands still for `body_idle_timeout_s`       408, and its slot is free
+    is, or becomes, larger than `max_body_size`  413; not read if its length says so
+
+It stands still while the server waits for its client: not while user code does not take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.exceptions import (
+    RequestBodyTimeoutError,
+    RequestBodyTooLargeError,
+    StreamClosedError,
+)
+from ingress.peer import transport_of
+from ingress.settings import HTTPLimits
+
+NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
+_DIGITS = 18  # of a content-length, which may have thousands
+LINGER_S = 1.0  # how long a client may take to read that its body is not wanted
+
+
+class Body:
+    """What a body is received by, instead of the server's `receive`. Owned by the server's loop.
+
+    `is_open` becomes false with its last message. `error` is there once it is too large, which it
+    may be by its content-length: from then on its client counts as gone.
+    """
+
+    __slots__ = ("_idle_since", "_is_awaited", "_limits", "_receive", "_size", "error", "is_open")
+
+    def __init__(self, receive: Receive, limits: HTTPLimits, length: bytes = b"") -> None:
+        self._receive = receive
+        self._limits = limits
+        self._size = 0
+        self._is_awaited = False
+        self._idle_since: float | None = None
+        self.is_open = True
+        self.error: RequestBodyTooLargeError | None = None
+        limit = limits.max_body_size
+        if limit is not None and length.isdigit() and int(length[:_DIGITS]) > limit:
+            self.error = RequestBodyTooLargeError(limit)
+
+    @property
+    def transport(self) -> Any:
+        """Uvicorn's, for `peer`, which looks for it where `receive` is a method."""
+        return transport_of(self._receive)
+
+    async def receive(self) -> Message:
+        """Return the server's next message."""
+        self._idle_since = None
+        self._is_awaited = self.is_open
+        message = await self._receive()
+        self._is_awaited = False
+        if message["type"] == "http.request":
+            self.is_open = message.get("more_body", False)
+            limit = self._limits.max_body_size
+            if limit is not None:
+                self._size += len(message.get("body", b""))
+                if self._size > limit:
+                    self.error = RequestBodyTooLargeError(limit)
+                    return {"type": "http.disconnect"}
+        return message
+
+    async def read_ahead(self) -> Message:
+        """Return all of it as one message, or what fills the buffer.
+
+        Raises `RequestBodyTooLargeError`, and `StreamClosedError` if the client leaves meanwhile.
+        """
+        message = await self._part()
+        if not message.get("more_body"):
+            return message  # as most are
+        parts = [message.get("body", b"")]
+        left = self._limits.body_buffer_bytes - len(parts[0])
+        while left > 0 and message.get("more_body"):
+            message = await self._part()
+            parts.append(message.get("body", b""))
+            left -= len(parts[-1])
+        return {**message, "body": b"".join(parts)}
+
+    async def _part(self) -> Message:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise self.error or StreamClosedError("the client of this request is gone")
+        return message
+
+    def timeout(self, now: float, request_id: str) -> RequestBodyTimeoutError | None:
+        """Return an error once it has stood still for too long. Called again and again.
+
+        The first look notes the time: what comes at once needs no clock.
+        """
+        limit_s = self._limits.body_idle_timeout_s
+        if not self._is_awaited or limit_s is None:
+            return None
+        if self._idle_since is None:
+            self._idle_since = now
+        if now - self._idle_since < limit_s:
+            return None
+        return RequestBodyTimeoutError(request_id, limit_s)
+
+
+async def answer_and_close(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body is still on its way, and have the server close the connection.
+
+    Not at once: the system would reset a connection with data that was not read, and the client
+    would not see the answer. It gets all of it, and may stop sending, before the response ends.
+    """
+    if scope.get("http_version", "1.1") < "2":
+        response.headers["connection"] = "close"
+
+    async def send_and_linger(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            await send({**message, "more_body": True})
+            try:
+                async with asyncio.timeout(LINGER_S):
+                    while (await receive()).get("more_body"):
+                        pass
+            except TimeoutError:
+                pass
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    await response(scope, receive, send_and_linger)

@@ -1,0 +1,333 @@
+"""`ingress.http.body`: bodies that stand still, or are too large, seen over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import Body, FastAPI, Request
+from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
+
+import ingress as serve
+from ingress.declaration import Application
+from ingress.settings import BODY_IDLE_TIMEOUT_S, MAX_BODY_SIZE
+from tests.servers import (
+    PATIENCE_S,
+    UVICORN,
+    Answer,
+    Connection,
+    bind,
+    environment,
+    get,
+    process,
+    set_flags,
+    wait_until,
+    write_module,
+)
+
+IDLE_S = 0.4
+BUFFER_BYTES = serve.HTTPOptions().body_buffer_bytes
+LARGE = 3 * BUFFER_BYTES
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param, sync="1")
+    yield
+    serve.shutdown()
+
+
+def served(target: Application, **options: Any) -> int:
+    serve.start(serve.HTTPOptions(port=0, **options))
+    serve.run(target)
+    (url,) = serve.status().proxies
+    return int(url.rpartition(":")[2])
+
+
+def ongoing() -> int:
+    (deployment,) = serve.status().applications["default"].deployments.values()
+    return sum(replica.ongoing for replica in deployment.replicas)
+
+
+def post(connection: Connection, path: str, length: int, sent: int, headers: str = "") -> None:
+    """Begin a POST of that length, and send so much of it."""
+    connection.request(path, method="POST", headers=f"Content-Length: {length}\r\n{headers}")
+    connection.send(b"7" * sent)
+
+
+def chunk(size: int) -> bytes:
+    return b"%x\r\n" % size + b"x" * size + b"\r\n"
+
+
+class Log:
+    """What became of the requests."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+
+    def note(self, entry: str) -> None:
+        self.entries.append(entry)
+
+
+def uploads(log: Log, **options: Any) -> Application:
+    """An application with every way to take a body."""
+    app = FastAPI()
+
+    @serve.deployment(**options)
+    @serve.ingress(app)
+    class Uploads:
+        @app.get("/")
+        async def get(self) -> str:
+            return "here"
+
+        @app.post("/parameter")
+        async def parameter(self, value: Annotated[int, Body()]) -> str:
+            log.note("called")
+            return "called"
+
+        @app.post("/def-parameter")
+        def def_parameter(self, value: Annotated[int, Body()]) -> str:
+            log.note("called")
+            return "called"
+
+        @app.post("/stream")
+        async def stream(self, request: Request) -> int:
+            size = 0
+            log.note("began")
+            try:
+                async for part in request.stream():
+                    size += len(part)
+            except BaseException:
+                log.note("ended")
+                raise
+            return size
+
+        @app.post("/late")
+        async def late(self, request: Request) -> int:
+            await asyncio.sleep(3 * IDLE_S)
+            return len(await request.body())
+
+        @app.post("/echo")
+        async def echo(self, request: Request) -> StreamingResponse:
+            async def parts() -> AsyncIterator[bytes]:
+                async for part in request.stream():
+                    yield part
+
+            return StreamingResponse(parts())
+
+    return bind(Uploads)
+
+
+# Standing still.
+
+
+@pytest.mark.reliability("C06")
+def test_clients_that_stop_in_a_small_body_hold_no_slot_and_get_a_408() -> None:
+    log = Log()
+    port = served(uploads(log, max_ongoing_requests=2), body_idle_timeout_s=IDLE_S)
+    begun = time.monotonic()
+    with ExitStack() as opened:
+        clients = [opened.enter_context(Connection(port)) for _ in range(10)]
+        for each, path in zip(clients, ["/stream", "/parameter"] * 5, strict=True):
+            post(each, path, 100, 1)
+        for _ in range(5):
+            assert get(port, "/").body == b'"here"'
+            assert ongoing() == 0
+        answers = [each.answer() for each in clients]
+
+    assert {(each.status, each.is_complete) for each in answers} == {(408, True)}
+    assert {each.headers["connection"] for each in answers} == {"close"}
+    assert answers[0].body.endswith(b" stood still for 0.4s.")
+    assert log.entries == []
+    assert IDLE_S <= time.monotonic() - begun < IDLE_S + 2
+
+
+@pytest.mark.reliability("C06")
+@pytest.mark.parametrize("path", ["/stream", "/parameter", "/def-parameter"])
+def test_a_large_body_that_stops_is_answered_408_and_frees_its_slot(path: str) -> None:
+    log = Log()
+    port = served(uploads(log, max_ongoing_requests=2), body_idle_timeout_s=IDLE_S)
+    with ExitStack() as opened:
+        clients = [opened.enter_context(Connection(port)) for _ in range(6)]
+        for each in clients:
+            post(each, path, LARGE, LARGE - 10)
+        wait_until(lambda: ongoing() == 2)
+        answers = [each.answer() for each in clients]
+        wait_until(lambda: ongoing() == 0)
+
+    assert {(each.status, each.is_complete) for each in answers} == {(408, True)}
+    assert get(port, "/").body == b'"here"'
+    assert "called" not in log.entries
+    assert log.entries.count("began") == log.entries.count("ended")
+
+
+def test_a_response_that_has_begun_is_cut_when_its_body_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = served(uploads(Log()), body_idle_timeout_s=IDLE_S)
+    with caplog.at_level(logging.WARNING, "ingress"), Connection(port) as connection:
+        post(connection, "/echo", LARGE, BUFFER_BYTES)
+        answer = connection.answer()
+        wait_until(lambda: "stood still" in caplog.text)
+
+    assert (answer.status, answer.is_complete) == (200, False)
+    assert "to /echo was cut: The body of request" in caplog.text
+
+
+def test_a_body_that_comes_slowly_has_all_the_time_it_needs() -> None:
+    port = served(uploads(Log()), body_idle_timeout_s=IDLE_S)
+    with Connection(port) as small, Connection(port) as large:
+        post(small, "/stream", 6, 0, "Connection: close\r\n")
+        post(large, "/stream", BUFFER_BYTES + 6, BUFFER_BYTES, "Connection: close\r\n")
+        for _ in range(6):
+            time.sleep(IDLE_S / 2)
+            small.send(b"x")
+            large.send(b"x")
+
+        assert small.answer().body == b"6"
+        assert large.answer().body == b"%d" % (BUFFER_BYTES + 6)
+
+
+def test_user_code_that_takes_its_time_is_not_the_clients_fault() -> None:
+    port = served(uploads(Log()), body_idle_timeout_s=IDLE_S)
+    body = b"x" * 40 * BUFFER_BYTES  # more than all buffers on the way
+
+    answer = httpx.post(f"http://127.0.0.1:{port}/late", content=body, timeout=PATIENCE_S)
+
+    assert answer.text == str(len(body))
+
+
+def test_a_conversation_needs_a_buffer_of_one_byte() -> None:
+    port = served(uploads(Log()), body_buffer_bytes=1)
+    with Connection(port) as connection:
+        headers = "Transfer-Encoding: chunked\r\nConnection: close\r\n"
+        connection.request("/echo", method="POST", headers=headers)
+        for word in (b"one", b"two"):
+            connection.send(b"3\r\n" + word + b"\r\n")
+            connection.receive_until(word)
+        connection.send(b"0\r\n\r\n")
+
+        assert connection.answer().body == b"onetwo"
+
+
+# Too large.
+
+
+@pytest.mark.reliability("C05")
+@pytest.mark.parametrize("path", ["/stream", "/parameter", "/nowhere"])
+def test_a_body_whose_length_is_over_the_limit_is_refused_before_it_is_read(path: str) -> None:
+    log = Log()
+    port = served(uploads(log), max_body_size=1000)
+    with Connection(port) as connection:
+        post(connection, path, 1001, 0, "Expect: 100-continue\r\n")
+        connection.receive_until(b"1000 bytes.")
+        answer = Answer(connection.received)
+
+    assert answer.status == 413
+    assert answer.headers["connection"] == "close"
+    assert answer.headers["x-request-id"]
+    assert answer.body == b"The request's body is too large: it may have 1000 bytes."
+    assert log.entries == []
+
+
+@pytest.mark.reliability("C05")
+def test_who_sends_a_large_body_and_reads_only_then_gets_the_answer_too() -> None:
+    port = served(uploads(Log()), max_body_size=1000)
+    with Connection(port) as connection:
+        post(connection, "/stream", 20_000_000, 20_000_000)
+
+        assert connection.answer().status == 413
+
+
+@pytest.mark.reliability("C05")
+@pytest.mark.parametrize("limit", [1000, 4 * BUFFER_BYTES], ids=["buffered", "flowing"])
+def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_large(limit: int) -> None:
+    log = Log()
+    port = served(uploads(log, max_ongoing_requests=1), max_body_size=limit)
+
+    def send(size: int) -> Answer:
+        with Connection(port) as connection:
+            headers = "Transfer-Encoding: chunked\r\nConnection: close\r\n"
+            connection.request("/stream", method="POST", headers=headers)
+            connection.send(chunk(size - 1) + chunk(1) + (b"" if size > limit else b"0\r\n\r\n"))
+            return connection.answer()
+
+    assert send(limit).body == b"%d" % limit
+    log.entries.clear()
+    refused = send(limit + 1)
+    wait_until(lambda: ongoing() == 0)
+
+    assert (refused.status, refused.headers["connection"]) == (413, "close")
+    assert log.entries in ([], ["began", "ended"])
+    assert log.entries == [] or limit > BUFFER_BYTES
+
+
+def test_the_limits_can_be_changed_while_it_serves() -> None:
+    port = served(uploads(Log()))
+    serve.start(serve.HTTPOptions(max_body_size=1))
+
+    assert httpx.post(f"http://127.0.0.1:{port}/stream", content=b"xx").status_code == 413
+
+
+# Without our server.
+
+
+def test_the_test_client_and_bare_uvicorn_have_these_limits_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(MAX_BODY_SIZE, "10")
+    monkeypatch.setenv(BODY_IDLE_TIMEOUT_S, str(IDLE_S))
+    with TestClient(uploads(Log())) as client:
+        assert client.post("/stream", content=b"x" * 10).text == "10"
+        assert client.post("/stream", content=b"x" * 11).status_code == 413
+        assert client.post("/stream", content=iter([b"x" * 6] * 2)).status_code == 413
+
+    source = """
+import ingress as serve
+from starlette.requests import Request
+
+@serve.deployment
+class Length:
+    async def __call__(self, request: Request): return len(await request.body())
+
+app = Length.bind()
+"""
+    write_module(tmp_path, "length", source)
+    with process([*UVICORN, "length:app"], tmp_path, environment(tmp_path)) as server:
+        with Connection(server.port) as connection:
+            post(connection, "/", 10, 1)
+            assert connection.answer().status == 408
+        with Connection(server.port) as connection:
+            post(connection, "/", 11, 11)
+            assert connection.answer().status == 413
+
+
+def test_a_small_body_is_one_message_however_it_comes() -> None:
+    seen: list[int] = []
+    has_all = threading.Event()
+
+    @serve.deployment
+    class Parts:
+        async def __call__(self, request: Request) -> int:
+            seen.extend([len(part) async for part in request.stream() if part])
+            has_all.set()
+            return len(seen)
+
+    port = served(bind(Parts))
+    with Connection(port) as connection:
+        post(connection, "/", 4, 0)
+        for _ in range(4):
+            connection.send(b"x")
+            time.sleep(0.02)
+        assert has_all.wait(PATIENCE_S)
+
+    assert seen == [4]
