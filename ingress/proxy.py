@@ -14,7 +14,6 @@ import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from time import monotonic
 
 from starlette.requests import ClientDisconnect
@@ -28,6 +27,7 @@ from ingress.call import CURRENT_CALL
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.exchange import Exchange
 from ingress.http.body import Body, answer_and_close
+from ingress.http.origin import is_local
 from ingress.logs import logger
 from ingress.messages import (
     GOING_AWAY,
@@ -44,11 +44,6 @@ from ingress.websocket import WebSocketExchange
 
 HEALTHZ = "/-/healthz"
 ROUTES = "/-/routes"
-
-IN_PROCESS = "testserver"
-"""The server, by name and address, that `TestClient` asks in this process; no socket has it."""
-
-_FORWARDED = frozenset((b"forwarded", b"via", b"x-real-ip"))
 
 SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
@@ -290,7 +285,7 @@ class HTTPProxy:
             if self.table.routes:
                 return PlainTextResponse("starting", 503, _SOON)
             return PlainTextResponse("Route table is not populated yet.", 503)
-        if path == ROUTES and _is_local(scope):
+        if path == ROUTES and is_local(scope):
             apps = {
                 prefix: route.app_name
                 for prefix, route in self.table.routes.items()
@@ -368,37 +363,3 @@ def _with_request_id(send: Send, request_id: str) -> Send:
         await send(message)
 
     return send_with_request_id
-
-
-def _is_local(scope: Scope) -> bool:
-    """Whether a request was sent on this machine to this machine, by the name of this machine.
-
-    The Host header is looked at too: a web page that has its own name resolve to 127.0.0.1 reaches
-    the loopback address through its reader's browser, but cannot send another Host. A proxy on this
-    machine says in other headers that it passes on what somebody else has asked.
-    """
-    host = b""
-    for name, value in scope["headers"]:
-        if name == b"host":
-            host = host or value
-        elif name in _FORWARDED or name.startswith(b"x-forwarded-"):
-            return False
-    server = scope.get("server")
-    address = server[0] if server else ""
-    text = host.decode("latin-1").lower()
-    text = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
-    if text == IN_PROCESS:
-        return bool(address == IN_PROCESS)
-    over_socket_file = server is None or server[1] is None
-    return (over_socket_file or address == IN_PROCESS or _is_loopback(address)) and _is_loopback(
-        text
-    )
-
-
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -1,0 +1,46 @@
+"""Where a request comes from: this machine, or anywhere."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+from starlette.types import Scope
+
+IN_PROCESS = "testserver"
+"""The server, by name and address, that `TestClient` asks in this process; no socket has it."""
+
+_FORWARDED = frozenset((b"forwarded", b"via", b"x-real-ip"))
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether a request was sent on this machine to this machine, by the name of this machine.
+
+    The Host header is looked at too: a web page that has its own name resolve to 127.0.0.1 reaches
+    the loopback address through its reader's browser, but cannot send another Host. A proxy on this
+    machine says in other headers that it passes on what somebody else has asked.
+    """
+    host = b""
+    for name, value in scope["headers"]:
+        if name == b"host":
+            host = host or value
+        elif name in _FORWARDED or name.startswith(b"x-forwarded-"):
+            return False
+    server = scope.get("server")
+    address = server[0] if server else ""
+    text = host.decode("latin-1").lower()
+    text = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+    if text == IN_PROCESS:
+        return bool(address == IN_PROCESS)
+    over_socket_file = server is None or server[1] is None
+    return (over_socket_file or address == IN_PROCESS or _is_loopback(address)) and _is_loopback(
+        text
+    )
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
