@@ -233,6 +233,10 @@ class Home(Protocol):
     loop: asyncio.AbstractEventLoop
     mailbox: Mailbox
 
+    @property
+    def ident(self) -> int | None:
+        """The thread, as `threading.get_ident()` calls it; `None` if it is somebody else's."""
+
     def stop(self, timeout_s: float) -> bool: ...
 
 
@@ -245,6 +249,10 @@ class BorrowedLoop:
         self.name = name
         self.loop = loop
         self.mailbox = Mailbox(loop, on_dead)
+
+    @property
+    def ident(self) -> int | None:
+        return None
 
     def stop(self, timeout_s: float) -> bool:
         self.mailbox.close()
@@ -275,6 +283,10 @@ class EventLoopThread:
 
     def __repr__(self) -> str:
         return f"EventLoopThread({self.name!r})"
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread

@@ -23,11 +23,7 @@ from ingress.asgi import BoundApp
 from ingress.call import CURRENT_CALL, Call
 from ingress.context import REPLICA, ReplicaContext
 from ingress.counters import Latency
-from ingress.exceptions import (
-    ReplicaUnavailableError,
-    UserCodeExit,
-    is_told,
-)
+from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_told
 from ingress.lane_pools import ReplicaPools
 from ingress.lanes import lanes_of
 from ingress.loop_executor import LoopExecutor
@@ -70,7 +66,7 @@ class Replica:
         "_anyio_threads", "_borrows", "_calls", "_executor", "_home", "_is_checking", "_models",
         "_reassign", "_release", "_stall_threshold_s", "context", "latencies", "loop",
         "max_ongoing", "ongoing", "pools", "position", "replica_id", "requested", "stalls", "state",
-        "unhealthy_reason", "user_code",
+        "thread", "unhealthy_reason", "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +103,7 @@ class Replica:
             else BorrowedLoop(name, borrowed, on_dead)
         )
         self.loop = self._home.loop
+        self.thread = self._home.ident  # `None` if the loop is borrowed
         self.pools = ReplicaPools(self._home, lanes_of(func_or_class, max_ongoing, lanes or {}))
         make_plan: MakePlan = partial(
             execution.plan,

@@ -21,7 +21,7 @@ from ingress.server import check_address
 from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
 from ingress.shared_port import run_workers
 from ingress.target import refusal
-from ingress.terminal import console, print_plan
+from ingress.terminal import console, print_plan, showing_start
 
 WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 
@@ -105,7 +105,10 @@ def _start(application: Application, options: HTTPOptions, engine: str) -> None:
     try:
         if engine == "local":
             local_engine().use(options)
-        api.run(application, engine=engine)  # Ray looks at the application before it starts
+            with showing_start(local_engine().status):
+                api.run(application, engine=engine)
+        else:
+            api.run(application, engine=engine)  # Ray looks at the application before it starts
     except Exception as error:
         api.shutdown()
         if engine == "local":

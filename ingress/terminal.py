@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 import uvicorn
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
 from ingress.budget import ThreadBudget
 from ingress.declaration import Application
 from ingress.inspection import explain
+from ingress.schema import ServeStatus
 from ingress.settings import Settings
 from ingress.target import refusal
 
 console = Console()
+
+NEWS_S = 0.5  # until the first word of a start, which most are over by then
+MOST_NEWS_S = 30.0
+LIVE_S = 0.2
+JOIN_S = 1.0
+_ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
 
 def write(output: Path, text: str) -> None:
@@ -26,6 +39,53 @@ def write(output: Path, text: str) -> None:
     except OSError as error:
         problem = f"cannot write {str(output)!r}: {error.strerror}"
         raise refusal(f"{problem}; give -o a path in a folder that is there") from None
+
+
+@contextmanager
+def showing_start(status: Callable[[], ServeStatus]) -> Iterator[None]:
+    """Say what starts, while it does: on a terminal in one line, elsewhere when there is news."""
+    over = Event()
+    args = (status, over)
+    thread = Thread(target=_show_start, args=args, name="ingress-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(JOIN_S)  # it may hang in a terminal that nobody reads
+
+
+def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
+    begin = monotonic()
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    pause_s = NEWS_S
+    told = ""
+    # What cannot be printed must not end a start: it is a courtesy.
+    with suppress(Exception, SystemExit):
+        while not over.wait(LIVE_S if is_live and told else pause_s):
+            news = "; ".join(_starting(status()))
+            if not news or (news == told and not is_live):
+                continue
+            told = news
+            line = f"{news} ... {monotonic() - begin:.1f} s"
+            if is_live:
+                # The cursor stays at the beginning of the line: a record overwrites it.
+                console.control(_ERASE)
+                console.print(line, end="\r", no_wrap=True, overflow="crop", highlight=False)
+            else:
+                console.print(line, highlight=False, soft_wrap=True)
+                pause_s = min(2 * pause_s, MOST_NEWS_S)  # of a thousand replicas, some lines
+        if is_live and told:
+            console.control(_ERASE)
+
+
+def _starting(status: ServeStatus) -> Iterator[str]:
+    for application in status.applications.values():
+        for name, deployment in application.deployments.items():
+            states = deployment.replica_states
+            if "STARTING" in states:
+                ready = states.get("RUNNING", 0)
+                yield f"starting {name} ({ready} of {ready + states['STARTING']} replicas)"
 
 
 def print_plan(application: Application, settings: Settings, budget: ThreadBudget | None) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -34,6 +37,7 @@ from tests.servers import (
     process,
     served,
     set_flags,
+    wait_until,
     write_module,
 )
 
@@ -280,6 +284,7 @@ def test_status_shows_what_starts_and_what_is_yet_to_start(doors: Doors) -> None
 # That nothing waits for a constructor.
 
 
+@pytest.mark.reliability("B04")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constructor_that_hangs_holds_up_no_other_application(doors: Doors, kind: str) -> None:
     port, running = starting_port(slow(doors, kind), doors, name="slow", route_prefix="/slow")
@@ -613,3 +618,86 @@ def test_from_the_moment_it_listens_no_path_of_what_starts_is_a_404(tmp_path: Pa
             except httpx.ConnectError:
                 pass
     assert set(answers) == {200, 503}
+
+
+# What is told of it.
+
+
+ONE_IS_SLOW = HANGS.replace(
+    "time.sleep(1000)", "time.sleep(1000 if serve.get_replica_context().replica_tag == '1' else 0)"
+)
+
+
+def test_what_starts_is_told_in_lines_when_there_is_news(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", ONE_IS_SLOW)
+    command = [*INGRESS, "run", "app:model", "--port", "0"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        server.wait_for(r"starting Model \(1 of 2 replicas\) \.\.\. \d+\.\d s\n")
+        time.sleep(1.0)
+        assert server.output.count("starting Model (1 of 2") == 1, "that is no news"
+
+
+def test_what_starts_is_told_on_a_terminal_in_one_line_with_the_time(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", ONE_IS_SLOW)
+    terminal, theirs = os.openpty()
+    command = [*INGRESS, "run", "app:model", "--port", "0"]
+    environ = {**environment(tmp_path), "TERM": "xterm"}
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    try:
+        shown = ""
+        deadline = time.monotonic() + PATIENCE_S
+        while (
+            len(set(re.findall(r"starting Model \(1 of 2 replicas\) \.\.\. (\d+\.\d) s\r", shown)))
+            < 3
+        ):
+            assert time.monotonic() < deadline, shown
+            shown += os.read(terminal, 4096).decode()
+        live = shown[shown.index("starting Model") : shown.rindex("starting Model")]
+        assert "\n" not in live, "it stays on its line"
+    finally:
+        server.kill()
+        server.wait()
+        os.close(terminal)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such file here")
+def test_a_start_goes_on_where_nothing_can_be_printed(tmp_path: Path) -> None:
+    silent = ONE_IS_SLOW.replace('print("constructing", flush=True)', "pass")
+    write_module(tmp_path, "app", silent)
+    port = free_port()
+    command = [*INGRESS, "run", "app:model", "--port", str(port)]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment(tmp_path), stdout=full, stderr=full
+        ) as server,
+    ):
+        try:
+            wait_until(lambda: answers(port) == 503)
+            time.sleep(1.5)  # it would have been told by now
+            assert (server.poll(), answers(port)) == (None, 503)
+        finally:
+            server.kill()
+
+
+def answers(port: int) -> int:
+    try:
+        return get(port, "/").status
+    except OSError:
+        return 0
+
+
+@pytest.mark.skipif(not ROUNDS, reason="takes half a minute")
+def test_after_half_a_minute_what_still_constructs_is_named_with_its_line(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", ONE_IS_SLOW)
+    line = 1 + ONE_IS_SLOW.split("time.sleep")[0].count("\n")
+    command = [*INGRESS, "run", "app:model", "--port", "0"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        wait_until(lambda: "still starts" in server.output, 45)
+        says = (
+            rf"application 'default' still starts after 30 s: Model#1 at \S*app.py:{line} in Model"
+        )
+        assert re.search(says, server.output), server.output

@@ -19,6 +19,7 @@ from typing import Any
 from ingress.build import BuiltApplication
 from ingress.controller import Controller, RunningApplication
 from ingress.engines.engine_http import EngineHTTP
+from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
 from ingress.garbage import SettledObjects
 from ingress.proxy import RouteTable
@@ -125,6 +126,7 @@ class Applications:
         start.is_begun = True
         application = start.application
         controller = self._controller()
+        telling = asyncio.get_running_loop().create_task(tell_while_starting(application))
         try:
             if start.earlier is not None:
                 await asyncio.shield(start.earlier)
@@ -144,6 +146,7 @@ class Applications:
                 self._give_back_routers(application)
                 await controller.stop(application, timeout_s=0.0)
         finally:
+            telling.cancel()
             self._forget(start)
             start.over.set()
         if start.reason:
