@@ -10,7 +10,7 @@ PACKAGE_bentoml := bentoml
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-reliability test-ray check bench bench-handles bench-peers \
-	bench-scaling bench-document test-fastapi test-fastapi-ends clean
+	bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-peers/%/.made
 
@@ -51,6 +51,9 @@ bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000
 
 bench-peers: .venv/.test $(PEERS:%=.venv-peers/%/.made) ## Compare with Ray Serve, LitServe and BentoML
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-overload: .venv/.test ## Goodput under overload, against another checkout: BEFORE=PATH
+	@$(BIN)/python -m benchmarks.overload --before $(BEFORE) $(ARGS)
 
 bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there
 	@$(BIN)/python -m benchmarks.document

@@ -58,6 +58,12 @@ have on one machine, where each replica is a process: the ensemble with one repl
 no-op on 8 replicas. They are called by handle, 4 clients x 20 requests.
 """
 
+OVERLOAD = """\
+A deployment that can answer 200 requests a second, each with a deadline of one second, is asked for
+more than that. The [overload policy](../timeouts.md#under-overload) is compared with the commit
+before it, where requests were served in order of arrival until their deadline.
+"""
+
 Pages = dict[Path, str]
 Charts = dict[str, Chart]
 
@@ -66,7 +72,8 @@ def pages(reports: Mapping[str, Report], readme: str) -> Pages:
     """Return the text of each page; of the `reports`, by name, not all need be there."""
     made: Pages = {}
     text = ["# Benchmarks", HOW, _not_met(reports)]
-    for name, section in (("http", _http), ("handles", _handles), ("peers", _peers)):
+    sections = {"http": _http, "handles": _handles, "peers": _peers, "overload": _overload}
+    for name, section in sections.items():
         if found := reports.get(name):
             parts, drawn = section(found)
             text += parts
@@ -129,6 +136,12 @@ def _peers(found: Report) -> tuple[list[str], Charts]:
     return ["## Against other servers", where, PEERS, *_section(found.results, drawn)], _there(
         drawn
     )
+
+
+def _overload(found: Report) -> tuple[list[str], Charts]:
+    drawn = {"overload": _both("Goodput over load", "answers in time per second", found.results)}
+    where = _from(found, "make bench-overload BEFORE=<another checkout>")
+    return ["## Overload", where, OVERLOAD, *_section(found.results, drawn)], _there(drawn)
 
 
 def _ratios(name: str, results: list[Result], one: str, *, logarithmic: bool = False) -> Chart:
@@ -221,7 +234,10 @@ def _not_met(reports: Mapping[str, Report]) -> str:
 
 def read() -> dict[str, Report]:
     """Return the reports that are there."""
-    paths = {name: FOLDER / f"{name}.json" for name in ("http", "handles", "peers", "scaling")}
+    paths = {
+        name: FOLDER / f"{name}.json"
+        for name in ("http", "handles", "peers", "overload", "scaling")
+    }
     return {name: Report.read(path) for name, path in paths.items() if path.exists()}
 
 

@@ -30,7 +30,7 @@ def wrk(server: Server, request: Request, connections: int, seconds: int) -> Sam
             script.write(POST % (JSON.encode(), request.body))
             script.flush()
             command += ["--script", script.name]
-        printed = _run([*command, url], server, seconds)
+        printed = output_of([*command, url], server, seconds)
     if "Non-2xx" in printed or "Socket errors" in printed:
         raise BenchmarkError(f"{server.name}: wrk {url} failed:\n{printed}")
     found = parse(printed)
@@ -44,7 +44,7 @@ def client(kind: str, server: Server, connections: int, seconds: int) -> Sample:
     """Have a client of `benchmarks.client` ask."""
     command = [sys.executable, "-m", "benchmarks.client", kind]
     command += [str(server.port), str(connections), str(seconds)]
-    rate, p50_ms, p99_ms = json.loads(_run(command, server, seconds))
+    rate, p50_ms, p99_ms = json.loads(output_of(command, server, seconds))
     name = "messages_per_s" if kind == "websocket" else "requests_per_s"
     return {name: rate, "p50_ms": p50_ms, "p99_ms": p99_ms}
 
@@ -62,7 +62,8 @@ def parse(printed: str) -> Sample:
     }
 
 
-def _run(command: list[str], server: Server, seconds: int) -> str:
+def output_of(command: list[str], server: Server, seconds: int) -> str:
+    """Return what a client printed. Raises `BenchmarkError` if it fails or does not end."""
     name = command[0] if command[0] == "wrk" else " ".join(command[1:4])
     try:
         ran = subprocess.run(
