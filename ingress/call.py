@@ -65,7 +65,9 @@ class Call:
     it can begin; `is_awaited` becomes true when the user code of a call waits for it. `members` are
     the calls of a batch, which runs as a call of its own; `None` if this is no batch. `retries` is
     how often it was sent on from a replica that went before it began. `is_interrupted` becomes true
-    when nobody wants the answer any more, or its replica stops.
+    when nobody wants the answer any more, or its replica stops. `assigned_at` is when it got its
+    slot, and `has_begun` becomes true before the first line of its user code; `answered_at` is when
+    the answer to a request with a deadline was sent, 0 if that is when its work ends.
     """
 
     __slots__ = (
@@ -73,8 +75,11 @@ class Call:
         "_children",
         "_lock",
         "_parent",
+        "answered_at",
+        "assigned_at",
         "context",
         "error",
+        "has_begun",
         "is_awaited",
         "is_interrupted",
         "members",
@@ -112,6 +117,9 @@ class Call:
         self.value: Any = None
         self.error: BaseException | None = None
         self.started_at = monotonic()
+        self.assigned_at = 0.0
+        self.answered_at = 0.0
+        self.has_begun = False
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Call], Any]] = []
         self._parent: Call | None = None
@@ -235,6 +243,10 @@ class Call:
     def app_name(self) -> str:
         """The application the request came to that this call is made for."""
         return self.metadata.app_name or self.metadata.deployment.app_name
+
+    def kind(self) -> str:
+        """Return what calls that take about as long have in common; "" for none."""
+        return self.metadata.method_name
 
     def current_route(self) -> str:
         """Return the route as far as it is known by now, a template such as "/items/{id}"."""

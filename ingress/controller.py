@@ -194,6 +194,7 @@ class Controller:
             backpressure=config.backpressure_config,
             max_retries=self._settings.max_retries,
             later=_later_on(asyncio.get_running_loop()),
+            templates=None if built.bound_app is None else built.bound_app.templates(),
         )
         return RunningDeployment(built, router, built.bound_app)
 
@@ -217,6 +218,7 @@ class Controller:
                     sync_in_threadpool=self._settings.run_sync_in_threadpool,
                     release=router.release,
                     reassign=router.reassign,
+                    resume=router.resume,
                     borrowed=None if separate else serving_loop,
                     stall_threshold_s=self._settings.stall_threshold_s,
                 )

@@ -57,7 +57,7 @@ class RayServeException(Exception):
 
 
 class BackPressureError(RayServeException):
-    """The request was refused because `max_queued_requests` others already wait.
+    """The request was refused: `max_queued_requests` others already wait, or `reason` says why.
 
     The deployment's `backpressure_config` says its status and after how many seconds to try again.
     """
@@ -71,17 +71,22 @@ class BackPressureError(RayServeException):
         deployment: str = "",
         status_code: int = 503,
         retry_after_s: float | None = None,
+        reason: str = "",
     ) -> None:
         super().__init__(
-            num_queued_requests, max_queued_requests, deployment, status_code, retry_after_s
+            num_queued_requests, max_queued_requests, deployment, status_code, retry_after_s, reason
         )
         self.num_queued_requests = num_queued_requests
         self.max_queued_requests = max_queued_requests
         self.deployment = deployment
         self.status_code = status_code
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
     def __str__(self) -> str:
+        if self.reason:
+            on = f" on '{self.deployment}'" if self.deployment else ""
+            return f"Request dropped due to backpressure{on}: {self.reason}."
         where = f" on '{self.deployment}'; raise it or add replicas" if self.deployment else ""
         return (
             f"Request dropped due to backpressure (num_queued_requests={self.num_queued_requests}, "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from contextvars import copy_context
 from threading import get_ident
+from time import monotonic
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -31,6 +32,7 @@ from ingress.messages import joined, with_request_id
 from ingress.router import Router
 from ingress.types import RequestMetadata
 from ingress.user_code import UserCode
+from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Exchange(Call):
@@ -42,9 +44,9 @@ class Exchange(Call):
 
     __slots__ = (
         "_assigned_here", "_cut_by", "_disconnected", "_ended", "_event", "_expects_more", "_first",
-        "_has_left", "_is_closed", "_is_complete", "_is_forwarding", "_is_stopped", "_listener",
-        "_outbound", "_receive", "_response", "_send", "_task", "_template", "_thread", "_told",
-        "body", "has_answer", "is_heard", "is_http", "loop", "router", "scope", "started",
+        "_has_left", "_is_closed", "_is_complete", "_is_forwarding", "_is_stopped", "_kind",
+        "_listener", "_outbound", "_receive", "_response", "_send", "_task", "_template", "_thread",
+        "_told", "body", "has_answer", "is_heard", "is_http", "loop", "router", "scope", "started",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +76,7 @@ class Exchange(Call):
         self._is_stopped = self._is_closed = self._has_left = False
         self._cut_by: RayServeException | None = None
         self._disconnected = self.is_heard = False  # the client
-        self._template = ""
+        self._template = self._kind = ""
         self._event: asyncio.Future[None] | None = None
         self._response: tuple[Message, Message] | None = None
         self._listener: Listener | None = None
@@ -194,6 +196,10 @@ class Exchange(Call):
         self.runner = runner
         if self._task is None and runner.loop is self.loop:
             self._post(self._assign_here)
+        elif GIL_PRESSURE.is_high:
+            # By way of this loop, which so has a turn between two calls that compute: otherwise
+            # threads that compute start each other, and leave it one turn in as many as they are.
+            self._post(runner.submit, self)
         else:
             runner.submit(self)
 
@@ -205,6 +211,12 @@ class Exchange(Call):
                 return self.metadata.route
             self._template = self.metadata.route.rstrip("/") + path
         return self._template
+
+    def kind(self) -> str:
+        """Return the HTTP method and the path template, also before the route is found."""
+        if not self._kind and "method" in self.scope:
+            self._kind = f"{self.scope['method']} {self.router.templates.find(self.scope)}"
+        return self._kind
 
     def tell(self, code: int) -> None:
         """Let user code see its client as gone, because the application stops. Thread-safe.
@@ -293,15 +305,22 @@ class Exchange(Call):
         if message["type"] == "http.response.start":
             await self._send(with_request_id(message, self.metadata.request_id))
             return
-        self._is_complete = not message.get("more_body")
+        if not message.get("more_body"):
+            self._complete_now()
         await self._send(message)
 
     async def answer(self, start: Message, body: Message) -> None:
         """Send the start of a response and its body, or the first part of that."""
         self.started = True
         await self._send(with_request_id(start, self.metadata.request_id))
-        self._is_complete = not body.get("more_body")
+        if not body.get("more_body"):
+            self._complete_now()
         await self._send(body)
+
+    def _complete_now(self) -> None:
+        self._is_complete = True
+        if self.metadata.deadline is not None:
+            self.answered_at = monotonic()
 
     # The client: what it sends, and whether it is there.
 
@@ -395,5 +414,7 @@ class Exchange(Call):
             # keep-alive timer does, and must not hold all that frameworks keep in a scope.
             if self.is_interrupted:
                 self.current_route()  # kept, for who has something to say of it
+            if self.metadata.deadline is not None:
+                self.kind()  # kept, for the estimate of the next ones
             self.scope = {}
             side.finish()

@@ -34,6 +34,9 @@ from ingress.types import ReplicaID
 from ingress.user_code import MakePlan, UserCode
 from ingress.watchdog import WATCHDOG
 
+LATE_S = 0.01  # between the assignment of a slot and the first line of user code
+CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
+HELD = -3  # `position` of a replica that gets its next call when it has begun the last
 ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
 
 logger = logging.getLogger("ingress")
@@ -58,15 +61,18 @@ class Replica:
     `lanes` says how many threads each lane has. `borrowed` is the loop to live on when user code
     has no thread of its own; `stall_threshold_s` how long that may stand still until somebody hears
     of it, `None` for ever. `release` gives a slot back to the router, `reassign` a call that none
-    of our user code has seen; `ongoing`, `max_ongoing`, `position` and `requested`, which counts
-    the calls by the model they name, are the router's, under its lock.
+    of our user code has seen, and `resume` asks the router for the next call. `ongoing`,
+    `max_ongoing`, `position`, `given`, which counts the calls that got a slot, and `requested`,
+    which counts them by the model they name, are the router's, under its lock. `begun` counts the
+    calls that began, and `is_late` says that they begin late: both are written on the user loop.
     """
 
     __slots__ = (
-        "_anyio_threads", "_borrows", "_calls", "_executor", "_home", "_is_checking", "_models",
-        "_reassign", "_release", "_stall_threshold_s", "context", "latencies", "loop",
-        "max_ongoing", "ongoing", "pools", "position", "replica_id", "requested", "stalls", "state",
-        "thread", "unhealthy_reason", "user_code",
+        "_anyio_threads", "_borrows", "_calls", "_executor", "_home", "_in_time", "_is_checking",
+        "_models", "_reassign", "_release", "_resume", "_stall_threshold_s", "begun", "context",
+        "given", "is_late", "latencies", "loop", "max_ongoing", "ongoing", "pools", "position",
+        "replica_id", "requested", "stalls", "state", "thread", "unhealthy_reason",
+        "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +87,7 @@ class Replica:
         sync_in_threadpool: bool,
         release: Callable[[Replica, Call], None],
         reassign: Callable[[Call, Exception], Any] | None = None,
+        resume: Callable[[Replica], Any] = lambda replica: None,
         borrowed: asyncio.AbstractEventLoop | None = None,
         stall_threshold_s: float | None = None,
     ) -> None:
@@ -91,7 +98,12 @@ class Replica:
         self.unhealthy_reason = ""
         self.max_ongoing, self.ongoing, self.position = max_ongoing, 0, -1
         self.requested: dict[str, int] = {}
+        self.given = 0
+        self.begun = 0
+        self.is_late = False
+        self._in_time = 0
         self._release = release
+        self._resume = resume
         self._reassign = reassign
         self._borrows = borrowed is not None
         self._stall_threshold_s, self._anyio_threads = stall_threshold_s, 0
@@ -215,10 +227,23 @@ class Replica:
             # this puts the call there and then looks at the state. One sees the other.
             self._calls[call] = asyncio.current_task(self.loop)
             if self.state not in _ENDING:
+                self._note_begin(call)
                 return True
             del self._calls[call]
         self._turn_away(call)
         return False
+
+    def _note_begin(self, call: Call) -> None:
+        """Count a call that begins, and notice whether calls begin late."""
+        call.has_begun = True
+        self.begun += 1
+        if monotonic() - call.assigned_at > LATE_S:
+            self.is_late, self._in_time = True, 0
+        elif self.is_late:
+            self._in_time += 1
+            self.is_late = self._in_time < CALLS_IN_TIME
+        if self.position == HELD:  # after it was counted: see `Router`
+            self._resume(self)
 
     def _turn_away(self, call: Call) -> None:
         """Give back the slot of a call that will not run here; none of its user code has."""

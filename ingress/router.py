@@ -5,8 +5,13 @@
     reassign  the same as `assign` for a call whose replica went before it began; it goes first
 
 A request that finds others waiting always stands behind them, and a free slot never meets a
-waiting request, so the order of service is the order of arrival. The lock is held for a few lines
-of plain arithmetic, never while another is taken, and no callback runs under it.
+waiting request, so the order of service is the order of arrival; under overload, requests with a
+deadline have another, see `replicas.overload`. The lock is held for a few lines of plain
+arithmetic, never while another is taken, and no callback runs under it.
+
+A replica that begins calls late, because its event loop is busy or does not get the GIL, is given
+one call at a time: the next when that begins. What it cannot begin yet waits here, where it can
+still go to another replica, be overtaken or be shed.
 """
 
 from __future__ import annotations
@@ -20,11 +25,13 @@ from time import monotonic
 from typing import Any
 
 from ingress import retries
+from ingress.asgi import RouteTemplates
 from ingress.call import Call
 from ingress.config import BackpressureConfig
 from ingress.cycles import check_cycle
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
-from ingress.replica import Replica
+from ingress.replica import HELD, Replica
+from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
 from ingress.request_router import PowerOfTwoChoicesRequestRouter
 from ingress.types import DeploymentID
 
@@ -38,8 +45,8 @@ class Router:
 
     __slots__ = (
         "_available", "_backpressure", "_holders", "_idle", "_last", "_later", "_lock",
-        "_max_retries", "_policy", "_refuses", "_resting", "_waiting", "deployment_id",
-        "max_queued_requests", "num_requests", "replicas",
+        "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting", "deployment_id",
+        "max_queued_requests", "num_requests", "replicas", "templates",
     )  # fmt: skip
 
     def __init__(
@@ -50,8 +57,10 @@ class Router:
         backpressure: BackpressureConfig | None = None,
         max_retries: int = 10,
         later: Callable[[float, Callable[[], Any]], Any] = lambda delay_s, callback: callback(),
+        templates: RouteTemplates | None = None,
     ) -> None:
         self.deployment_id = deployment_id
+        self.templates = templates or RouteTemplates()
         self.max_queued_requests = max_queued_requests
         self._backpressure = backpressure or BackpressureConfig()
         self._max_retries = max_retries
@@ -63,7 +72,8 @@ class Router:
         self._available: list[Replica] = []  # the replicas with a free slot, in no order
         self._idle: OrderedDict[Replica, None] = OrderedDict()  # with all free; next is the last
         self._last: Replica | None = None  # who was chosen last
-        self._waiting: OrderedDict[Call, None] = OrderedDict()
+        self._usual = UsualTimes()
+        self._waiting = WaitingCalls(self._usual)
         self._resting: set[Call] = set()  # who will try another replica after a pause
         self._holders: set[Call] = set()  # who has a slot
         self._refuses: str | None = None
@@ -88,7 +98,7 @@ class Router:
             elif self._available:
                 self.num_requests += 1
                 replica = self._reserve(call)
-            elif 0 <= self.max_queued_requests <= len(self._waiting):
+            elif 0 <= self.max_queued_requests <= len(self._waiting) - self._num_withheld():
                 refused = BackPressureError(
                     len(self._waiting),
                     self.max_queued_requests,
@@ -98,7 +108,7 @@ class Router:
                 )
             else:
                 self.num_requests += 1
-                self._waiting[call] = None
+                self._waiting.add(call, monotonic())
         if replica is not None:
             call.start(replica)
         elif refused is not None:
@@ -146,8 +156,7 @@ class Router:
             if self._available:
                 replica = self._reserve(call)
             else:
-                self._waiting[call] = None
-                self._waiting.move_to_end(call, last=False)  # it had a slot before any of them
+                self._waiting.add_first(call, monotonic())
         if replica is not None:
             call.start(replica)
         elif call.settled:  # cancelled while it was on its way into the queue
@@ -156,22 +165,83 @@ class Router:
             self.check_cycle(call)
 
     def release(self, replica: Replica, call: Call) -> None:
-        """Take back the slot of a call whose work has ended, and hand it to who waits first."""
-        following: Call | None = None
+        """Take back the slot of a call whose work has ended, and hand it to the next."""
+        started: list[Call] = []
+        shed: list[Shed] = []
         with self._lock:
             self._holders.discard(call)
             if replica.requested and call.metadata.multiplexed_model_id:
                 _count_model(replica, call.metadata.multiplexed_model_id, -1)
-            if self._waiting and replica.position != _REMOVED:
-                following = self._next(replica)
+            if not call.has_begun:
+                replica.given -= 1
+            elif call.metadata.deadline is not None:
+                self._usual.add(call, monotonic())
+            replica.ongoing -= 1
+            if self._waiting or replica.is_late or replica.position == HELD:
+                self._settle_position(replica, started, shed)
             else:
-                replica.ongoing -= 1
                 if replica.position == _FULL:
                     self._add_available(replica)
                 if not replica.ongoing and replica.position != _REMOVED:
                     self._add_idle(replica)
-        if following is not None:
-            following.start(replica)
+        if started or shed:
+            self._start(replica, started, shed)
+
+    def resume(self, replica: Replica) -> None:
+        """Hand the next call to a replica that has begun the one it was given. Thread-safe."""
+        started: list[Call] = []
+        shed: list[Shed] = []
+        with self._lock:
+            self._settle_position(replica, started, shed)
+        self._start(replica, started, shed)
+
+    def _settle_position(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
+        """Give a replica what it can take of the waiting calls, and put it where it belongs."""
+        if replica.position == _REMOVED:
+            return
+        while self._waiting and replica.ongoing < replica.max_ongoing and not _is_held(replica):
+            following = self._next(replica, shed)
+            if following is not None:
+                started.append(following)
+        has_room = replica.ongoing < replica.max_ongoing
+        if has_room and _is_held(replica):
+            if replica.position >= 0:
+                self._remove_available(replica)
+            replica.position = HELD
+            # Race with the replica's loop, which counts what it begins and then looks whether it is
+            # held; this is the other way round, so one of the two sees the other.
+            if _is_held(replica):
+                return
+        if has_room and replica.position < 0:
+            self._add_available(replica)
+        elif not has_room:
+            if replica.position >= 0:
+                self._remove_available(replica)
+            replica.position = _FULL
+        if not replica.ongoing and replica not in self._idle:
+            self._add_idle(replica)
+
+    def _num_withheld(self) -> int:
+        """Return how many slots are free that no call is given now: their replicas are behind."""
+        held = [replica for replica in self.replicas if replica.position == HELD]
+        return sum(replica.max_ongoing - replica.ongoing for replica in held)
+
+    def _start(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
+        for call in started:
+            call.start(replica)
+        for each in shed:
+            each.call.settle(error=self._shed_error(each))
+
+    def _shed_error(self, shed: Shed) -> BackPressureError:
+        after_s = self._backpressure.retry_after_s
+        return BackPressureError(
+            len(self._waiting),
+            self.max_queued_requests,
+            self.deployment_id.name,
+            self._backpressure.status_code,
+            RETRY_AFTER_S if after_s is None else after_s,
+            shed.reason,
+        )
 
     def withdraw(self, call: Call) -> bool:
         """Take a cancelled call out of the queue. Returns False if it does not wait here."""
@@ -179,7 +249,7 @@ class Router:
             if call in self._resting:
                 self._resting.discard(call)
                 return True
-            return self._waiting.pop(call, _ABSENT) is None
+            return self._waiting.discard(call)
 
     def holders(self, call: Call) -> frozenset[Call] | None:
         """Return the calls that have the slots a call waits for here, `None` if it does not."""
@@ -201,18 +271,12 @@ class Router:
     def add(self, replica: Replica) -> None:
         """Begin to use a replica that is ready; those who wait get its slots at once."""
         started: list[Call] = []
+        shed: list[Shed] = []
         with self._lock:
             self.replicas.append(replica)
             replica.position = _FULL
-            while self._waiting and replica.ongoing < replica.max_ongoing:
-                started.append(self._next(replica))
-                replica.ongoing += 1
-            if replica.ongoing < replica.max_ongoing:
-                self._add_available(replica)
-            if not replica.ongoing:
-                self._add_idle(replica)
-        for call in started:
-            call.start(replica)
+            self._settle_position(replica, started, shed)
+        self._start(replica, started, shed)
 
     def remove(self, replica: Replica) -> None:
         """Give a replica nothing more; what it runs goes on."""
@@ -229,9 +293,8 @@ class Router:
         """Settle every new call and all who wait as unavailable."""
         with self._lock:
             self._refuses = reason
-            waiting = [*self._resting, *self._waiting]
+            waiting = [*self._resting, *self._waiting.clear()]
             self._resting.clear()
-            self._waiting.clear()
         for call in waiting:
             call.settle(error=DeploymentUnavailableError(reason))
 
@@ -243,7 +306,6 @@ class Router:
             available = [each for each in available if each is not call.runner] or available
         if model_id:
             replica = self._policy.choose_for_model(available, model_id)
-            _count_model(replica, model_id, 1)
         elif self._idle and len(self.replicas) >= _MANY and call.runner is None:
             replica = next(reversed(self._idle))  # none has fewer requests
         else:
@@ -253,19 +315,30 @@ class Router:
             replica = self._last = self._policy.choose(available, awake)
         if not replica.ongoing:
             del self._idle[replica]
-        replica.ongoing += 1
-        self._holders.add(call)
+        self._give(replica, call)
         if replica.ongoing == replica.max_ongoing:
             self._remove_available(replica)
+        elif replica.is_late:
+            self._settle_position(replica, [], [])
         return replica
 
-    def _next(self, replica: Replica) -> Call:
-        """Give a slot of the replica to the call that waits first, whatever its model."""
-        call, _ = self._waiting.popitem(last=False)
+    def _next(self, replica: Replica, shed: list[Shed]) -> Call | None:
+        """Give a slot of the replica to the waiting call whose turn it is, if one still can go."""
+        call = self._waiting.next(monotonic(), shed)
+        if call is not None:
+            self._idle.pop(replica, None)
+            self._give(replica, call)
+        return call
+
+    def _give(self, replica: Replica, call: Call) -> None:
+        """Give a slot of the replica to a call, whatever its model."""
+        replica.ongoing += 1
+        replica.given += 1
+        call.has_begun = False
+        call.assigned_at = monotonic()
         self._holders.add(call)
         if call.metadata.multiplexed_model_id:
             _count_model(replica, call.metadata.multiplexed_model_id, 1)
-        return call
 
     def _add_idle(self, replica: Replica) -> None:
         """Put a replica with all its slots free where its turn is.
@@ -292,6 +365,11 @@ class Router:
         replica.position = _FULL
 
 
+def _is_held(replica: Replica) -> bool:
+    """Whether a replica that is late has yet to begin what it was given."""
+    return replica.is_late and replica.given > replica.begun
+
+
 def _count_model(replica: Replica, model_id: str, change: int) -> None:
     """Count the calls on a replica that name a model; no more models than calls are kept."""
     count = replica.requested.get(model_id, 0) + change
@@ -304,7 +382,7 @@ def _count_model(replica: Replica, model_id: str, change: int) -> None:
 # Values of `Replica.position` other than an index into `_available`.
 _FULL = -1
 _REMOVED = -2
-_ABSENT = object()
+RETRY_AFTER_S = 1.0  # for a shed call, unless the deployment says another
 _MANY = 128
 # Of many replicas: enough that few calls meet a cold thread, few enough that all have their turn.
 _CALLS_A_TURN = 16

@@ -10,6 +10,7 @@ that is started again sees the environment of that moment.
     RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
+    INGRESS_ADAPT_SWITCH_INTERVAL                1   shorten the GIL's turns while loops wait for it
     INGRESS_ENGINE                           local   which engine runs applications: local or ray
     RAY_ADDRESS                                      of the Ray cluster; empty starts a local one
     INGRESS_TRACE                                    where to write what requests did (`timeline`)
@@ -36,6 +37,7 @@ USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
+ADAPT_SWITCH_INTERVAL = "INGRESS_ADAPT_SWITCH_INTERVAL"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
 ENGINES = ("local", "ray")
@@ -100,6 +102,7 @@ class Settings:
     request_timeout_s: float | None = None
     max_retries: int = 10
     stall_threshold_s: float | None = 0.1
+    adapt_switch_interval: bool = True
     http_host: str = "127.0.0.1"
     engine: str = "local"
     ray_address: str | None = None
@@ -119,6 +122,7 @@ class Settings:
             request_timeout_s=_time(env, REQUEST_TIMEOUT_S, "seconds", 0, off="for no deadline"),
             max_retries=_count(env, MAX_RETRIES, default=10),
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
+            adapt_switch_interval=_flag(env, ADAPT_SWITCH_INTERVAL, default=True),
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=engine_name(env),
             ray_address=env.get(RAY_ADDRESS) or None,

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import Context
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from ingress.call import Call
@@ -29,6 +30,8 @@ class FakeReplica:
         self.max_ongoing = max_ongoing
         self.ongoing = 0
         self.position = -1
+        self.given = self.begun = 0
+        self.is_late = False
         self.requested: dict[str, int] = {}
         self.model_ids: frozenset[str] = frozenset()
         self.started: list[Call] = []
@@ -63,6 +66,8 @@ class FakeReplica:
             self.release(call)
             return
         with self._lock:
+            call.has_begun = True
+            self.begun += 1
             self.started.append(call)
             self.running.add(call)
             self.most_running = max(self.most_running, len(self.running))
@@ -107,9 +112,15 @@ def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
     return application
 
 
-def make_call(deployment: str = "D", model_id: str = "") -> Call:
-    """Return a call that nobody runs."""
+def make_call(
+    deployment: str = "D", model_id: str = "", *, method: str = "m", left_s: float | None = None
+) -> Call:
+    """Return a call that nobody runs; `left_s` is the time until its deadline."""
     metadata = RequestMetadata(
-        new_request_id(), DeploymentID(deployment), multiplexed_model_id=model_id
+        new_request_id(),
+        DeploymentID(deployment),
+        method,
+        multiplexed_model_id=model_id,
+        deadline=None if left_s is None else monotonic() + left_s,
     )
     return Call(metadata, None, Context())

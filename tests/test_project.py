@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import ingress
 
 ROOT = Path(__file__).parent.parent
@@ -60,11 +58,6 @@ def test_no_text_says_to_install_the_unrelated_package_of_that_name() -> None:
     assert told == []
     assert wrong.search('pip install -U "ingress[ray]"')
     assert not wrong.search("pip install -e .  # fastapi-ingress")
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_a_module_is_one_thing_of_less_than_400_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 400
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:

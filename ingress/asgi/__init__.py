@@ -22,7 +22,7 @@ from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import ASGI, ReplicaApp
 from ingress.asgi.routes import RouteInfo
 from ingress.asgi.spec import BoundApp, IngressSpec, ingress
-from ingress.asgi.template import route_template
+from ingress.asgi.template import RouteTemplates, route_template
 
 __all__ = [
     "ASGI",
@@ -31,6 +31,7 @@ __all__ = [
     "Part",
     "ReplicaApp",
     "RouteInfo",
+    "RouteTemplates",
     "ingress",
     "route_template",
 ]

@@ -29,6 +29,7 @@ from ingress.asgi.methods import Methods
 from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.asgi.routes import RouteInfo, check_routes
+from ingress.asgi.template import RouteTemplates
 from ingress.context import ReplicaContext
 from ingress.execution import Role, kind
 
@@ -85,6 +86,10 @@ class BoundApp:
     def routes(self) -> list[RouteInfo]:
         """Return the routes in declared order; none of an app that is not a Starlette."""
         return [] if self._routes is None else list(self._routes.infos)
+
+    def templates(self) -> RouteTemplates:
+        """Return the path templates of its routes."""
+        return RouteTemplates(each.path for each in self.routes() if not each.is_websocket)
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app; of one that each replica builds, its builder."""

@@ -1,9 +1,13 @@
-"""The path template of the route that a request was given to."""
+"""The path template of the route that a request was given to, or will be."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
+from starlette._utils import get_route_path
+from starlette.routing import compile_path
 from starlette.types import Scope
 
 
@@ -26,3 +30,30 @@ def route_template(scope: Scope) -> str | None:
         template = scope["root_path"].removeprefix(scope["app_root_path"]) + template
     shown = all("{" + name in template for name in scope.get("path_params", ()))
     return template if shown else None
+
+
+class RouteTemplates:
+    """The path templates of an app, to look up before a request is routed. Immutable."""
+
+    __slots__ = ("_paths", "_patterns")
+
+    def __init__(self, templates: Iterable[str] = ()) -> None:
+        self._paths: set[str] = set()
+        self._patterns: dict[str, re.Pattern[str]] = {}
+        for template in templates:
+            if "{" in template:
+                self._patterns.setdefault(template, compile_path(template)[0])
+            else:
+                self._paths.add(template)
+
+    def find(self, scope: Scope) -> str:
+        """Return the first template that matches the path; "" if none does."""
+        if not self._paths and not self._patterns:
+            return ""
+        path = get_route_path(scope)
+        if path in self._paths:
+            return path
+        for template, pattern in self._patterns.items():
+            if pattern.match(path):
+                return template
+        return ""

@@ -22,6 +22,7 @@ from ingress.settings import Settings
 from ingress.timeline.recorder import Recorder
 from ingress.timeline.window import Window
 from ingress.watchdog import WATCHDOG
+from ingress.watchdog.pressure import GIL_PRESSURE
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
 JOIN_S = 1.0
@@ -35,6 +36,7 @@ class EngineThreads:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        GIL_PRESSURE.adapts = settings.adapt_switch_interval
         # First, because it may be refused.
         self._window = None if settings.trace_file is None else Window(settings.trace_file)
         self.control = EventLoopThread("ingress-control")

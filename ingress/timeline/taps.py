@@ -21,6 +21,7 @@ from ingress.call import CURRENT_CALL, Call
 from ingress.exchange import Exchange
 from ingress.execution import ExecutionPlan, Role
 from ingress.replica import Replica
+from ingress.replicas.overload import Shed
 from ingress.router import Router
 from ingress.threads import WorkerPool, WorkerThreads
 from ingress.timeline.recorder import Journey, Recorder
@@ -53,10 +54,11 @@ class TracedRouter(Router):
         self._recorder.take_slot(call)
         return replica
 
-    def _next(self, replica: Replica) -> Call:
-        call = super()._next(replica)
-        self._recorder.stand_in_queue(call)
-        self._recorder.take_slot(call)
+    def _next(self, replica: Replica, shed: list[Shed]) -> Call | None:
+        call = super()._next(replica, shed)
+        if call is not None:
+            self._recorder.stand_in_queue(call)
+            self._recorder.take_slot(call)
         return call
 
 

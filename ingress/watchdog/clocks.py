@@ -14,7 +14,7 @@ _IS_LINUX = sys.platform == "linux"
 
 # A thread that waits for the GIL wakes once in each of the interpreter's switch intervals, 5 ms by
 # default, to ask for it. One that sleeps, or whose process is stopped, does not wake at all.
-_WAKES = 5
+ENOUGH_WAITS = 5  # to tell it from a thread that waited for its turn once or twice
 
 
 class ThreadClocks:
@@ -56,20 +56,23 @@ class ThreadClocks:
 
 
 class GILWait:
-    """Whether the current thread, which slept and came late, waited for the GIL meanwhile."""
+    """How often the current thread, which slept and came late, asked for the GIL meanwhile."""
 
     __slots__ = ("_before",)
 
     def __init__(self) -> None:
         self._before = self._count()
 
-    def since_last(self) -> bool:
-        """Return whether it did since this was last asked; it must not have run much besides."""
+    def since_last(self) -> int:
+        """Return for how many switch intervals it waited since this was last asked.
+
+        It must not have run much besides.
+        """
         before, self._before = self._before, self._count()
         if _IS_LINUX:
-            return self._before[0] - before[0] >= _WAKES
+            return int(self._before[0] - before[0])
         took_s = self._before[1] - before[1]
-        return self._before[0] - before[0] >= took_s / 2
+        return ENOUGH_WAITS if self._before[0] - before[0] >= took_s / 2 else 0
 
     def _count(self) -> tuple[float, float]:
         if _IS_LINUX:

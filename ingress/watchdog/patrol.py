@@ -15,7 +15,8 @@ from types import FrameType
 from ingress.context import REPLICA
 from ingress.counters import Latency
 from ingress.watchdog import stacks
-from ingress.watchdog.clocks import GILWait, ThreadClocks
+from ingress.watchdog.clocks import ENOUGH_WAITS, GILWait, ThreadClocks
+from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import StallLog
 from ingress.watchdog.stacks import Stack
 from ingress.watchdog.watched import Runner, Watched
@@ -61,7 +62,9 @@ class Patrol:
         late_s = now - self._due
         frames = stacks.current_frames()
         before, self._clocks = self._clocks, self._read_clocks(frames)
-        waited_for_gil = self._gil.since_last()
+        waits = self._gil.since_last()
+        GIL_PRESSURE.note(waits, now)
+        waited_for_gil = waits >= ENOUGH_WAITS
         if waited_for_gil and late_s >= self._look_s:  # not just for its turn
             for each in loops:
                 each.starved_s += late_s

@@ -12,6 +12,7 @@ from types import FrameType
 
 from ingress.signals import handling
 from ingress.watchdog.patrol import Patrol
+from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import QUIET_S, Stall, StallLog
 from ingress.watchdog.watched import Owner, Watched
 
@@ -134,6 +135,7 @@ class Watchdog:
                 logger.exception("the watchdog of event loops failed; it goes on in a minute")
                 pause_s = QUIET_S
         patrol.look([])  # what stands still now is left behind
+        GIL_PRESSURE.relax()
 
     def _open_loops(self) -> list[Watched]:
         for loop in list(self._loops):

@@ -104,6 +104,7 @@ class RayReplica:
             lanes=spec.lanes,
             sync_in_threadpool=settings.run_sync_in_threadpool,
             release=self._router.release,
+            resume=self._router.resume,
             borrowed=borrowed,
             stall_threshold_s=settings.stall_threshold_s,
         )

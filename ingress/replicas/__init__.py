@@ -1,0 +1,1 @@
+"""Replicas, and how calls come to them."""

@@ -1,0 +1,65 @@
+"""Many threads that want the GIL at once, and the loops that must not wait for all of them.
+
+CPython hands the GIL on in turns of `sys.getswitchinterval()`, 5 ms by default. With 32 threads
+that compute, a loop waits 160 ms for each turn of its own. While that is so,
+
+    turns get shorter     with N threads before a loop, to 15 ms / N, at least 0.5 ms
+    calls start later     a request that gets a slot begins by way of its server's loop, see
+                          `Exchange.start`: that loop has a turn between two calls that compute
+
+Both end a second after the last sign of it. The switch interval is the whole process's; with
+`INGRESS_ADAPT_SWITCH_INTERVAL=0` it is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+WAITS = 3  # turns that the watchdog waited for the GIL, from which on the pressure is high
+ROUND_S = 0.015  # what a loop is to wait for one turn of its own
+SHORTEST_S = 0.0005  # each thread that waits wakes once a turn, to ask
+CALM_S = 1.0
+
+
+class GILPressure:
+    """The queue of threads for the GIL, as the watchdog sees it. Written by its thread only."""
+
+    __slots__ = ("_calm_at", "_given_s", "_set_s", "adapts", "is_high")
+
+    def __init__(self) -> None:
+        self.is_high = False
+        self.adapts = True
+        self._calm_at = 0.0
+        self._given_s = 0.0  # the process's own switch interval, while ours is set
+        self._set_s = 0.0
+
+    def note(self, waits: int, now: float) -> None:
+        """Learn how many turns a thread that wanted the GIL has just waited for it."""
+        if waits >= WAITS:
+            self._calm_at = now + CALM_S
+            self.is_high = True
+            if self.adapts:
+                self._shorten(max(SHORTEST_S, ROUND_S / waits))
+        elif self.is_high and now >= self._calm_at:
+            self.relax()
+
+    def relax(self) -> None:
+        """Give the process its own switch interval back, unless user code has set another."""
+        self.is_high = False
+        if self._set_s and sys.getswitchinterval() == self._set_s:
+            sys.setswitchinterval(self._given_s)
+        self._set_s = 0.0
+
+    def _shorten(self, interval_s: float) -> None:
+        now_s = sys.getswitchinterval()
+        if not self._set_s:
+            self._given_s = now_s
+        elif now_s != self._set_s:
+            return  # user code has set one meanwhile
+        if interval_s < now_s:
+            sys.setswitchinterval(interval_s)
+            self._set_s = sys.getswitchinterval()  # in whole microseconds
+
+
+GIL_PRESSURE = GILPressure()
+"""That of this process."""

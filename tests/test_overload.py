@@ -1,0 +1,522 @@
+"""`ingress.replicas.overload`: which calls are served, overtaken and shed under overload.
+
+The queue is given the time by hand; what is asked of a server is asked with latches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+import ingress as serve
+from ingress.call import Call
+from ingress.config import BackpressureConfig
+from ingress.exceptions import BackPressureError
+from ingress.replica import LATE_S
+from ingress.replicas.overload import (
+    HALF_LIFE_S,
+    MAX_KINDS,
+    MIN_SAMPLES,
+    PATIENCE,
+    PROBE_S,
+    Shed,
+    UsualTimes,
+    WaitingCalls,
+)
+from ingress.router import Router
+from ingress.settings import ADAPT_SWITCH_INTERVAL
+from ingress.testing import Latch
+from ingress.types import DeploymentID
+from tests.fakes import FakeReplica, bind, make_call, together
+
+TIMEOUT = "x-request-timeout-seconds"
+
+
+def waiting(*calls: Call, since: float, usual: UsualTimes | None = None) -> WaitingCalls:
+    queue = WaitingCalls(usual or UsualTimes())
+    for call in calls:
+        queue.add(call, since)
+    return queue
+
+
+def taken(queue: WaitingCalls, now: float) -> tuple[list[Call], list[Shed]]:
+    """Return what the queue gives until it is empty, and what it sheds."""
+    shed: list[Shed] = []
+    calls: list[Call] = []
+    while (call := queue.next(now, shed)) is not None:
+        calls.append(call)
+    return calls, shed
+
+
+def usually(took_s: float, now: float, *, method: str = "m", samples: int = 8) -> UsualTimes:
+    """Return estimates after calls of a method that took so long."""
+    usual = UsualTimes()
+    learn(usual, took_s, now, method=method, samples=samples)
+    return usual
+
+
+def learn(
+    usual: UsualTimes, took_s: float, now: float, *, method: str = "m", samples: int = 8
+) -> None:
+    for _ in range(samples):
+        call = make_call(method=method, left_s=60)
+        call.assigned_at = now - took_s
+        usual.add(call, now)
+
+
+def test_order_of_arrival_holds_while_the_queue_is_short() -> None:
+    now = time.monotonic()
+    calls = [make_call(left_s=1) for _ in range(100)]
+
+    served, shed = taken(waiting(*calls, since=now), now + 0.9 * PATIENCE)
+
+    assert served == calls
+    assert shed == []
+
+
+def test_the_newest_goes_first_once_the_first_has_waited_for_half_of_its_time() -> None:
+    now = time.monotonic()
+    old = [make_call(left_s=1) for _ in range(3)]
+    new = [make_call(left_s=2) for _ in range(3)]
+    queue = waiting(*old, since=now)
+    for call in new:
+        queue.add(call, now + 0.5)
+
+    served, shed = taken(queue, now + 0.6)
+
+    assert served == [*reversed(new), *reversed(old)]
+    assert shed == [], "each of them can still be answered"
+
+
+def test_the_order_of_arrival_is_back_as_soon_as_the_queue_is_short_again() -> None:
+    now = time.monotonic()
+    queue = waiting(*[make_call(left_s=1) for _ in range(3)], since=now)
+    taken(queue, now + 0.6)
+    calls = [make_call(left_s=3) for _ in range(3)]
+    for call in calls:
+        queue.add(call, now + 0.7)
+
+    assert taken(queue, now + 0.8) == (calls, [])
+
+
+def test_calls_without_a_deadline_are_never_overtaken_and_never_shed() -> None:
+    now = time.monotonic()
+    usual = usually(5.0, now)
+    calls = [make_call(left_s=random.choice([None, 1.0])) for _ in range(10_000)]
+    queue = waiting(*calls, since=now, usual=usual)
+    patient = [call for call in calls if call.metadata.deadline is None]
+
+    served, shed = taken(queue, now + 0.9)
+
+    assert [call for call in served if call.metadata.deadline is None] == patient
+    assert all(each.call.metadata.deadline is not None for each in shed)
+    assert {*served} | {each.call for each in shed} == {*calls}
+    order = {call: place for place, call in enumerate(calls)}
+    assert [order[call] for call in served] == sorted(order[call] for call in served)
+
+
+def test_a_call_that_cannot_be_answered_in_time_is_shed_and_says_by_how_much() -> None:
+    now = time.monotonic()
+    late, fit = make_call(left_s=0.3), make_call(left_s=5)
+    queue = waiting(make_call(left_s=0.3), late, fit, since=now, usual=usually(0.5, now))
+
+    served, (shed,) = taken(queue, now)
+
+    assert len(served) == 2, "the first was let through, as a probe"
+    assert served[1] is fit
+    assert shed.call is late
+    assert shed.reason.startswith("0.3")
+    assert "usually take 0.500 s" in shed.reason
+
+
+def test_an_estimate_is_not_used_before_it_has_enough_samples() -> None:
+    now = time.monotonic()
+    usual = usually(0.5, now, samples=MIN_SAMPLES - 1)
+    calls = [make_call(left_s=0.1) for _ in range(3)]
+
+    assert taken(waiting(*calls, since=now, usual=usual), now) == (calls, [])
+    learn(usual, 0.5, now, samples=1)
+    assert len(taken(waiting(*calls, since=now, usual=usual), now)[1]) == 2
+
+
+def test_one_call_a_second_begins_all_the_same_so_that_an_estimate_can_be_corrected() -> None:
+    now = time.monotonic()
+    usual = usually(0.9, now)
+
+    for second in range(3):
+        at = now + second * PROBE_S
+        calls = [make_call(left_s=second * PROBE_S + 0.1) for _ in range(10)]
+        served, shed = taken(waiting(*calls, since=at, usual=usual), at)
+        assert (len(served), len(shed)) == (1, 9)
+    learn(usual, 0.01, now + 3, samples=40)  # the probes were quick
+    assert len(taken(waiting(*calls, since=now, usual=usual), now + 2)[0]) == 10
+
+
+def test_an_estimate_decays_when_nothing_is_learned() -> None:
+    now = time.monotonic()
+    usual = usually(0.4, now)
+    calls = [make_call(left_s=2 * HALF_LIFE_S + 0.15) for _ in range(3)]
+
+    assert len(taken(waiting(*calls, since=now, usual=usual), now + 2 * HALF_LIFE_S)[0]) == 3
+
+
+def test_each_kind_of_call_has_an_estimate_of_its_own() -> None:
+    now = time.monotonic()
+    usual = usually(0.5, now, method="slow")
+    learn(usual, 0.01, now, method="fast")
+    slow = [make_call(method="slow", left_s=0.1) for _ in range(3)]
+    fast = [make_call(method="fast", left_s=0.1) for _ in range(3)]
+
+    served, shed = taken(waiting(*slow, *fast, since=now, usual=usual), now)
+
+    assert served == [slow[0], *fast]
+    assert [each.call for each in shed] == slow[1:]
+
+
+def test_what_was_cut_short_does_not_make_an_estimate_shorter_but_longer() -> None:
+    now = time.monotonic()
+    usual = usually(0.5, now)
+    for took_s in (0.01, 0.9):
+        cut = make_call(left_s=60)
+        cut.assigned_at, cut.is_interrupted = now - took_s, True
+        usual.add(cut, now)
+
+    _, shed = taken(
+        waiting(*[make_call(left_s=0.1) for _ in range(2)], since=now, usual=usual), now
+    )
+
+    assert shed[0].usual_s == pytest.approx(0.55)
+
+
+def test_kinds_without_end_leave_no_more_than_a_thousand_estimates() -> None:
+    now = time.monotonic()
+    usual = UsualTimes()
+
+    for number in range(MAX_KINDS + 100):
+        learn(usual, 0.1, now, method=str(number), samples=1)
+
+    assert len(usual) == MAX_KINDS
+
+
+@pytest.mark.parametrize("after_s", [None, 2.5], ids=["by default", "as the deployment says"])
+def test_a_shed_call_gets_a_back_pressure_error(after_s: float | None) -> None:
+    router = Router(DeploymentID("D"), backpressure=BackpressureConfig(retry_after_s=after_s))
+    replica = FakeReplica(router, 1)
+    router.add(replica.real)
+    for _ in range(MIN_SAMPLES):
+        call = make_call(left_s=60)
+        router.assign(call)
+        call.assigned_at -= 10.0
+        replica.finish(call)
+    first, probe, late = (make_call(left_s=5) for _ in range(3))
+    for call in (first, probe, late):
+        router.assign(call)
+
+    replica.finish(first)
+    replica.finish(probe)
+
+    with pytest.raises(BackPressureError, match=r"dropped due to backpressure on 'D': .* usually"):
+        late.outcome()
+    assert isinstance(late.error, BackPressureError)
+    assert late.error.status_code == 503
+    assert late.error.retry_after_s == (1.0 if after_s is None else after_s)
+    assert (router.num_queued, router.num_ongoing) == (0, 0)
+
+
+# A replica that begins calls late.
+
+
+class LateReplica(FakeReplica):
+    """A replica that begins calls when the test says so."""
+
+    def __init__(self, router: Router, max_ongoing: int) -> None:
+        super().__init__(router, max_ongoing)
+        self.handed: list[Call] = []
+
+    def submit(self, call: Call) -> None:
+        self.handed.append(call)
+
+    def begin(self) -> Call:
+        call = self.handed.pop(0)
+        super().submit(call)
+        if self.position < 0:
+            self.router.resume(self.real)
+        return call
+
+
+def late(max_ongoing: int = 10, max_queued: int = -1) -> tuple[Router, LateReplica]:
+    router = Router(DeploymentID("D"), max_queued)
+    replica = LateReplica(router, max_ongoing)
+    router.add(replica.real)
+    replica.is_late = True
+    return router, replica
+
+
+def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
+    router, replica = late()
+    calls = [make_call() for _ in range(5)]
+    for call in calls:
+        router.assign(call)
+
+    for number, call in enumerate(calls):
+        assert replica.handed == [call]
+        assert router.num_queued == len(calls) - number - 1
+        replica.begin()
+
+    assert replica.running == {*calls}
+
+
+def test_who_waits_for_a_late_replica_does_not_count_against_the_queue() -> None:
+    """10 slots and a queue of 5: 15 are taken, as if it was not late."""
+    router, replica = late(max_queued=5)
+    calls = [make_call() for _ in range(20)]
+    for call in calls:
+        router.assign(call)
+
+    assert [isinstance(call.error, BackPressureError) for call in calls] == [False] * 15 + [
+        True
+    ] * 5
+    assert len(replica.handed) == 1
+    router.refuse("the test is over")
+
+
+def test_a_call_goes_to_another_replica_while_one_is_late() -> None:
+    router, slow = late()
+    router.assign(make_call())
+    quick = FakeReplica(router, 10)
+    router.add(quick.real)
+
+    for _ in range(10):
+        router.assign(make_call())
+
+    assert len(quick.running) == 10
+    assert len(slow.handed) == 1
+
+
+def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_up() -> None:
+    router, replica = late()
+    first, second = make_call(), make_call()
+    router.assign(first)
+    router.assign(second)
+    assert replica.handed == [first]
+
+    first.cancel()
+    replica.begin()
+
+    assert replica.handed == [second]
+    assert replica.given - replica.begun == 1
+
+
+def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None:
+    """Callers, and the loop that begins and ends: whatever the order, each call begins."""
+    for _ in range(20):
+        router, replica = late(max_ongoing=3)
+        calls = [make_call() for _ in range(60)]
+        done = threading.Event()
+
+        def work(
+            router: Router = router,
+            replica: LateReplica = replica,
+            done: threading.Event = done,
+        ) -> None:
+            ended = 0
+            while ended < 60 and not done.is_set():
+                while replica.handed:
+                    replica.is_late = random.random() < 0.8
+                    replica.begin()
+                for call in list(replica.running):
+                    replica.finish(call)
+                    ended += 1
+
+        def submit(part: list[Call], router: Router = router) -> None:
+            for call in part:
+                router.assign(call)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        together(*(partial(submit, calls[first::3]) for first in range(3)))
+        worker.join(10)
+        done.set()
+        worker.join()
+
+        assert all(call.settled for call in calls)
+        assert replica.most_running <= 3
+        assert (router.num_queued, router.num_ongoing, replica.given) == (0, 0, replica.begun)
+
+
+# As a client sees it.
+
+app = FastAPI()
+go = Latch()
+inside = Latch()
+
+
+@serve.deployment(max_ongoing_requests=8)
+@serve.ingress(app)
+class Shop:
+    @app.get("/slow/{item}")
+    async def slow(self, item: str) -> str:
+        if item == "wait":
+            inside.count_down()
+            await go
+        else:
+            await asyncio.sleep(0.6)
+        return item
+
+    @app.get("/fast")
+    async def fast(self) -> str:
+        return "fast"
+
+
+@contextmanager
+def shop() -> Iterator[httpx.Client]:
+    global go, inside
+    go, inside = Latch(), Latch(8)
+    serve.start(serve.HTTPOptions(port=0))
+    serve.run(bind(Shop))
+    (url,) = serve.status().proxies
+    try:
+        with httpx.Client(base_url=url) as client:
+            yield client
+    finally:
+        go.count_down()
+        serve.shutdown()
+
+
+def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> None:
+    with shop() as client, ThreadPoolExecutor(16) as threads:
+
+        def get(path: str, timeout_s: float) -> Future[httpx.Response]:
+            return threads.submit(client.get, path, headers={TIMEOUT: str(timeout_s)})
+
+        samples = [get(f"/slow/{number}", 60) for number in range(MIN_SAMPLES)]
+        assert [each.result().status_code for each in samples] == [200] * MIN_SAMPLES
+        holders = [get("/slow/wait", 60) for _ in range(8)]
+        inside.wait()
+        # They wait until less is left than requests like them take: one is let through as a probe.
+        impatient = [get(f"/slow/{item}", 1) for item in "abcd"]
+        fast = get("/fast", 1)
+        wait_until_queued(5)
+        time.sleep(0.5)  # of the second that they have
+        go.count_down()
+        answers = [each.result() for each in impatient]
+
+        assert sorted(each.status_code for each in answers) == [408, 503, 503, 503]
+        for answer in answers:
+            if answer.status_code == 503:
+                assert answer.headers["retry-after"] == "1"
+                assert re.search(r"usually take 0\.[56]\d+ s", answer.text)
+        assert fast.result().status_code == 200, "its route is a quick one"
+        assert [each.result().status_code for each in holders] == [200] * 8
+
+
+def wait_until_queued(count: int) -> None:
+    until = time.monotonic() + 10
+    while deployment().queued < count:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def deployment() -> Any:
+    return serve.status().applications["default"].deployments["Shop"]
+
+
+# The GIL.
+
+
+@serve.deployment(max_ongoing_requests=8)
+class Computing:
+    @serve.method(execution="threadpool")
+    def __call__(self) -> str:
+        while not go.is_open:
+            pass
+        return "computed"
+
+
+@pytest.mark.parametrize("adapts", ["1", "0"])
+def test_turns_of_the_gil_are_shorter_while_loops_wait_for_it_and_then_as_they_were(
+    adapts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    global go
+    go = Latch()
+    monkeypatch.setenv(ADAPT_SWITCH_INTERVAL, adapts)
+    given = sys.getswitchinterval()
+    handle = serve.run(bind(Computing), route_prefix=None)
+    try:
+        calls = [handle.remote() for _ in range(8)]
+        until = time.monotonic() + (10 if adapts == "1" else 1)
+        while sys.getswitchinterval() == given and time.monotonic() < until:
+            time.sleep(0.01)
+        shortened = sys.getswitchinterval()
+        go.count_down()
+        assert [call.result() for call in calls] == ["computed"] * 8
+        until = time.monotonic() + 10
+        while sys.getswitchinterval() != given and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        go.count_down()
+        serve.shutdown()
+
+    assert (shortened < given) is (adapts == "1")
+    assert sys.getswitchinterval() == given
+
+
+def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    global go
+    go = Latch()
+    given = sys.getswitchinterval()
+    handle = serve.run(bind(Computing), route_prefix=None)
+    try:
+        calls = [handle.remote() for _ in range(8)]
+        until = time.monotonic() + 10
+        while sys.getswitchinterval() == given:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        sys.setswitchinterval(0.002)
+        go.count_down()
+        for call in calls:
+            call.result()
+        serve.shutdown()
+
+        assert sys.getswitchinterval() == pytest.approx(0.002)
+    finally:
+        go.count_down()
+        serve.shutdown()
+        sys.setswitchinterval(given)
+
+
+def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:
+    @serve.deployment
+    class Busy:
+        async def __call__(self, busy_s: float) -> bool:
+            time.sleep(busy_s)
+            return True
+
+    handle = serve.run(bind(Busy), route_prefix=None)
+    try:
+        calls = [handle.remote(2 * LATE_S) for _ in range(10)]
+        until = time.monotonic() + 10
+        while not (queued := serve.status().applications["default"].deployments["Busy"].queued):
+            assert time.monotonic() < until
+            calls += [handle.remote(2 * LATE_S)]
+        assert queued, "what it cannot begin yet waits in the queue, although it has free slots"
+        assert all(call.result() for call in calls)
+        quick = [handle.remote(0.0).result() for _ in range(40)]
+        assert all(quick)
+    finally:
+        serve.shutdown()
