@@ -193,6 +193,29 @@ def test_a_body_that_was_answered_early_may_come_slowly_and_not_stop(server: Ser
         assert time.monotonic() < begun + TIMEOUT_S + 2
 
 
+@pytest.mark.parametrize("pause_s", [0, 0.05], ids=["at-once", "its-end-alone"])
+def test_what_is_left_of_a_body_that_was_answered_early_is_no_head(
+    server: ServerProcess, pause_s: float
+) -> None:
+    piece = b"6000\r\n" + b"x" * 0x6000 + b"\r\n"  # more than headers may have
+    with Connection(server.port) as again, Connection(server.port) as resting:
+        for each in (again, resting):
+            headers = "Transfer-Encoding: chunked\r\n"
+            each.request("/early", method="POST", headers=headers)
+            each.send(3 * piece)  # more than is read before the request begins
+            each.receive_until(b'"early"')
+            if pause_s:
+                each.send(piece)
+                time.sleep(pause_s)
+                each.send(b"0\r\n\r\n")
+            else:
+                each.send(piece + b"0\r\n\r\n")
+        again.request("/")
+
+        assert again.answer().body.endswith(b'"here"')
+        assert resting.receive_all().endswith(b'"early"')
+
+
 # Size.
 
 

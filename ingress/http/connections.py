@@ -233,8 +233,8 @@ class GuardedH11(Guarded, H11Protocol):
         return super()._should_upgrade()
 
     def _check_progress(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._unparsed = 0  # a part of a body; h11 itself limits what is between two of them
+        is_head = self.conn.their_state is h11.IDLE  # of the rest h11 has limits of its own
+        self._unparsed = len(self.conn.trailing_data[0]) if is_head else 0
         super()._check_progress()
 
 
@@ -255,5 +255,9 @@ else:
         def on_body(self, body: bytes) -> None:
             self._unparsed = 0
             super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._unparsed = 0
+            super().on_message_complete()
 
     PROTOCOL = GuardedHttptools
