@@ -38,6 +38,7 @@ MAY_HAVE_A_DICT = {
     "_Lines": "Starlette's responses have one; the task of one request",
     "Connections": "the server's loop",
     "Guarded": "uvicorn's protocols have one; the server's loop",
+    "UvicornServer": "uvicorn's server has one; its loop, and signals set what is there",
 }
 """Classes of ours with a dict that live requests hold, and why they may; with their subclasses.
 
