@@ -19,11 +19,9 @@ from ingress.exceptions import RayServeException
 from ingress.http.connections import Connections
 from ingress.server import check_address
 from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
-from ingress.shared_port import run_workers
 from ingress.target import refusal
 from ingress.terminal import console, print_plan, showing_start
-
-WORKER_HEALTHCHECK_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
+from ingress.workers import run_workers
 
 
 def read_settings() -> Settings:
@@ -154,14 +152,14 @@ def serve_in_new_processes(
             **connections.options(),
         )
         return
-    run_workers(
+    code = run_workers(
         uvicorn.Config(
             target,
             host=host,
             port=port,
             workers=workers,
             timeout_graceful_shutdown=graceful_s,
-            timeout_worker_healthcheck=WORKER_HEALTHCHECK_S,
             **connections.options(),
         )
     )
+    raise typer.Exit(code)

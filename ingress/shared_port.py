@@ -1,4 +1,4 @@
-"""Worker processes that share a port, each with a socket of its own.
+"""The port of worker processes, each of which has a socket of its own.
 
 Of one socket for all whoever wakes first takes every connection that is there: those of a client
 that keeps them open end up in one worker, and the others have nothing to do. Linux deals them out
@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import Any, Self
-
-import uvicorn
-from uvicorn.supervisors import Multiprocess
+from typing import Any
 
 
-class SharedPort(socket.socket):
-    """A bound TCP socket; the process that it is sent to gets another one, on the same port.
+class SharedPort:
+    """A port that one process keeps, while those that are sent this serve it.
 
-    This one never listens. It keeps the port while workers come and go.
+    The socket here never listens on Linux; elsewhere it is the one for all.
     """
 
-    @classmethod
-    def of(cls, bound: socket.socket) -> Self:
-        # After it was bound: a port that another server has was refused, whatever that had set.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        return cls(fileno=bound.detach())
+    has_own_sockets = sys.platform == "linux"
 
-    @classmethod
-    def bind_again(cls, family: int, address: Any) -> Self:
+    def __init__(self, bound: socket.socket) -> None:
+        if self.has_own_sockets:
+            # After it was bound: a port that another server has was refused, whatever that had set.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._bound: socket.socket | None = bound
+        self._family, self._address = bound.family, bound.getsockname()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bound": None if self.has_own_sockets else self._bound}
+
+    def open(self) -> socket.socket:
+        """Return the socket to serve on. Raises `OSError` if it cannot be bound."""
+        if self._bound is not None:
+            return self._bound
         # With the protocol, by which asyncio knows that it may switch Nagle's algorithm off.
-        made = cls(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        made = socket.socket(self._family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.bind(address)
+        made.bind(self._address)
         return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SharedPort.bind_again, (self.family, self.getsockname())
-
-
-def run_workers(config: uvicorn.Config) -> None:
-    """Serve in `config.workers` processes until told to stop. Exits with 3 if the port is taken."""
-    bound = config.bind_socket()
-    sock = SharedPort.of(bound) if sys.platform == "linux" else bound
-    Multiprocess(config, sockets=[sock]).run()

@@ -1,0 +1,254 @@
+"""`ingress run --workers`: workers that fail, that die, and what is left of them: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.figures import Figures
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    Connection,
+    ServerProcess,
+    environment,
+    get,
+    process,
+    wait_until,
+    write_module,
+)
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+
+APP = """
+import asyncio, os, sys, time
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+@serve.deployment(graceful_shutdown_timeout_s=3)
+@serve.ingress(app)
+class App:
+    @app.get("/pid")
+    async def pid(self):
+        return os.getpid()
+
+    @app.get("/slow")
+    async def slow(self):
+        print("slow began", flush=True)
+        await asyncio.sleep(1000)
+
+hello = App.bind()
+
+def starting(do):
+    @serve.deployment
+    class Model:
+        def __init__(self):
+            print("constructs", flush=True)
+            do()
+    return Model.bind()
+
+def fail():
+    raise ValueError("no model file")
+
+failing = starting(fail)
+crashing = starting(lambda: os._exit(7))
+hanging = starting(lambda: time.sleep(1000))
+"""
+
+UNABLE_TO_BIND = """
+import socket, sys
+if "--multiprocessing-fork" in sys.orig_argv:
+    def bind(self, address):
+        raise OSError(99, "Cannot assign requested address")
+    socket.socket.bind = bind
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_module(tmp_path, "app", APP)
+    return tmp_path
+
+
+@contextmanager
+def run(folder: Path, app: str) -> Iterator[ServerProcess]:
+    command = [*INGRESS, "run", f"app:{app}", "--port", "0", "--workers", "2"]
+    with process(command, folder, environment(folder)) as server:
+        yield server
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[ServerProcess]:
+    with run(folder, "hello") as server:
+        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        yield server
+
+
+def workers_of(server: ServerProcess) -> list[int]:
+    """Return the pids of its workers, without the process that cleans up after them."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in children if b"spawn_main" in words(int(each))]
+
+
+def words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def have_gone(pids: list[int]) -> bool:
+    return not any(words(pid) for pid in pids)
+
+
+@pytest.mark.reliability("B23")
+def test_a_start_that_fails_ends_the_command_and_says_why_once(
+    folder: Path, figures: Figures
+) -> None:
+    with run(folder, "failing") as server:
+        began = time.monotonic()
+
+        assert server.wait() == 3
+        took_s = time.monotonic() - began
+    assert server.output.count('raise ValueError("no model file")') == 1
+    assert server.output.count("deployment 'Model' failed to start") == 1
+    figures.note("a start that fails ends the command in, s", took_s)
+
+
+def test_a_worker_that_dies_as_it_starts_is_tried_three_times(folder: Path) -> None:
+    with run(folder, "crashing") as server:
+        assert server.wait(2 * PATIENCE_S) == 3  # it starts three times
+        assert "failed to start 3 times in a row (exit code 7)" in server.output
+        # The other worker may have come as far.
+        assert 3 <= server.output.count("constructs") <= 6
+
+
+def test_a_worker_that_cannot_bind_ends_the_command(folder: Path) -> None:
+    write_module(folder, "sitecustomize", UNABLE_TO_BIND)
+    with run(folder, "hello") as server:
+        assert server.wait() == 3
+        assert server.output.count("Cannot assign requested address") == 1
+        assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
+    ids=["SIGTERM", "SIGHUP", "SIGINT"],
+)
+def test_signals_are_heard_while_workers_start(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
+    with run(folder, "hanging") as server:
+        wait_until(lambda: server.output.count("constructs") == 2)
+        workers = workers_of(server)
+        server.signal(number)
+        began = time.monotonic()
+
+        assert server.wait() == code
+        assert time.monotonic() - began < 5.0
+        assert len(workers) == 2
+        assert have_gone(workers)
+
+
+def test_a_worker_that_is_killed_is_replaced(folder: Path) -> None:
+    with serving(folder) as server:
+        first, second = workers_of(server)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: server.output.count("Application startup complete") == 3)
+
+        assert second in workers_of(server)
+        assert len(workers_of(server)) == 2
+        assert f"worker {first} ended (SIGKILL); another one starts" in server.output
+        server.signal()
+        assert server.wait() == 0
+
+
+def test_what_workers_run_may_end(folder: Path) -> None:
+    with serving(folder) as server:
+        answers = [int(get(server.port, "/pid").body) for _ in range(20)]
+        workers = workers_of(server)
+        server.signal()
+
+        assert server.wait() == 0
+        assert {*answers} <= {*workers}
+        assert have_gone(workers)
+        assert "Traceback" not in server.output
+
+
+def signal_group(server: ServerProcess, number: signal.Signals) -> None:
+    """Do what a Ctrl-C at a terminal does: it reaches the command and its workers."""
+    for pid in (*workers_of(server), server.process.pid):
+        os.kill(pid, number)
+
+
+SENDERS: dict[str, Callable[[ServerProcess, signal.Signals], None]] = {
+    "terminal": signal_group,
+    "kill": ServerProcess.signal,
+}
+
+
+@pytest.mark.reliability("B17")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", SENDERS)
+def test_a_second_signal_ends_workers_at_once(
+    folder: Path, number: signal.Signals, how: str
+) -> None:
+    with serving(folder) as server, Connection(server.port) as client:
+        client.request("/slow")
+        server.wait_for("slow began")
+        workers = workers_of(server)
+        SENDERS[how](server, number)
+        wait_until(partial(is_told, server))
+        SENDERS[how](server, number)
+        began = time.monotonic()
+
+        assert server.wait() == 128 + number
+        wait_until(partial(have_gone, workers))
+        assert time.monotonic() - began < 1.0
+        assert "Traceback" not in server.output
+
+
+def is_told(server: ServerProcess) -> bool:
+    """Whether it drains: uvicorn says so, once."""
+    return "Shutting down" in server.output
+
+
+def test_workers_do_not_outlive_the_command(folder: Path) -> None:
+    with serving(folder) as server:
+        workers = workers_of(server)
+        server.process.kill()
+        server.wait()
+
+        wait_until(partial(have_gone, workers))
+
+
+def test_no_process_is_left_behind(folder: Path) -> None:
+    with serving(folder) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        pids = [int(each) for each in children.read_text().split()]
+        server.signal()
+        assert server.wait() == 0
+    wait_until(partial(have_gone, pids))
+
+
+def test_nohup_lives_on_in_workers(folder: Path) -> None:
+    command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"]
+    quiet = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command]
+    with process(quiet, folder, environment(folder)) as server:
+        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        signal_group(server, signal.SIGHUP)
+
+        assert get(server.port, "/pid").status == 200
+        server.signal()
+        assert server.wait() == 0
