@@ -86,12 +86,16 @@ def fail(items: list[Item], error: Exception) -> None:
 def _copy(error: Exception) -> BaseException:
     """Return an equal error of the same type, or the same one if it cannot be copied."""
     try:
-        made: Any = execution.call_inline(copy.copy, error)
-        made.args = error.args  # a constructor may make something else of its own arguments
+        return execution.call_inline(_copied, error)
     except Exception:
         return error
+
+
+def _copied(error: Exception) -> BaseException:
+    made: Any = copy.copy(error)
     if type(made) is not type(error):
         return error
+    made.args = error.args  # a constructor may make something else of its own arguments
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
     copied: BaseException = made.with_traceback(error.__traceback__)

@@ -33,6 +33,7 @@ from ingress.logs import logger
 from ingress.loops import BorrowedLoop, mailbox_of
 from ingress.threads import WorkerPool
 from ingress.types import DeploymentID, RequestMetadata
+from ingress.unreadable import readable
 
 TOO_LARGE = (
     "Size of item is greater than max_batch_size. Please increase the max_batch_size or check the "
@@ -300,11 +301,11 @@ class BatchQueue:
 
     def _error_in(self, value: Any) -> BaseException | None:
         """Return the error to raise for a caller whose part of the result is one."""
-        if not self._handler.per_item_errors or not isinstance(value, BaseException):
+        # By its type: nothing is known of the value, not even that it can be looked at.
+        if not self._handler.per_item_errors or not issubclass(type(value), BaseException):
             return None
-        if isinstance(value, Exception):
-            return value
-        return UserCodeExit(value, self._handler.name)
+        error: BaseException = readable(value)
+        return error if isinstance(error, Exception) else UserCodeExit(error, self._handler.name)
 
     def _log_late(self, items: list[Item], error: BaseException) -> None:
         """Log an error if all whose it is have left: nobody else will hear of it."""

@@ -11,6 +11,7 @@
        ├─ RequestBodyTooLargeError        413  its body is larger than `max_body_size`
        ├─ RequestCycleError               500  it waits for what its own callers hold
        ├─ StreamClosedError               499  the stream's other end is gone
+       ├─ UnreadableError                 500  user code raised what raises when it is looked at
        └─ UserCodeExit                    500  user code raised what is not an `Exception`
 
     Warning
@@ -164,6 +165,20 @@ class StreamClosedError(RayServeException, OSError):
     """The consumer of a stream is gone; an `OSError`, as ASGI wants it of `send`."""
 
     status_code = 499
+
+
+class UnreadableError(RayServeException):
+    """User code raised an exception whose attributes cannot be read: reading them raises another.
+
+    It stands for that exception once that leaves user code, with its traceback and its causes.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"user code raised {self.name}, whose attributes cannot be read; the request failed"
 
 
 class UserCodeExit(RayServeException):

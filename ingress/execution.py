@@ -19,7 +19,8 @@ a limit of their own (a lane), or in the serial thread. That is one thread for a
 a class that has one does in its LIFECYCLE runs there, too.
 
 A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
-returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here.
+returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here, and what
+nobody can look at an `UnreadableError`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from ingress.callables import name_of as name_of
 from ingress.callables import underlying
 from ingress.exceptions import UserCodeExit
 from ingress.migration_warning import warn_of_def_on_loop
+from ingress.unreadable import readable
 
 logger = logging.getLogger("ingress")
 
@@ -148,12 +150,9 @@ class ExecutionPlan:
                     self._warn()
                 result = self.func(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
-        except Exception:
-            raise
         except BaseException as error:
-            if may_leave(error):
-                raise
-            raise UserCodeExit(error, self.name) from error
+            contain(error, self.name)
+            raise
 
     async def run_part(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
         """Run a part of the function, such as the half behind its `yield`, in its mode.
@@ -164,12 +163,9 @@ class ExecutionPlan:
             if self.mode is ExecutionMode.EVENT_LOOP:
                 return func()
             return await self.pool.run(func, is_cleanup=is_cleanup)
-        except Exception:
-            raise
         except BaseException as error:
-            if may_leave(error):
-                raise
-            raise UserCodeExit(error, self.name) from error
+            contain(error, self.name)
+            raise
 
     def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Yield the items of the generator the function returns, and close it at the end.
@@ -206,15 +202,14 @@ class ExecutionPlan:
                 delivering = True
                 yield item
                 delivering = False
-        except Exception:
-            raise
         except BaseException as error:
-            if not (delivering and isinstance(error, GeneratorExit)):
-                raise UserCodeExit(error, self.name) from error
+            if not (delivering and type(error) is GeneratorExit):
+                contain(error, self.name, is_task=False)
+                raise
             try:
                 items.close()
             except BaseException as late:
-                logger.warning("%s failed while it was closed", self.name, exc_info=late)
+                logger.warning("%s failed while it was closed", self.name, exc_info=readable(late))
             raise
 
     async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
@@ -238,14 +233,10 @@ class ExecutionPlan:
                     delivering = True
                     yield item
                     delivering = False
-        except Exception:
-            raise
         except BaseException as error:
-            if delivering and isinstance(error, GeneratorExit):
-                raise  # our consumer closes us; it is not the user's generator that raised it
-            if may_leave(error):
-                raise
-            raise UserCodeExit(error, self.name) from error
+            if not (delivering and type(error) is GeneratorExit):
+                contain(error, self.name)
+            raise  # our consumer closes us; it is not the user's generator that raised it
 
     def _warn(self) -> None:
         self.warns = False
@@ -346,10 +337,42 @@ def call_inline(func: Callable[..., T], /, *args: Any) -> T:
         return func(*args)
     except StopIteration as error:
         raise RuntimeError(f"{name_of(func)} raised StopIteration") from error
-    except Exception:
-        raise
     except BaseException as error:
-        raise UserCodeExit(error, name_of(func)) from error
+        contain(error, name_of(func), is_task=False)
+        raise
+
+
+def contain(error: BaseException, where: str, *, is_task: bool = True) -> None:
+    """Raise what leaves user code in the place of `error`, unless that may leave as it is.
+
+    For `except BaseException as error: contain(error, ...); raise`. Without `is_task` no
+    cancellation can have come from outside.
+    """
+    told = contained(error, where, is_task=is_task)
+    if told is not error:
+        raise_instead(told)
+
+
+def contained(error: BaseException, where: str, *, is_task: bool = True) -> BaseException:
+    """Return what leaves user code in the place of `error`; or `error`, if it may leave as it is.
+
+    That is an `Exception` that everybody may look at, or a cancellation.
+    """
+    safe: BaseException = readable(error)
+    if issubclass(type(error), Exception) or (is_task and may_leave(error)):
+        return safe
+    told = UserCodeExit(safe, where)
+    told.__cause__ = told.__context__ = safe
+    return told
+
+
+def raise_instead(told: BaseException) -> None:
+    """Raise an error in the place of the one that is handled, which it does not then lead to."""
+    context = told.__context__
+    try:
+        raise told
+    finally:
+        told.__context__ = context  # Python has made it the other, which nobody may look at
 
 
 def may_leave(error: BaseException) -> bool:
@@ -359,7 +382,8 @@ def may_leave(error: BaseException) -> bool:
     together with its loop. All else becomes `UserCodeExit`: it would end the loop.
     """
     task = _current_task()
-    return task is None or (isinstance(error, asyncio.CancelledError) and task.cancelling() > 0)
+    is_cancellation = issubclass(type(error), asyncio.CancelledError)
+    return task is None or (is_cancellation and task.cancelling() > 0)
 
 
 def _is_builtin(func: Callable[..., Any]) -> bool:

@@ -36,7 +36,7 @@ from ingress.messages import (
     TRY_AGAIN_LATER,
     with_request_id,
 )
-from ingress.responses import error_response, refusal
+from ingress.responses import error_response, refusal, refusal_of
 from ingress.retries import RetryBudget
 from ingress.router import Router
 from ingress.types import RequestMetadata, new_request_id
@@ -321,13 +321,11 @@ async def answer(
     error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
 ) -> bool:
     """Tell the client that its request failed. Returns False if that needs a look."""
-    status = getattr(error, "status_code", 500)
     if not exchange.is_http:
-        if status != 500:
-            await send(
-                {"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": str(error)[:100]}
-            )
-        return bool(status != 500)
+        reason = refusal_of(error)
+        if reason is not None:
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
+        return reason is not None
     response = error_response(error)
     if exchange.body is not None and exchange.body.is_open:
         await answer_and_close(response, scope, receive, send)

@@ -295,12 +295,9 @@ class Replica:
             value = await call.work(self.user_code)
             failed = False
             return value
-        except Exception:
-            raise
         except BaseException as error:
-            if execution.may_leave(error):
-                raise
-            raise UserCodeExit(error, str(self.replica_id)) from error
+            execution.contain(error, str(self.replica_id))
+            raise
         finally:
             CURRENT_CALL.reset(call_token)
             REPLICA.reset(replica_token)

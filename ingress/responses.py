@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.exceptions import RayServeException
-from ingress.execution import ThreadPool
+from ingress.execution import ThreadPool, call_inline
 
 _TEXT = b"text/plain; charset=utf-8"
 
@@ -137,6 +137,13 @@ def _chunk(item: Any, *, is_text: bool) -> bytes:
 
 def error_response(error: BaseException) -> Response:
     """Return what the client of a failed request sees; nothing of the error's inside."""
+    try:
+        return call_inline(_response_for, error)
+    except Exception:  # what it says of itself is no answer
+        return Response(b"Internal Server Error", 500)
+
+
+def _response_for(error: BaseException) -> Response:
     if isinstance(error, HTTPException):
         if error.status_code in (204, 304):
             return Response(status_code=error.status_code, headers=error.headers)
@@ -146,6 +153,18 @@ def error_response(error: BaseException) -> Response:
     if isinstance(error, RayServeException) and error.status_code != 500:
         return refusal(error)
     return Response(b"Internal Server Error", 500)
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """Return why a WebSocket is refused; `None` for an error without a status of its own."""
+    try:
+        return call_inline(_refusal_of, error)
+    except Exception:
+        return None
+
+
+def _refusal_of(error: BaseException) -> str | None:
+    return None if getattr(error, "status_code", 500) == 500 else str(error)[:100]
 
 
 def refusal(error: RayServeException) -> Response:

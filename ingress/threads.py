@@ -21,13 +21,14 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, TypeVar
 
-from anyio._backends._asyncio import AsyncIOBackend, CancelScope
+from anyio._backends._asyncio import AsyncIOBackend, CancelScope, WorkerThread
 from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ingress.call import CURRENT_CALL
 from ingress.channel import Channel, EndOfStream
 from ingress.exceptions import StreamClosedError, is_told
 from ingress.loops import Home, Mailbox
+from ingress.unreadable import readable
 
 logger = logging.getLogger("ingress")
 
@@ -281,7 +282,7 @@ class Work:
             self.error = RuntimeError("a def call raised StopIteration")
             self.error.__cause__ = error
         except BaseException as error:
-            self.error = error
+            self.error = readable(error)
         self.mailbox.post(self.finish)
 
     def finish(self) -> None:
@@ -355,12 +356,30 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
             except StreamClosedError:  # by `put` only: the generator's own is a failure
                 break
     except BaseException as raised:
-        error = raised
+        error = readable(raised)
     try:
         if isinstance(items, Generator):  # not a file, which may be wanted again
             items.close()
     except BaseException as raised:
-        error = error or raised
+        if error is None:
+            error = readable(raised)
     is_news = error is not None and not is_told(error)
     if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)
+
+
+_report_result = WorkerThread._report_result
+
+
+def _report_readable(
+    self: WorkerThread, future: asyncio.Future[Any], result: Any, exc: BaseException | None
+) -> None:
+    """Report what a thread of AnyIO's own has done; it is called on the loop that waits.
+
+    AnyIO asks the error for its class first. If that raises, nobody sets the future, and what
+    awaits it (a background task, a dependency, an exception handler) holds its slot for ever.
+    """
+    _report_result(self, future, result, None if exc is None else readable(exc))
+
+
+WorkerThread._report_result = _report_readable  # type: ignore[method-assign]

@@ -29,6 +29,46 @@ class BrokenRepr(Exception):
     __repr__ = __str__
 
 
+def _refuse(*_: object) -> Any:
+    raise ValueError("not for you")
+
+
+def hostile(*names: str, base: type[BaseException] = Exception, refuse: Any = _refuse) -> Any:
+    """Make an error whose attributes cannot be read, nor its methods called."""
+    dunder = {"__str__", "__repr__", "__eq__", "__hash__", "__bool__", "__len__"}
+    own = {"__getattribute__", "__getattr__", "__setattr__", "__reduce_ex__", *dunder}
+    body = {name: refuse if name in own else property(refuse) for name in names}
+    return lambda: type("Hostile", (base,), body)("hostile")
+
+
+def _exit(*_: object) -> Any:
+    raise SystemExit(3)
+
+
+def circular() -> BaseException:
+    """Return an error that is the cause of its own cause."""
+    error, cause = ValueError("circular"), KeyError("circular")
+    error.__cause__, cause.__cause__ = cause, error
+    return error
+
+
+def deep() -> BaseException:
+    """Return an error with more causes than Python has frames."""
+    error = Exception("deep")
+    for _ in range(1_500):
+        following = Exception("deep")
+        following.__cause__ = error
+        error = following
+    return error
+
+
+def behind_another() -> BaseException:
+    """Return an error that looks like any other, with one that does not behind it."""
+    error = ValueError("readable")
+    error.__cause__ = error.__context__ = hostile("__traceback__", refuse=_exit)()
+    return error
+
+
 class Unpicklable(Exception):
     """An error that cannot be copied into another process."""
 
@@ -66,14 +106,36 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "Unpicklable": Unpicklable,
     "BackPressureError": lambda: BackPressureError(1, 1, "K"),
 }
+HOSTILE: dict[str, Callable[[], BaseException]] = {
+    "getattribute": hostile("__getattribute__"),
+    "getattribute-exits": hostile("__getattribute__", refuse=_exit),
+    "class": hostile("__class__"),
+    "class-exits": hostile("__class__", refuse=_exit),
+    "str-and-repr-exit": hostile("__str__", "__repr__", refuse=_exit),
+    "cause": hostile("__cause__"),
+    "context": hostile("__context__", "__suppress_context__"),
+    "traceback": hostile("__traceback__", "with_traceback"),
+    "notes": hostile("__notes__", "args", "add_note"),
+    "dict": hostile("__dict__", "__setattr__", "__reduce_ex__"),
+    "equality": hostile("__eq__", "__hash__", "__bool__", "__len__"),
+    "status": hostile("status_code", "headers", "detail", "message", "retry_after_s"),
+    "HTTPException-getattribute": hostile("__getattribute__", base=HTTPException),
+    "circular": circular,
+    "deep": deep,
+    "BaseException": hostile("__getattribute__", base=BaseException),
+    "in-a-group": lambda: ExceptionGroup("g", [ValueError(), hostile("__getattribute__")()]),
+    "behind-another": behind_another,
+}
+"""Errors that raise another when they are looked at, or have no end."""
+ALL = ERRORS | HOSTILE
 
 
 def boom(name: str) -> None:
     secret = "a-local-secret", os.environ.get("A_SECRET")
     if name == "RecursionError":
         recurse()
-    if name in ERRORS:
-        raise ERRORS[name]()
+    if name in ALL:
+        raise ALL[name]()
     del secret
 
 

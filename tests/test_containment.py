@@ -23,7 +23,7 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
-from tests.containment_app import ERRORS, boom
+from tests.containment_app import ALL, boom
 from tests.servers import (
     PATIENCE_S,
     ROUNDS,
@@ -98,7 +98,7 @@ def outcomes(server: ServerProcess, path: str, parameter: str = "e") -> dict[str
     port = server.port
     found: dict[str, Any] = {}
     joint = "&" if "?" in path else "?"
-    for name in ERRORS:
+    for name in ALL:
         answer = get(port, f"/{path}{joint}{parameter}={name}")
         found[name] = (answer.status, "complete" if answer.is_complete else "cut")
         tells_nothing(answer, name)
@@ -128,8 +128,8 @@ def _tells_nothing(raw: bytes, name: str) -> None:
 def test_the_matrix_is_complete() -> None:
     paths = {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
     assert set(MATRIX.values()) <= paths
-    assert len(ERRORS) == 16
-    print(f"{len(MATRIX) * len(ERRORS)} cells: {len(MATRIX)} places x {len(ERRORS)} errors")
+    assert len(ALL) == 34
+    print(f"{len(MATRIX) * len(ALL)} cells: {len(MATRIX)} places x {len(ALL)} errors")
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -137,7 +137,7 @@ def test_the_matrix_is_complete() -> None:
 def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in ERRORS}
+    assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in ALL}
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -146,14 +146,14 @@ def test_a_generator_that_fails_before_its_first_item_is_a_500(
     server: ServerProcess, path: str
 ) -> None:
     assert outcomes(server, path, "first") == {
-        name: (MAPPED.get(name, 500), "complete") for name in ERRORS
+        name: (MAPPED.get(name, 500), "complete") for name in ALL
     }
 
 
 @pytest.mark.reliability("B06", "S08")
 def test_an_error_of_a_middleware_is_a_500_as_in_starlette(server: ServerProcess) -> None:
     assert outcomes(server, "middleware/in_middleware", "middleware") == dict.fromkeys(
-        ERRORS, (500, "complete")
+        ALL, (500, "complete")
     )
 
 
@@ -162,7 +162,7 @@ def test_an_error_of_a_middleware_is_a_500_as_in_starlette(server: ServerProcess
 def test_a_stream_that_fails_after_its_first_byte_is_cut_and_never_ended(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == dict.fromkeys(ERRORS, (200, "cut"))
+    assert outcomes(server, path) == dict.fromkeys(ALL, (200, "cut"))
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -170,7 +170,7 @@ def test_a_stream_that_fails_after_its_first_byte_is_cut_and_never_ended(
 def test_an_error_after_the_answer_leaves_the_answer_complete(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == dict.fromkeys(ERRORS, (200, "complete"))
+    assert outcomes(server, path) == dict.fromkeys(ALL, (200, "complete"))
 
 
 def websocket(server: ServerProcess, path: str) -> int:
@@ -195,7 +195,7 @@ def websocket(server: ServerProcess, path: str) -> int:
 @pytest.mark.parametrize("app", ["plain", "middleware"])
 def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: str) -> None:
     codes = {}
-    for name in ERRORS:
+    for name in ALL:
         codes[name] = websocket(server, f"{app}/websocket?e={name}")
         assert websocket(server, f"{app}/websocket?e=nothing") == 1000
 
@@ -208,7 +208,7 @@ def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: 
 def test_a_websocket_that_fails_before_it_is_accepted_is_refused(
     server: ServerProcess, app: str
 ) -> None:
-    statuses = {name: websocket(server, f"{app}/websocket_early?e={name}") for name in ERRORS}
+    statuses = {name: websocket(server, f"{app}/websocket_early?e={name}") for name in ALL}
 
     assert set(statuses.values()) <= {403, 418, 500, 503}, statuses
     assert websocket(server, f"{app}/websocket?e=nothing") == 1000
@@ -231,7 +231,7 @@ def threads() -> set[threading.Thread]:
 
 @pytest.mark.reliability("B01", "B03")
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async-def"])
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
     separate: str, name: str, is_async: bool
 ) -> None:

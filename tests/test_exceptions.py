@@ -21,6 +21,7 @@ from ingress.exceptions import (
     RequestTimeoutError,
     StreamClosedError,
     SyncMethodOnEventLoopWarning,
+    UnreadableError,
     UserCodeExit,
 )
 
@@ -35,6 +36,7 @@ STATUS_CODES = {
     RequestCycleError: 500,
     RequestTimeoutError: 408,
     StreamClosedError: 499,
+    UnreadableError: 500,
     UserCodeExit: 500,
 }
 CLASSES = [cls for _, cls in inspect.getmembers(exceptions, inspect.isclass)]
@@ -73,6 +75,7 @@ def test_a_warning_is_a_user_warning(warning: type[Warning]) -> None:
         RayServeException("what happened"),
         RequestCycleError("A waits for B"),
         StreamClosedError("gone"),
+        UnreadableError("app.Odd"),
     ],
     ids=lambda error: type(error).__name__,
 )

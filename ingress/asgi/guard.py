@@ -18,8 +18,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.exceptions import StreamClosedError, UserCodeExit
-from ingress.execution import may_leave
+from ingress.exceptions import StreamClosedError
+from ingress.execution import contain, contained, raise_instead
 from ingress.scopes import OnceScope
 
 ANSWER = "ingress.answer"
@@ -69,16 +69,14 @@ class Guard:
 
         try:
             await self.app(scope, receive, watched_send)
-        except Exception as error:
-            if is_half_sent:
-                _note(scope, error)
-            raise
         except BaseException as error:
-            if may_leave(error):
-                raise  # who cancels a part of the request (a timeout, say) answers for it
-            if is_half_sent:
-                _note(scope, UserCodeExit(error, "the ASGI app"))
-            raise UserCodeExit(error, "the ASGI app") from error
+            told = contained(error, "the ASGI app")
+            # Who cancels a part of the request (a timeout, say) answers for it.
+            if is_half_sent and isinstance(told, Exception):
+                _note(scope, told)
+            if told is not error:
+                raise_instead(told)
+            raise
 
 
 def _note(scope: Scope, error: Exception) -> None:
@@ -127,12 +125,9 @@ class OutermostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.app(scope, receive, send)
-        except Exception:
-            raise
         except BaseException as error:
-            if may_leave(error):
-                raise
-            raise UserCodeExit(error, "the ASGI app") from error
+            contain(error, "the ASGI app")
+            raise
 
 
 def guarded(middleware: list[Middleware]) -> list[Any]:

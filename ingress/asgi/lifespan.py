@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
 
 from ingress.context import ReplicaContext
-from ingress.exceptions import RayServeException, UserCodeExit
-from ingress.execution import may_leave
+from ingress.exceptions import RayServeException
+from ingress.execution import contained
 
 logger = logging.getLogger("ingress")
 
@@ -80,15 +80,10 @@ class Lifespan:
         }
         try:
             await app(scope, self._messages.get, self._send)
-        except Exception as error:
-            self._error = error
         except BaseException as error:
-            # A `SystemExit` must not leave the task: it would end the loop.
-            if may_leave(error):
-                self._error = error
+            self._error = contained(error, "the lifespan")  # a `SystemExit` would end the loop
+            if not isinstance(self._error, Exception):
                 raise
-            self._error = UserCodeExit(error, "the lifespan")
-            self._error.__cause__ = error
         finally:
             self._answer()
 

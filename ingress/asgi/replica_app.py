@@ -12,8 +12,7 @@ from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
 from ingress.asgi.telemetry import TELEMETRY, Telemetry
 from ingress.context import ReplicaContext
-from ingress.exceptions import UserCodeExit
-from ingress.execution import ExecutionPlan, Role, may_leave
+from ingress.execution import ExecutionPlan, Role, contain
 
 ASGI = {"version": "3.0", "spec_version": "2.4"}
 BUILDER_METHOD = "__serve_build_asgi_app__"
@@ -76,12 +75,9 @@ class ReplicaApp:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:
             await self._context._asgi_app(scope, receive, answer.send)
-        except Exception:
-            raise
         except BaseException as error:
-            if may_leave(error):
-                raise
-            raise UserCodeExit(error, "the ASGI app") from error
+            contain(error, "the ASGI app")
+            raise
         finally:
             del scope[ANSWER]  # it leads back to the scope
         if answer.failure is not None:

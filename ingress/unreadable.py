@@ -1,0 +1,130 @@
+"""Errors of user code that raise another error when they are looked at.
+
+Python, Starlette, AnyIO, uvicorn and `logging` read what an error says of itself: in `isinstance`,
+to print it, to see what caused it. Where that raises, it raises in their code and not in user
+code: a future is never set, a connection never closed, an event loop ends. So an error that cannot
+be read is replaced before anybody looks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from ingress.exceptions import UnreadableError
+
+_READ_BY_OTHERS = (
+    "__class__",
+    "__cause__",
+    "__context__",
+    "__suppress_context__",
+    "__traceback__",
+    "__notes__",
+)
+
+_Known = dict[int, tuple[BaseException, BaseException]]
+"""By identity, an error, which is kept for as long, and what stands for it."""
+
+_OVERRIDES = frozenset((*_READ_BY_OTHERS, "__getattribute__", "__getattr__", "__bool__", "__len__"))
+_PLAIN: WeakSet[type[BaseException]] = WeakSet()
+
+# Python's own, whatever a class has under the same name. Setting is part of it.
+_LINKS: tuple[Any, ...] = (
+    BaseException.__dict__["__cause__"],
+    BaseException.__dict__["__context__"],
+)
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
+_SUPPRESSES: Any = BaseException.__dict__["__suppress_context__"]
+_MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
+
+
+def readable(error: BaseException) -> Any:
+    """Return an error that anybody may look at: this one, or what stands for it.
+
+    What it was caused by, or raised after, is readable then, too.
+    """
+    return _readable(error, {})
+
+
+def _readable(error: BaseException, known: _Known) -> BaseException:
+    """Return what stands for an error; `known` is what stands for those that were looked at."""
+    first = _look_at(error, known)
+    open_ends = [first]
+    while open_ends:
+        each = open_ends.pop()
+        for link in _LINKS:
+            following = link.__get__(each)
+            if following is None:
+                continue
+            is_new = id(following) not in known
+            standing = _look_at(following, known)
+            if standing is not following:
+                suppresses = _SUPPRESSES.__get__(each)  # which is set with the cause
+                link.__set__(each, standing)
+                _SUPPRESSES.__set__(each, suppresses)
+            if is_new:
+                open_ends.append(standing)
+    return first
+
+
+def _look_at(error: BaseException, known: _Known) -> BaseException:
+    if id(error) not in known:
+        known[id(error)] = error, error  # before its members: a group may be what led to them
+        standing = error if _is_readable(error, known) else _stand_in(error)
+        known[id(error)] = error, standing
+    return known[id(error)][1]
+
+
+def traceback_of(error: BaseException) -> Any:
+    """Return an error's traceback, whatever its class makes of that."""
+    return _TRACEBACK.__get__(error)
+
+
+def _is_readable(error: BaseException, known: _Known) -> bool:
+    kind = type(error)
+    if kind not in _PLAIN:
+        try:
+            if _is_plain(kind):
+                _PLAIN.add(kind)
+            else:
+                for name in _READ_BY_OTHERS:
+                    getattr(error, name, None)
+                bool(error)
+                isinstance(error, _Never)
+        except BaseException:
+            return False
+    return not issubclass(kind, BaseExceptionGroup) or _has_readable_members(error, known)
+
+
+def _has_readable_members(group: BaseException, known: _Known) -> bool:
+    """Whether a group can stay what it is: its members cannot be exchanged."""
+    try:
+        return all(
+            id(member) in known or _readable(member, known) is member
+            for member in _MEMBERS.__get__(group)
+        )
+    except RecursionError:  # groups in groups in groups
+        return False
+
+
+def _is_plain(kind: type[BaseException]) -> bool:
+    """Whether Python alone answers what others read of such an error."""
+    bases = (base for base in kind.__mro__ if base not in (BaseException, object))
+    return all(_OVERRIDES.isdisjoint(vars(base)) for base in bases)
+
+
+def _stand_in(error: BaseException) -> UnreadableError:
+    kind = type(error)
+    try:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+    except BaseException:  # its metaclass
+        name = "an exception"
+    made = UnreadableError(name)
+    for link in _LINKS:
+        link.__set__(made, link.__get__(error))
+    _SUPPRESSES.__set__(made, _SUPPRESSES.__get__(error))
+    return made.with_traceback(traceback_of(error))
+
+
+class _Never(Exception):
+    """No error is one: `isinstance` asks an error what class it says that it has."""
