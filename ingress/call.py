@@ -14,11 +14,14 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence, Set
 from contextvars import Context, ContextVar
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ingress.exceptions import RayServeException, RequestCancelledError, RequestTimeoutError
 from ingress.loops import Wakeup
 from ingress.types import RequestMetadata
+
+if TYPE_CHECKING:
+    from ingress.context import ReplicaContext
 
 
 class Queue(Protocol):
@@ -41,6 +44,9 @@ class Runner(Protocol):
 
     @property
     def is_ending(self) -> bool: ...
+
+    @property
+    def context(self) -> ReplicaContext: ...
 
     def gone(self) -> Exception: ...
 

@@ -13,6 +13,7 @@ server's must be free to answer on time, while a thread runs on.
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextvars import copy_context
 from threading import get_ident
 from time import monotonic
@@ -412,8 +413,8 @@ class Exchange(Call):
         finally:
             # Let go of: whatever copies the context of the request holds its call, as the server's
             # keep-alive timer does, and must not hold all that frameworks keep in a scope.
-            if self.is_interrupted:
-                self.current_route()  # kept, for who has something to say of it
+            if self.is_interrupted or sys.exception() is not None:
+                self.current_route()  # kept, for the record of it
             if self.metadata.deadline is not None:
                 self.kind()  # kept, for the estimate of the next ones
             self.scope = {}

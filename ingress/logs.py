@@ -9,11 +9,19 @@ Every record that passes the filter has `request_id`, `route`, `application`, `d
 from __future__ import annotations
 
 import logging
+from contextvars import copy_context
 
+from ingress.call import CURRENT_CALL, Call
 from ingress.context import REPLICA
 from ingress.request_context import get_request_context
+from ingress.tracebacks import format_error
 
 logger = logging.getLogger("ingress")
+
+FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
+"""Begins as uvicorn's own record of such a failure, which alerts may look for."""
+
+_server_logger = logging.getLogger("uvicorn.error")
 
 MAX_FIELD = 256
 """The longest a field may be, in characters, that a client chooses and nobody has checked."""
@@ -34,9 +42,41 @@ class RequestFilter(logging.Filter):
         return True
 
 
+def log_failure(call: Call, error: BaseException) -> None:
+    """Log what failed a request, once and in the place of the server, which is not told.
+
+    `exc_info` is all of it, for handlers that look there; what is printed is `format_error`.
+    """
+    if _server_logger.isEnabledFor(logging.ERROR):
+        # In the request's context: filters of the user's may ask whose record it is.
+        copy_context().run(_log_failure, call, error)
+
+
+def _log_failure(call: Call, error: BaseException) -> None:
+    CURRENT_CALL.set(call)
+    replica = "-"
+    if call.runner is not None:
+        REPLICA.set(call.runner.context)
+        replica = str(call.runner.context.replica_id)
+    record = _server_logger.makeRecord(
+        _server_logger.name,
+        logging.ERROR,
+        __file__,
+        0,
+        FAILURE,
+        (call.metadata.request_id, call.current_route(), replica),
+        (type(error), error, error.__traceback__),
+        "log_failure",
+    )
+    record.exc_text = format_error(error)
+    _IDENTITY.filter(record)
+    _server_logger.handle(record)
+
+
 def _printable(text: str) -> str:
     """Return `text` as it may stand in a line of a log: no line breaks, no control characters."""
     return (text if text.isprintable() else ascii(text)[1:-1])[:MAX_FIELD]
 
 
-logger.addFilter(RequestFilter())
+_IDENTITY = RequestFilter()
+logger.addFilter(_IDENTITY)

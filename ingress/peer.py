@@ -4,15 +4,19 @@
                while the body it has read waits for user code, and the end stands behind that data
     has_unread whether the kernel has something of the client's, or its end, that nobody has read
     cut        end a response half way: to a server that is an error of the application's
+    called_app the application that the server itself calls: if it is ours, nobody but the server
+               hears of what we raise
+    has_answer whether the whole response has been given to the server
 
-Neither is part of ASGI: uvicorn's `receive` is a method of what holds the transport. For any other,
-or one that is wrapped, the answer is no.
+None of it is part of ASGI: uvicorn's `receive` is a method of what holds the transport. For any
+other, or one that is wrapped, the answer is no.
 """
 
 from __future__ import annotations
 
 import asyncio
 import select
+import sys
 from typing import Any
 
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; POLLHUP and POLLERR need not be asked for
@@ -57,6 +61,28 @@ def _polled(transport: Any, events: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, events)
     return bool(poll.poll(0))
+
+
+def called_app(receive: Any) -> Any:
+    """Return the application that uvicorn calls with this `receive` over HTTP/1.1, else `None`.
+
+    Of uvicorn's own wrappers only the one it uses by default is seen through; the others give
+    another `receive`.
+    """
+    cycle = getattr(receive, "__self__", None)
+    if not hasattr(cycle, "keep_alive"):  # of HTTP/2, whose streams share a connection
+        return None
+    protocol = getattr(getattr(cycle, "on_response", None), "__self__", None)
+    app: Any = getattr(protocol, "app", None)
+    module = sys.modules.get("uvicorn.middleware.proxy_headers")
+    if module is not None and type(app) is getattr(module, "ProxyHeadersMiddleware", None):
+        return app.app
+    return app
+
+
+def has_answer(receive: Any) -> bool:
+    """Whether the server has been given the whole of the response."""
+    return bool(getattr(getattr(receive, "__self__", None), "response_complete", False))
 
 
 def transport_of(receive: Any) -> Any:

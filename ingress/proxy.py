@@ -25,10 +25,11 @@ from ingress.asgi import ASGI
 from ingress.attempts import Attempt, RequestLimits, client_deadline
 from ingress.call import CURRENT_CALL
 from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.declaration import Application
 from ingress.exchange import Exchange
 from ingress.http.body import Body, answer_and_close
 from ingress.http.origin import is_local
-from ingress.logs import logger
+from ingress.logs import log_failure, logger
 from ingress.messages import (
     GOING_AWAY,
     NORMAL,
@@ -214,12 +215,18 @@ class HTTPProxy:
                 pass
             except Exception as error:
                 following = await exchange.again(error)
-                if following is None and not await (
-                    self._cut(error, exchange, receive)
-                    if exchange.started
-                    else answer(error, exchange, scope, receive, _with_request_id(send, request_id))
-                ):
-                    raise  # as Starlette does, so that the server logs it and cuts what had begun
+                if following is None:
+                    is_told = (
+                        await self._cut(error, exchange, receive)
+                        if exchange.started
+                        else await answer(
+                            error, exchange, scope, receive, _with_request_id(send, request_id)
+                        )
+                    )
+                    # As Starlette does, for whoever wraps us. The server would do no more than
+                    # log it, and close a connection that others may want to go on using.
+                    if not (is_told or await _is_logged(error, exchange, receive)):
+                        raise
             finally:
                 self._in_flight.discard(exchange)
                 if deadline is not None:
@@ -315,6 +322,16 @@ class HTTPProxy:
             return
         response = PlainTextResponse(text, status, headers)
         await response(scope, receive, _with_request_id(send, _request_id(scope)))
+
+
+async def _is_logged(error: Exception, exchange: Exchange, receive: Receive) -> bool:
+    """Log a failure that nobody but the server would hear of; cut what had begun. Else `False`."""
+    if not isinstance(peer.called_app(receive), HTTPProxy | Application):
+        return False
+    log_failure(exchange, error)
+    if not peer.has_answer(receive):
+        await peer.cut(receive)
+    return True
 
 
 async def answer(

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from ingress.call import Call
+from ingress.context import ReplicaContext
 from ingress.declaration import Application
 from ingress.types import DeploymentID, RequestMetadata, new_request_id
 
@@ -50,6 +51,10 @@ class FakeReplica:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         raise AssertionError("a fake replica has no loop")
+
+    @property
+    def context(self) -> ReplicaContext:
+        raise AssertionError("a fake replica runs no user code")
 
     def gone(self) -> Exception:
         raise AssertionError("a fake replica stays")
