@@ -411,8 +411,9 @@ def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separ
 
     port = served(bind(serve.deployment(K)))
     with Connection(port) as leaver:
-        leaver.request("/", method="POST", headers="Content-Length: 10\r\n")
-        leaver.send(b"12345")
+        # More than is read before it takes a slot, and not all of it.
+        leaver.request("/", method="POST", headers="Content-Length: 100000\r\n")
+        leaver.send(b"x" * 70_000)
         assert entered.wait(PATIENCE_S)
     wait_until(lambda: ongoing() == 0)
     go.set()
