@@ -116,6 +116,10 @@ class Guarded(_Uvicorns):
     body. While there are few, nothing more is counted.
     """
 
+    # A dict of more than 30 attributes, with uvicorn's, is no longer one that instances share, and
+    # each access to it takes longer.
+    __slots__ = ("_max_bytes", "_others", "_unparsed", "is_awaited")
+
     cycle: Any  # none before the first request
 
     def __init__(self, others: Connections, **given: Any) -> None:
@@ -248,16 +252,32 @@ else:
     class GuardedHttptools(Guarded, HttpToolsProtocol):  # type: ignore[misc]
         """One connection, read by httptools."""
 
+        # The next two are on the path of each request, and `super()` costs as much as they do.
+
+        def data_received(self, data: bytes) -> None:
+            self._unparsed += len(data)
+            HttpToolsProtocol.data_received(self, data)
+            cycle = self.cycle
+            if self._unparsed or cycle is None or cycle.response_complete:
+                self._check_progress()
+
         def on_headers_complete(self) -> None:
-            self._head_is_complete()
-            super().on_headers_complete()
+            if (
+                self.is_awaited
+                or self._unparsed > self._max_bytes
+                or len(self.headers) > HEADER_FIELDS
+            ):
+                self._head_is_complete()
+            self._unparsed = 0
+            HttpToolsProtocol.on_headers_complete(self)
 
         def on_body(self, body: bytes) -> None:
             self._unparsed = 0
-            super().on_body(body)
+            HttpToolsProtocol.on_body(self, body)
 
-        def on_message_complete(self) -> None:
-            self._unparsed = 0
-            super().on_message_complete()
+        def give_up(self) -> None:
+            if self.cycle is not None and self.cycle.scope is self.scope:
+                self._unparsed = 0  # the end of a body that was answered early
+            super().give_up()
 
     PROTOCOL = GuardedHttptools
