@@ -18,12 +18,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import BackgroundTasks, Depends, FastAPI
+from starlette.requests import Request
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
-from tests.containment_app import ALL, boom
+from tests.containment_app import ALL, ERRORS, HOSTILE, boom
 from tests.servers import (
     PATIENCE_S,
     ROUNDS,
@@ -33,6 +35,7 @@ from tests.servers import (
     environment,
     get,
     process,
+    served,
 )
 
 MAPPED = {"HTTPException": 418, "BackPressureError": 503}
@@ -43,6 +46,10 @@ ENDPOINTS = [
     "yield_dependency",
     "exception_handler",
 ]
+FEW = ("getattribute", "class-exits", "cause", "behind-another")
+KINDS = ALL if ROUNDS else ERRORS | {name: HOSTILE[name] for name in FEW}
+"""What is raised; of the errors that raise when they are looked at, a few in the default run."""
+
 FLAGS = [*itertools.product("01", repeat=3)]
 """Sync methods in a threadpool, user code in a thread of its own, the router in a loop."""
 
@@ -98,7 +105,7 @@ def outcomes(server: ServerProcess, path: str, parameter: str = "e") -> dict[str
     port = server.port
     found: dict[str, Any] = {}
     joint = "&" if "?" in path else "?"
-    for name in ALL:
+    for name in KINDS:
         answer = get(port, f"/{path}{joint}{parameter}={name}")
         found[name] = (answer.status, "complete" if answer.is_complete else "cut")
         tells_nothing(answer, name)
@@ -137,7 +144,7 @@ def test_the_matrix_is_complete() -> None:
 def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in ALL}
+    assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in KINDS}
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -146,14 +153,14 @@ def test_a_generator_that_fails_before_its_first_item_is_a_500(
     server: ServerProcess, path: str
 ) -> None:
     assert outcomes(server, path, "first") == {
-        name: (MAPPED.get(name, 500), "complete") for name in ALL
+        name: (MAPPED.get(name, 500), "complete") for name in KINDS
     }
 
 
 @pytest.mark.reliability("B06", "S08")
 def test_an_error_of_a_middleware_is_a_500_as_in_starlette(server: ServerProcess) -> None:
     assert outcomes(server, "middleware/in_middleware", "middleware") == dict.fromkeys(
-        ALL, (500, "complete")
+        KINDS, (500, "complete")
     )
 
 
@@ -162,7 +169,7 @@ def test_an_error_of_a_middleware_is_a_500_as_in_starlette(server: ServerProcess
 def test_a_stream_that_fails_after_its_first_byte_is_cut_and_never_ended(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == dict.fromkeys(ALL, (200, "cut"))
+    assert outcomes(server, path) == dict.fromkeys(KINDS, (200, "cut"))
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -170,7 +177,7 @@ def test_a_stream_that_fails_after_its_first_byte_is_cut_and_never_ended(
 def test_an_error_after_the_answer_leaves_the_answer_complete(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == dict.fromkeys(ALL, (200, "complete"))
+    assert outcomes(server, path) == dict.fromkeys(KINDS, (200, "complete"))
 
 
 def websocket(server: ServerProcess, path: str) -> int:
@@ -195,7 +202,7 @@ def websocket(server: ServerProcess, path: str) -> int:
 @pytest.mark.parametrize("app", ["plain", "middleware"])
 def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: str) -> None:
     codes = {}
-    for name in ALL:
+    for name in KINDS:
         codes[name] = websocket(server, f"{app}/websocket?e={name}")
         assert websocket(server, f"{app}/websocket?e=nothing") == 1000
 
@@ -208,7 +215,7 @@ def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: 
 def test_a_websocket_that_fails_before_it_is_accepted_is_refused(
     server: ServerProcess, app: str
 ) -> None:
-    statuses = {name: websocket(server, f"{app}/websocket_early?e={name}") for name in ALL}
+    statuses = {name: websocket(server, f"{app}/websocket_early?e={name}") for name in KINDS}
 
     assert set(statuses.values()) <= {403, 418, 500, 503}, statuses
     assert websocket(server, f"{app}/websocket?e=nothing") == 1000
@@ -231,7 +238,7 @@ def threads() -> set[threading.Thread]:
 
 @pytest.mark.reliability("B01", "B03")
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async-def"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
     separate: str, name: str, is_async: bool
 ) -> None:
@@ -350,6 +357,44 @@ def test_a_method_that_stops_its_own_loop_does_not_end_it(
 
 
 @pytest.mark.reliability("S08")
+@pytest.mark.parametrize("place", ["background task", "yield dependency", "exception handler"])
+def test_a_thread_of_anyios_that_fails_gives_the_slot_of_its_request_back(
+    separate: str, place: str
+) -> None:
+    app = FastAPI()
+
+    class Handled(Exception):
+        pass
+
+    def dependency() -> Iterator[None]:
+        if place == "yield dependency":
+            boom("getattribute")
+        yield
+
+    @app.exception_handler(Handled)
+    def handler(request: Request, error: Handled) -> None:
+        boom("class-exits")
+
+    @serve.deployment(max_ongoing_requests=1)
+    @serve.ingress(app)
+    class Failing:
+        @app.get("/failing")
+        async def failing(self, tasks: BackgroundTasks, _: None = Depends(dependency)) -> None:
+            if place == "background task":
+                tasks.add_task(boom, "getattribute")
+            else:
+                raise Handled
+
+        @app.get("/fine")
+        async def fine(self) -> None: ...
+
+    port = served(bind(Failing))
+    expected = 200 if place == "background task" else 500
+
+    assert [get(port, "/failing").status for _ in range(3)] == [expected] * 3
+    assert get(port, "/fine").status == 200
+
+
 def test_the_client_of_an_error_sees_nothing_of_its_inside(separate: str) -> None:
     @serve.deployment
     class Secretive:
