@@ -863,8 +863,10 @@ def test_a_storm_of_timeouts_is_retried_within_the_budget(separate: str) -> None
     with ThreadPoolExecutor(32) as clients:
         statuses = [each.status for each in clients.map(lambda _: send(port, "GET"), range(200))]
 
-    assert set(statuses) == {408}
-    assert 200 < ledger.runs["GET"] <= 200 + 100 + 40, "100 for the last 10 s, 20 % of 200"
+    # A call that waited for a busy event loop is shed: calls like it never end in time.
+    assert set(statuses) <= {408, 503}
+    begun = statuses.count(408)
+    assert begun < ledger.runs["GET"] <= begun + 100 + 40, "100 for the last 10 s, 20 % of 200"
 
 
 @pytest.mark.parametrize("path", ["/"])
