@@ -10,8 +10,8 @@ deadline have another, see `replicas.overload`. The lock is held for a few lines
 arithmetic, never while another is taken, and no callback runs under it.
 
 A replica that begins calls late, because its event loop is busy or does not get the GIL, is given
-one call at a time: the next when that begins. What it cannot begin yet waits here, where it can
-still go to another replica, be overtaken or be shed.
+one call with a deadline at a time: the next when that begins. What it cannot begin yet waits here,
+where it can still go to another replica, be overtaken or be shed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Router:
     """
 
     __slots__ = (
-        "_available", "_backpressure", "_holders", "_idle", "_last", "_later", "_lock",
+        "_available", "_backpressure", "_held", "_holders", "_idle", "_last", "_later", "_lock",
         "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting", "deployment_id",
         "max_queued_requests", "num_requests", "replicas", "templates",
     )  # fmt: skip
@@ -75,6 +75,7 @@ class Router:
         self._usual = UsualTimes()
         self._waiting = WaitingCalls(self._usual)
         self._resting: set[Call] = set()  # who will try another replica after a pause
+        self._held: set[Replica] = set()  # the replicas that are late
         self._holders: set[Call] = set()  # who has a slot
         self._refuses: str | None = None
 
@@ -117,6 +118,9 @@ class Router:
             self.withdraw(call)
         elif call.is_awaited:
             self.check_cycle(call)
+        if call.metadata.deadline is None and self._held:  # which are held for other calls only
+            for replica in list(self._held):
+                self.resume(replica)
 
     def reassign(self, call: Call, error: Exception) -> None:
         """Send a call to another replica: its own went before any user code ran, says `error`.
@@ -199,7 +203,11 @@ class Router:
         """Give a replica what it can take of the waiting calls, and put it where it belongs."""
         if replica.position == _REMOVED:
             return
-        while self._waiting and replica.ongoing < replica.max_ongoing and not _is_held(replica):
+        while (
+            self._waiting
+            and replica.ongoing < replica.max_ongoing
+            and (self._waiting.has_patient or not _is_held(replica))
+        ):
             following = self._next(replica, shed)
             if following is not None:
                 started.append(following)
@@ -208,10 +216,12 @@ class Router:
             if replica.position >= 0:
                 self._remove_available(replica)
             replica.position = HELD
+            self._held.add(replica)
             # Race with the replica's loop, which counts what it begins and then looks whether it is
             # held; this is the other way round, so one of the two sees the other.
             if _is_held(replica):
                 return
+        self._held.discard(replica)
         if has_room and replica.position < 0:
             self._add_available(replica)
         elif not has_room:
@@ -223,8 +233,7 @@ class Router:
 
     def _num_withheld(self) -> int:
         """Return how many slots are free that no call is given now: their replicas are behind."""
-        held = [replica for replica in self.replicas if replica.position == HELD]
-        return sum(replica.max_ongoing - replica.ongoing for replica in held)
+        return sum(replica.max_ongoing - replica.ongoing for replica in self._held)
 
     def _start(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
         for call in started:
@@ -287,6 +296,7 @@ class Router:
             if self._last is replica:
                 self._last = None
             replica.position = _REMOVED
+            self._held.discard(replica)
             self.replicas.remove(replica)
 
     def refuse(self, reason: str) -> None:
@@ -318,7 +328,7 @@ class Router:
         self._give(replica, call)
         if replica.ongoing == replica.max_ongoing:
             self._remove_available(replica)
-        elif replica.is_late:
+        elif replica.is_late and call.metadata.deadline is not None:
             self._settle_position(replica, [], [])
         return replica
 

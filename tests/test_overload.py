@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.requests import Request
 
 import ingress as serve
 from ingress.call import Call
@@ -267,7 +268,7 @@ def late(max_ongoing: int = 10, max_queued: int = -1) -> tuple[Router, LateRepli
 
 def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
     router, replica = late()
-    calls = [make_call() for _ in range(5)]
+    calls = [make_call(left_s=60) for _ in range(5)]
     for call in calls:
         router.assign(call)
 
@@ -282,7 +283,7 @@ def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
 def test_who_waits_for_a_late_replica_does_not_count_against_the_queue() -> None:
     """10 slots and a queue of 5: 15 are taken, as if it was not late."""
     router, replica = late(max_queued=5)
-    calls = [make_call() for _ in range(20)]
+    calls = [make_call(left_s=60) for _ in range(20)]
     for call in calls:
         router.assign(call)
 
@@ -295,12 +296,12 @@ def test_who_waits_for_a_late_replica_does_not_count_against_the_queue() -> None
 
 def test_a_call_goes_to_another_replica_while_one_is_late() -> None:
     router, slow = late()
-    router.assign(make_call())
+    router.assign(make_call(left_s=60))
     quick = FakeReplica(router, 10)
     router.add(quick.real)
 
     for _ in range(10):
-        router.assign(make_call())
+        router.assign(make_call(left_s=60))
 
     assert len(quick.running) == 10
     assert len(slow.handed) == 1
@@ -308,7 +309,7 @@ def test_a_call_goes_to_another_replica_while_one_is_late() -> None:
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_up() -> None:
     router, replica = late()
-    first, second = make_call(), make_call()
+    first, second = make_call(left_s=60), make_call(left_s=60)
     router.assign(first)
     router.assign(second)
     assert replica.handed == [first]
@@ -320,11 +321,21 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_
     assert replica.given - replica.begun == 1
 
 
+def test_a_late_replica_is_given_calls_without_a_deadline_as_any_other() -> None:
+    router, replica = late()
+    first, waiting, patient, last = (make_call(left_s=each) for each in (60, 60, None, 60))
+    for call in (first, waiting, patient, last):
+        router.assign(call)
+
+    assert replica.handed == [first, waiting, patient], "in order of arrival"
+    assert router.num_queued == 1
+
+
 def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None:
     """Callers, and the loop that begins and ends: whatever the order, each call begins."""
     for _ in range(20):
         router, replica = late(max_ongoing=3)
-        calls = [make_call() for _ in range(60)]
+        calls = [make_call(left_s=random.choice([None, 60, 60])) for _ in range(60)]
         done = threading.Event()
 
         def work(
@@ -503,20 +514,30 @@ def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
 def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:
     @serve.deployment
     class Busy:
-        async def __call__(self, busy_s: float) -> bool:
-            time.sleep(busy_s)
-            return True
+        async def __call__(self, request: Request) -> str:
+            time.sleep(float(request.query_params["s"]))
+            return "done"
 
-    handle = serve.run(bind(Busy), route_prefix=None)
+    def busy() -> Any:
+        return serve.status().applications["default"].deployments["Busy"]
+
+    serve.start(serve.HTTPOptions(port=0, request_timeout_s=60))
+    serve.run(bind(Busy))
+    (url,) = serve.status().proxies
     try:
-        calls = [handle.remote(2 * LATE_S) for _ in range(10)]
-        until = time.monotonic() + 10
-        while not (queued := serve.status().applications["default"].deployments["Busy"].queued):
-            assert time.monotonic() < until
-            calls += [handle.remote(2 * LATE_S)]
-        assert queued, "what it cannot begin yet waits in the queue, although it has free slots"
-        assert all(call.result() for call in calls)
-        quick = [handle.remote(0.0).result() for _ in range(40)]
-        assert all(quick)
+        with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(12) as threads:
+
+            def get(busy_s: float) -> Future[httpx.Response]:
+                return threads.submit(client.get, f"/?s={busy_s}")
+
+            calls = [get(5 * LATE_S) for _ in range(12)]
+            until = time.monotonic() + 10
+            while not busy().queued:  # although it has free slots
+                assert time.monotonic() < until
+                calls += [get(5 * LATE_S)]
+                time.sleep(0.002)
+            assert {call.result().text for call in calls} == {"done"}
+            assert {get(0.0).result().text for _ in range(40)} == {"done"}
+            assert busy().queued == 0
     finally:
         serve.shutdown()

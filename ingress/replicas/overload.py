@@ -128,6 +128,11 @@ class WaitingCalls:
     def __contains__(self, call: Call) -> bool:
         return call in self._calls
 
+    @property
+    def has_patient(self) -> bool:
+        """Whether a call without a deadline waits."""
+        return self._without_deadline > 0
+
     def add(self, call: Call, now: float) -> None:
         """Add a call behind all others."""
         self._calls[call] = now
