@@ -11,7 +11,8 @@ arithmetic, never while another is taken, and no callback runs under it.
 
 A replica that begins calls late, because its event loop is busy or does not get the GIL, is given
 one call with a deadline at a time: the next when that begins. What it cannot begin yet waits here,
-where it can still go to another replica, be overtaken or be shed.
+where it can still go to another replica, be overtaken or be shed. While threads queue for the GIL,
+that goes for all calls: more threads that compute would only wait for each other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ingress.replica import HELD, Replica
 from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
 from ingress.request_router import PowerOfTwoChoicesRequestRouter
 from ingress.types import DeploymentID
+from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Router:
@@ -118,7 +120,8 @@ class Router:
             self.withdraw(call)
         elif call.is_awaited:
             self.check_cycle(call)
-        if call.metadata.deadline is None and self._held:  # which are held for other calls only
+        # Replicas that are held for calls with a deadline only.
+        if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
             for replica in list(self._held):
                 self.resume(replica)
 
@@ -206,7 +209,7 @@ class Router:
         while (
             self._waiting
             and replica.ongoing < replica.max_ongoing
-            and (self._waiting.has_patient or not _is_held(replica))
+            and (not _is_held(replica) or (self._waiting.has_patient and not GIL_PRESSURE.is_high))
         ):
             following = self._next(replica, shed)
             if following is not None:
@@ -328,7 +331,7 @@ class Router:
         self._give(replica, call)
         if replica.ongoing == replica.max_ongoing:
             self._remove_available(replica)
-        elif replica.is_late and call.metadata.deadline is not None:
+        elif replica.is_late and (call.metadata.deadline is not None or GIL_PRESSURE.is_high):
             self._settle_position(replica, [], [])
         return replica
 
