@@ -77,7 +77,10 @@ class Patrol:
         for each in loops:
             self._look_at(each, frames)
         for each in self._standing.difference(loops):  # let go of in the middle of a stall
-            self._end(each, frames, monotonic())
+            if each.asked_at is None:  # its answer was forgiven
+                self._standing.discard(each)
+            else:
+                self._end(each, frames, monotonic())
         now = monotonic()
         # On the average, because one look may have to log, or to run the garbage collector.
         cost_s = min(thread_time() - cost_s, _LONGEST_LOOK_S)
