@@ -26,6 +26,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
 from tests.containment_app import ALL, ERRORS, HOSTILE, boom
+from tests.reliability.figures import Figures
 from tests.servers import (
     PATIENCE_S,
     ROUNDS,
@@ -132,11 +133,12 @@ def _tells_nothing(raw: bytes, name: str) -> None:
     assert found is None, (name, found, raw)
 
 
-def test_the_matrix_is_complete() -> None:
+@pytest.mark.reliability("B06")
+def test_the_matrix_is_complete(figures: Figures) -> None:
     paths = {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
     assert set(MATRIX.values()) <= paths
     assert len(ALL) == 34
-    print(f"{len(MATRIX) * len(ALL)} cells: {len(MATRIX)} places x {len(ALL)} errors")
+    figures.note("cells, each with every combination of flags", len(MATRIX) * len(ALL))
 
 
 @pytest.mark.reliability("B06", "S08")

@@ -1,18 +1,44 @@
-"""Figures that tests measure, and the page that is made of them."""
+"""docs/reliability.md: it lists every promise, and the tests it names hold them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.reliability import figures
-from tests.reliability.page import page
-from tests.reliability.promises import ROOT
+from tests.reliability.page import PAGE, page
+from tests.reliability.promises import ROOT, carriers, promises
+
+PROMISES = promises()
+
+
+def test_every_promise_has_a_test_and_every_test_a_promise() -> None:
+    found = carriers()
+
+    assert {each.id for each in PROMISES if not each.not_yet} == set(found)
+
+
+def test_the_page_lists_every_promise_once() -> None:
+    listed = re.findall(r"^\| (?:\*\*)?([A-Z]\d\d)", PAGE.read_text(), re.MULTILINE)
+
+    assert Counter(listed) == Counter(each.id for each in PROMISES)
+
+
+def test_every_test_that_the_page_names_exists_and_carries_the_id() -> None:
+    found = carriers()
+    rows = re.findall(r"^\| \*\*(\w\d\d)\*\*.*\| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    named = {(id, test) for id, tests in rows for test in re.findall(r"`([^`]+)`", tests)}
+
+    assert named
+    assert {(id, test) for id, test in named if test not in found.get(id, [])} == set()
+
 
 MEASURED = """
 import pytest

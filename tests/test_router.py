@@ -578,6 +578,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = pytest.mark.reliability("D01")(RouterMachine.TestCase)
+TestRouterMachine = pytest.mark.timeout(240)(TestRouterMachine)  # 800 examples of 50 steps
 TestRouterMachine.settings = settings(max_examples=800, stateful_step_count=50, deadline=None)
 
 

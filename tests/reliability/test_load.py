@@ -323,10 +323,10 @@ class Other:
         return "slept"
 
 serve.start({"port": 0})
-for each in (Overloaded, Computing, Wedged, Other):
+for each in (Overloaded, Computing, Wedged):
     serve.run(each.bind(), name=each.name, route_prefix=f"/{each.name}")
 print("serving on", *serve.status().proxies, flush=True)
-serve.api.serve_until_signal()
+serve.run(Other.bind(), name="Other", route_prefix="/Other", blocking=True)
 """
 
 
@@ -343,6 +343,7 @@ def test_one_deployment_does_not_take_the_others_with_it(
     other = Stream("/Other", rate=100, seconds=8)
     environ = environment(tmp_path, sync="1")
     with process([sys.executable, "bulkhead.py"], tmp_path, environ) as server:
+        wait_until(lambda: get(server.port, "/Other").status == 200)
         (control,) = load(server.port, other)
         _, found = load(server.port, Stream(f"/{victim}", rate, seconds=8, patience_s=1), other)
 
