@@ -63,7 +63,7 @@ class Patrol:
         frames = stacks.current_frames()
         before, self._clocks = self._clocks, self._read_clocks(frames)
         waits = self._gil.since_last()
-        GIL_PRESSURE.note(waits, now)
+        GIL_PRESSURE.note(waits, late_s, now)
         waited_for_gil = waits >= ENOUGH_WAITS
         if waited_for_gil and late_s >= self._look_s:  # not just for its turn
             for each in loops:

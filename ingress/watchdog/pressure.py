@@ -33,13 +33,18 @@ class GILPressure:
         self._given_s = 0.0  # the process's own switch interval, while ours is set
         self._set_s = 0.0
 
-    def note(self, waits: int, now: float) -> None:
-        """Learn how many turns a thread that wanted the GIL has just waited for it."""
-        if waits >= WAITS:
+    def note(self, waits: int, late_s: float, now: float) -> None:
+        """Learn how often a thread has just waited for the GIL, and how late it is for it.
+
+        A turn is a switch interval: threads that do little give the GIL back at once, and to wait
+        for them again and again is no queue.
+        """
+        turns = min(waits, late_s / sys.getswitchinterval() + 1)
+        if turns >= WAITS:
             self._calm_at = now + CALM_S
             self.is_high = True
             if self.adapts:
-                self._shorten(max(SHORTEST_S, ROUND_S / waits))
+                self._shorten(max(SHORTEST_S, ROUND_S / turns))
         elif self.is_high and now >= self._calm_at:
             self.relax()
 
