@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 
 import typer
 import uvicorn
+from uvicorn.supervisors import ChangeReload
 
 from ingress import api
 from ingress.budget import ThreadBudget, start_again, thread_budget
@@ -21,6 +23,7 @@ from ingress.server import check_address
 from ingress.settings import ENGINES, OMP_NUM_THREADS, Settings
 from ingress.target import refusal
 from ingress.terminal import console, print_plan, showing_start
+from ingress.worker import work_until_reloaded
 from ingress.workers import run_workers
 
 
@@ -142,24 +145,18 @@ def serve_in_new_processes(
         check_address(host, port)
     except RuntimeError as error:
         raise refusal(str(error)) from None
-    if reload:
-        uvicorn.run(
-            target,
-            host=host,
-            port=port,
-            reload=True,
-            timeout_graceful_shutdown=graceful_s,
-            **connections.options(),
-        )
-        return
-    code = run_workers(
-        uvicorn.Config(
-            target,
-            host=host,
-            port=port,
-            workers=workers,
-            timeout_graceful_shutdown=graceful_s,
-            **connections.options(),
-        )
+    config = uvicorn.Config(
+        target,
+        host=host,
+        port=port,
+        reload=reload,
+        workers=workers,
+        timeout_graceful_shutdown=graceful_s,
+        **connections.options(),
     )
+    if reload:
+        serve_here = partial(work_until_reloaded, config)
+        ChangeReload(config, target=serve_here, sockets=[config.bind_socket()]).run()
+        return
+    code = run_workers(config)
     raise typer.Exit(code)

@@ -1,7 +1,9 @@
-"""One worker process of `ingress run --workers`, and what its supervisor hears of it.
+"""One worker process of `ingress run --workers` or `--reload`, and what its supervisor hears of it.
 
     a beat a second   that it lives, and whether it serves
     a text            why it does not start
+
+uvicorn's own supervisor, of `--reload`, hears nothing.
 
 The supervisor alone decides when a worker ends: it sends SIGTERM. A Ctrl-C at a terminal reaches
 workers too, and is left to it. If the supervisor goes, its workers drain and go.
@@ -17,7 +19,8 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from socket import socket
 from time import monotonic, sleep
 from types import FrameType
@@ -87,16 +90,37 @@ class Worker(UvicornServer):
         """Tell the supervisor that this process lives, until either ends."""
         while not self._pipe.poll(BEAT_S):  # there is nothing to read but the end
             self.tell(self.started)
-        given_up = monotonic() + (self.config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
-        while monotonic() < given_up:  # not once: it may have yet to take signals
-            os.kill(os.getpid(), signal.SIGTERM)
-            sleep(BEAT_S)
-        os._exit(1)
+        _end(self.config)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         signal.signal(signal.SIGTERM, self.handle_exit)
         yield
+
+
+def work_until_reloaded(config: uvicorn.Config, sockets: list[socket]) -> None:
+    """Serve until SIGTERM, or until the process goes that watches the files.
+
+    What uvicorn's supervisor of `--reload` runs in a new process.
+    """
+    threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
+    UvicornServer(config, owns_socket=False).run(sockets)
+
+
+def _outlive_no_parent(config: uvicorn.Config) -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    _end(config)
+
+
+def _end(config: uvicorn.Config) -> None:
+    """Have this process drain and go, in the time that its requests have."""
+    given_up = monotonic() + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
+    while monotonic() < given_up:  # not once: it may have yet to take signals
+        os.kill(os.getpid(), signal.SIGTERM)
+        sleep(BEAT_S)
+    os._exit(1)
 
 
 class Cause(logging.Filter):

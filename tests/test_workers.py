@@ -233,6 +233,19 @@ def test_workers_do_not_outlive_the_command(folder: Path) -> None:
         wait_until(partial(have_gone, workers))
 
 
+def test_what_reloads_does_not_outlive_the_command(folder: Path) -> None:
+    command = [*INGRESS, "run", "app:hello", "--port", "0", "--reload"]
+    with process(command, folder, environment(folder)) as server:
+        wait_until(lambda: "Application startup complete" in server.output)
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        pids = [int(each) for each in children.read_text().split()]
+        assert int(get(server.port, "/pid").body) in pids
+        server.process.kill()
+        server.wait()
+
+        wait_until(partial(have_gone, pids))
+
+
 def test_no_process_is_left_behind(folder: Path) -> None:
     with serving(folder) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
