@@ -57,21 +57,26 @@ def environment(
 
 
 @contextmanager
-def _heeding_sigint() -> Iterator[None]:
+def _heeding_signals() -> Iterator[None]:
     """Start processes as a terminal does, wherever the tests were started.
 
-    A shell has its background jobs ignore SIGINT, and so do the processes they start: Python then
-    raises no `KeyboardInterrupt`.
+    A shell has its background jobs ignore SIGINT, and `nohup` its command SIGHUP, and so do the
+    processes they start: Python then raises no `KeyboardInterrupt`.
     """
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if not ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a new process gets the default
+    defaults: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    ignored = [each for each in defaults if signal.getsignal(each) is signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        ignored = []
+    for each in ignored:
+        signal.signal(each, defaults[each])  # a new process gets the default
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for each in ignored:
+            signal.signal(each, signal.SIG_IGN)
 
 
 class ServerProcess:
@@ -79,7 +84,7 @@ class ServerProcess:
 
     def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
         self._log = folder / f"output-{time.monotonic_ns()}.txt"
-        with self._log.open("wb") as log, _heeding_sigint():
+        with self._log.open("wb") as log, _heeding_signals():
             self.process = subprocess.Popen(
                 command, cwd=folder, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )

@@ -127,8 +127,8 @@ ON_A_TERMINAL = """
 import os, signal, sys
 os.setsid()
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one a session opens is its terminal
-if sys.argv[1] == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Whatever the tests were started under.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
