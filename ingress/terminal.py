@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ console = Console()
 NEWS_S = 0.5  # until the first word of a start, which most are over by then
 MOST_NEWS_S = 30.0
 LIVE_S = 0.2
+LONGEST_PATH = 2_000  # in the access log
+_PATH = 2  # client, method, path, version, status
 JOIN_S = 1.0
 _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
@@ -114,10 +117,28 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
         console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
 
 
+class ShortPath(logging.Filter):
+    """Cut the path in a record of uvicorn's access log: a client chooses how long that is."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        arguments = record.args
+        if isinstance(arguments, tuple) and len(arguments) > _PATH:
+            path = arguments[_PATH]
+            if isinstance(path, str) and len(path) > LONGEST_PATH:
+                cut = f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
+                record.args = (*arguments[:_PATH], cut, *arguments[_PATH + 1 :])
+        return True
+
+
 LOGGING: dict[str, Any] = {
     **uvicorn.config.LOGGING_CONFIG,
+    "filters": {"short_path": {"()": ShortPath}},
     "loggers": {
         **uvicorn.config.LOGGING_CONFIG["loggers"],
+        "uvicorn.access": {
+            **uvicorn.config.LOGGING_CONFIG["loggers"]["uvicorn.access"],
+            "filters": ["short_path"],
+        },
         "ingress": {"handlers": ["default"], "level": "INFO", "propagate": False},
         "uvicorn": {"handlers": ["default"], "level": "WARNING", "propagate": False},
         "uvicorn.error": {"level": "WARNING"},

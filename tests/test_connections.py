@@ -109,6 +109,58 @@ def resident_mb(server: ServerProcess) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+# What leaves a doubt.
+
+DOUBTS = {
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", ""),  # h11 has words of its own
+    "two hosts": (HEAD + b"Host: there\r\n\r\n", ""),
+    "two hosts in one": (b"GET / HTTP/1.1\r\nHost: a,b\r\n\r\n", "its Host is none"),
+    "a user": (b"GET / HTTP/1.1\r\nHost: me@here\r\n\r\n", "its Host is none"),
+    "another HTTP": (b"GET / HTTP/2.0\r\nHost: here\r\n\r\n", "HTTP/2.0 is not spoken here"),
+    "chunks in HTTP/1.0": (
+        CHUNKED.replace(b"1.1", b"1.0") + b"0\r\n\r\n",
+        "it has Transfer-Encoding with HTTP/1.0",
+    ),
+    "two lengths": (
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
+        "",  # and so has httptools
+    ),
+    "LF alone": (HEAD.replace(b"\r\n", b"\n") + b"\n", ""),
+    "a line that goes on": (HEAD + b"X: a\r\n b\r\n\r\n", ""),
+    "a control character": (HEAD + b"X: a\x01b\r\n\r\n", ""),
+}
+
+
+@pytest.mark.reliability("C02")
+@pytest.mark.parametrize("name", DOUBTS)
+def test_a_request_that_leaves_a_doubt_is_refused_and_its_connection_closed(
+    server: ServerProcess, name: str
+) -> None:
+    raw, why = DOUBTS[name]
+    with Connection(server.port) as connection:
+        connection.send(raw + HEAD + b"\r\n")  # one that could be hidden behind it
+        answer = connection.answer()
+
+    assert answer.status == 400
+    assert answer.raw.count(b"HTTP/1.1 ") == 1
+    assert why.encode() in answer.body
+
+
+@pytest.mark.parametrize(
+    "host", [b"", b"here:80", b"[::1]:8000", b"a.b-c_d~", b"%41", b"127.0.0.1"], ids=repr
+)
+def test_what_a_host_may_be_is_served(server: ServerProcess, host: bytes) -> None:
+    with Connection(server.port) as connection:
+        connection.send(b"GET / HTTP/1.1\r\nHost:  " + host + b"\r\nConnection: close\r\n\r\n")
+        assert connection.answer().status == 200
+
+
+def test_the_first_http_needs_no_host(server: ServerProcess) -> None:
+    with Connection(server.port) as connection:
+        connection.send(b"GET / HTTP/1.0\r\n\r\n")
+        assert connection.answer().status == 200
+
+
 # Time.
 
 

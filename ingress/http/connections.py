@@ -6,9 +6,12 @@
     sends a head of more than `HEADER_FIELDS` fields       431, and is closed
     sends a part of a head in `header_timeout_s`, not all  408, and is closed
     sends nothing in that time                             closed
+    leaves a doubt whose request it is, or where it ends   400, and is closed
 
-A head is the request line and the header fields. Between two requests the keep-alive timeout counts
-instead, which is uvicorn's own.
+A head is the request line and the header fields. Doubts are what one server reads in one way and
+the proxy before it in another, which lets a client hide a request from one of them: see
+`Guarded._doubt`. The parsers refuse more, which is no HTTP at all. Between two requests the
+keep-alive timeout counts instead, which is uvicorn's own.
 
 ASGI begins where all of this is over, so it is done in subclasses of uvicorn's two protocols. Of
 uvicorn's own options `h11_max_incomplete_event_size` is used. `limit_concurrency` is not: it counts
@@ -19,6 +22,8 @@ none.
 from __future__ import annotations
 
 import asyncio
+import re
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +40,13 @@ RETRY_AFTER_S = 1
 LINGER_S = 1.0  # how long a refused client may take to read that it is
 GRAIN_S = 0.25  # how far apart two looks at what is awaited are, at least
 QUIET_S = 60.0  # how far apart two records of refused connections are, at least
+
+# RFC 9112, 3.2, by way of RFC 3986, 3.2.2: name or address, and port. No comma, which a name may
+# have, but which two fields make that a proxy has joined.
+_HOST = re.compile(rb"[\w.~!$&'()*+;=%:\[\]-]*", re.ASCII)
+# RFC 9112, 2.2 and 5: a line that ends in one of CR and LF, a control character, a line that goes
+# on in the next.
+_NO_LINES = re.compile(rb"(?:\A|[^\r])\n|\r[^\n]|[\0-\x08\x0b\x0c\x0e-\x1f\x7f]|\n[ \t]")
 
 
 if TYPE_CHECKING:
@@ -167,7 +179,7 @@ class Guarded(_Uvicorns):
             # A new head; or more of a body that was answered early, which may take its time.
             self._others.expect(self)
 
-    def _head_is_complete(self) -> None:
+    def _head_is_complete(self, version: str) -> None:
         """Take note of the head of a request, which has not begun yet."""
         if self.is_awaited:
             self._others.forget(self)
@@ -175,7 +187,34 @@ class Guarded(_Uvicorns):
             self._unparsed > self._max_bytes and self._head_bytes() > self._max_bytes
         ):
             self.app = self._answer_too_large
+        elif doubt := self._doubt(version):
+            self.app = partial(_answer_doubtful, doubt)
         self._unparsed = 0
+
+    def _doubt(self, version: str) -> str:
+        """Return what of the head others may read in another way, "" for nothing.
+
+        RFC 9112, 3.2 and 6.1. On the path of each request.
+        """
+        hosts = 0
+        has_length = has_coding = False
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+                if _HOST.fullmatch(value) is None:
+                    return "its Host is none"
+            elif name == b"content-length":
+                has_length = True
+            elif name == b"transfer-encoding":
+                has_coding = True
+        if version != "1.1" and version != "1.0":
+            return f"HTTP/{version} is not spoken here"
+        if hosts != 1 and (hosts or version == "1.1"):
+            return f"it has {hosts} Host fields"
+        if has_coding and (has_length or version == "1.0"):
+            with_what = "Content-Length" if has_length else "HTTP/1.0"
+            return f"it has Transfer-Encoding with {with_what}"
+        return ""
 
     def _head_bytes(self) -> int:
         """Return the size of the header fields, each with its colon, space and end of line."""
@@ -229,12 +268,27 @@ class Guarded(_Uvicorns):
         self.loop.call_later(LINGER_S, transport.close)
 
 
+async def _answer_doubtful(doubt: str, scope: Scope, receive: Receive, send: Send) -> None:
+    text = f"The request is malformed: {doubt}."
+    await PlainTextResponse(text, 400, {"connection": "close"})(scope, receive, send)
+
+
 class GuardedH11(Guarded, H11Protocol):
     """One connection, read by h11."""
 
     def _should_upgrade(self) -> bool:
-        self._head_is_complete()  # the only method that is called for each
+        self._head_is_complete(
+            self.scope["http_version"]
+        )  # the only method that is called for each
         return super()._should_upgrade()
+
+    def handle_events(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
+            if _NO_LINES.search(head):  # h11 mends them, or leaves them as they are
+                self.send_400_response("Invalid HTTP request received.")
+                return
+        super().handle_events()
 
     def _check_progress(self) -> None:
         is_head = self.conn.their_state is h11.IDLE  # of the rest h11 has limits of its own
@@ -252,7 +306,7 @@ else:
     class GuardedHttptools(Guarded, HttpToolsProtocol):  # type: ignore[misc]
         """One connection, read by httptools."""
 
-        # The next two are on the path of each request, and `super()` costs as much as they do.
+        # The next two are on the path of each request, and `super()` costs as much as the first.
 
         def data_received(self, data: bytes) -> None:
             self._unparsed += len(data)
@@ -262,13 +316,7 @@ else:
                 self._check_progress()
 
         def on_headers_complete(self) -> None:
-            if (
-                self.is_awaited
-                or self._unparsed > self._max_bytes
-                or len(self.headers) > HEADER_FIELDS
-            ):
-                self._head_is_complete()
-            self._unparsed = 0
+            self._head_is_complete(self.parser.get_http_version())
             HttpToolsProtocol.on_headers_complete(self)
 
         def on_body(self, body: bytes) -> None:

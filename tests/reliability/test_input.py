@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect
 
-from ingress.settings import HEADER_TIMEOUT_S
+from ingress.settings import BODY_IDLE_TIMEOUT_S, HEADER_TIMEOUT_S
 from tests.reliability.figures import Figures
 from tests.reliability.malformed import corpus
 from tests.servers import INGRESS, UVICORN, Connection, ServerProcess, environment, get, process
@@ -38,7 +38,7 @@ def serving(folder: Path, command: list[str] = INGRESS) -> Iterator[ServerProces
     target = "tests.reliability.input_app"
     run = [*command, f"{target}:plain"] if command is UVICORN else None
     run = run or [*command, "run", f"{target}:app", "--port", "0"]
-    environ = environment(folder) | {HEADER_TIMEOUT_S: "2"}
+    environ = environment(folder) | {HEADER_TIMEOUT_S: "2", BODY_IDLE_TIMEOUT_S: "5"}
     with process(run, folder, environ) as server:
         server.wait_for("is ready|Application startup complete")
         yield server
