@@ -37,7 +37,7 @@ from ingress.messages import (
     TRY_AGAIN_LATER,
     with_request_id,
 )
-from ingress.responses import error_response, refusal, refusal_of
+from ingress.responses import error_response, refusal, refusal_of, send_refusal
 from ingress.retries import RetryBudget
 from ingress.router import Router
 from ingress.types import RequestMetadata, new_request_id
@@ -165,6 +165,13 @@ class HTTPProxy:
             inner.pop("app_root_path", None)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
+        now = 0.0 if timeout_s is None else monotonic()
+        deadline = None if timeout_s is None else now + timeout_s
+        if not has_body and scope["type"] == "http":
+            refused = router.turns_away(deadline)
+            if refused is not None:
+                await send_refusal(refused, request_id, send)
+                return
         body = None
         if has_body and scope["type"] == "http":
             body = Body(receive, limits.http, length)
@@ -172,14 +179,13 @@ class HTTPProxy:
                 send = _with_request_id(send, request_id)
                 await answer_and_close(refusal(body.error), scope, receive, send)
                 return
-        now = 0.0 if timeout_s is None else monotonic()
         metadata = RequestMetadata(
             request_id,
             router.deployment_id,
             route=route.prefix,
             multiplexed_model_id=model_id,
             is_http_request=True,
-            deadline=None if timeout_s is None else now + timeout_s,
+            deadline=deadline,
         )
         following: Exchange | None
         if limits.retried_methods and scope.get("method") in limits.retried_methods:

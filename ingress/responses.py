@@ -174,6 +174,20 @@ def refusal(error: RayServeException) -> Response:
     return PlainTextResponse(error.message, error.status_code, headers)
 
 
+async def send_refusal(error: RayServeException, request_id: str, send: Send) -> None:
+    """Send what `refusal` returns, as messages: a `Response` would be as much work again."""
+    body = error.message.encode()
+    headers = [
+        (b"content-length", b"%d" % len(body)),
+        (b"content-type", _TEXT),
+        (b"x-request-id", request_id.encode()),
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % ceil(error.retry_after_s)))
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 def _to_json(value: Any) -> str:
     return json.dumps(jsonable_encoder(value, custom_encoder=_encoders()), separators=(",", ":"))
 

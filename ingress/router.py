@@ -101,17 +101,12 @@ class Router:
             elif self._available:
                 self.num_requests += 1
                 replica = self._reserve(call)
-            elif 0 <= self.max_queued_requests <= len(self._waiting) - self._num_withheld():
-                refused = BackPressureError(
-                    len(self._waiting),
-                    self.max_queued_requests,
-                    self.deployment_id.name,
-                    self._backpressure.status_code,
-                    self._backpressure.retry_after_s,
-                )
             else:
-                self.num_requests += 1
-                self._waiting.add(call, monotonic())
+                now = monotonic()
+                refused = self._full(call.metadata.deadline, now)
+                if refused is None:
+                    self.num_requests += 1
+                    self._waiting.add(call, now)
         if replica is not None:
             call.start(replica)
         elif refused is not None:
@@ -124,6 +119,26 @@ class Router:
         if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
             for replica in list(self._held):
                 self.resume(replica)
+
+    def turns_away(self, deadline: float | None) -> BackPressureError | None:
+        """Return why a call would be refused now, for a caller that has not made it yet.
+
+        Under overload most are: a refusal must cost little.
+        """
+        if self._available:
+            return None
+        with self._lock:
+            if self._available or self._refuses is not None:
+                return None
+            return self._full(deadline, monotonic())
+
+    def _full(self, deadline: float | None, now: float) -> BackPressureError | None:
+        """Return why no more calls may wait, or none with this deadline."""
+        if 0 <= self.max_queued_requests <= len(self._waiting) - self._num_withheld():
+            return self._refusal("", self._backpressure.retry_after_s)
+        if deadline is None or not (reason := self._waiting.turns_away(deadline, now)):
+            return None
+        return self._refusal(reason, self._retry_after_s())
 
     def reassign(self, call: Call, error: Exception) -> None:
         """Send a call to another replica: its own went before any user code ran, says `error`.
@@ -242,17 +257,20 @@ class Router:
         for call in started:
             call.start(replica)
         for each in shed:
-            each.call.settle(error=self._shed_error(each))
+            each.call.settle(error=self._refusal(each.reason, self._retry_after_s()))
 
-    def _shed_error(self, shed: Shed) -> BackPressureError:
+    def _retry_after_s(self) -> float:
         after_s = self._backpressure.retry_after_s
+        return RETRY_AFTER_S if after_s is None else after_s
+
+    def _refusal(self, reason: str, retry_after_s: float | None) -> BackPressureError:
         return BackPressureError(
             len(self._waiting),
             self.max_queued_requests,
             self.deployment_id.name,
             self._backpressure.status_code,
-            RETRY_AFTER_S if after_s is None else after_s,
-            shed.reason,
+            retry_after_s,
+            reason,
         )
 
     def withdraw(self, call: Call) -> bool:

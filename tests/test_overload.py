@@ -31,6 +31,7 @@ from ingress.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
     MIN_SAMPLES,
+    MIN_TURNS,
     PATIENCE,
     PROBE_S,
     Shed,
@@ -41,7 +42,9 @@ from ingress.router import Router
 from ingress.settings import ADAPT_SWITCH_INTERVAL
 from ingress.testing import Latch
 from ingress.types import DeploymentID
+from ingress.watchdog.pressure import GILPressure
 from tests.fakes import FakeReplica, bind, make_call, together
+from tests.servers import wait_until
 
 TIMEOUT = "x-request-timeout-seconds"
 
@@ -210,6 +213,85 @@ def test_kinds_without_end_leave_no_more_than_a_thousand_estimates() -> None:
         learn(usual, 0.1, now, method=str(number), samples=1)
 
     assert len(usual) == MAX_KINDS
+
+
+# What comes while more wait than can be served.
+
+
+def standing(rate: float, now: float, number: int = 100, left_s: float = 60) -> WaitingCalls:
+    """Return a queue in which calls wait, of which so many a second were given a slot until now."""
+    queue = waiting(make_call(left_s=left_s), since=now - MIN_TURNS / rate)
+    for _ in range(number + MIN_TURNS):
+        queue.add(make_call(left_s=left_s), now)
+    for _ in range(MIN_TURNS):
+        assert queue.next(now, [])
+    assert len(queue) == number + 1
+    return queue
+
+
+def test_a_call_is_turned_away_if_more_wait_than_get_a_slot_in_its_time() -> None:
+    now = time.monotonic()
+    queue = standing(rate=20, now=now)
+
+    assert queue.turns_away(now + 1, now) == (
+        "1.000 s are left to answer it, about 20 requests are begun in that time, and 101 wait"
+    )
+    assert queue.turns_away(now + 5, now)
+    assert not queue.turns_away(now + 6, now)
+    for _ in range(101 - MIN_TURNS):
+        assert queue.turns_away(now + 0.1, now), "its time is not enough for any"
+        queue.next(now, [])
+    assert not queue.turns_away(now + 0.1, now), "so short a queue may be over at once"
+
+
+def test_no_call_is_turned_away_before_it_is_known_how_many_get_a_slot() -> None:
+    now = time.monotonic()
+    queue = waiting(*[make_call(left_s=60) for _ in range(1_000)], since=now)
+    for number in range(1, MIN_TURNS):
+        queue.next(now + number, [])
+
+    assert not queue.turns_away(now + MIN_TURNS + 0.1, now + MIN_TURNS)
+    queue.next(now + MIN_TURNS, [])
+    assert queue.turns_away(now + MIN_TURNS + 0.1, now + MIN_TURNS)
+
+
+def test_the_rate_is_known_no_more_once_no_call_has_waited() -> None:
+    now = time.monotonic()
+    queue = standing(rate=20, now=now)
+    queue.clear()
+    for _ in range(1_000):
+        queue.add(make_call(left_s=60), now)
+
+    assert not queue.turns_away(now + 0.1, now)
+
+
+def test_a_deployment_that_stands_still_turns_more_and_more_away() -> None:
+    now = time.monotonic()
+    queue = standing(rate=20, now=now)
+
+    patience = [
+        next(left for left in range(1, 1_000) if not queue.turns_away(at + left, at))
+        for at in (now, now + 1, now + 10, now + 60)
+    ]
+
+    assert patience == [6, 12, 69, 384], "101 calls, of which 16 were served in 0.8 s and more"
+
+
+def test_who_is_turned_away_is_told_as_who_is_refused_in_the_queue() -> None:
+    router = Router(DeploymentID("D"), max_queued_requests=0)
+    replica = FakeReplica(router, 1)
+    router.add(replica.real)
+    assert router.turns_away(None) is None, "a slot is free"
+    router.assign(make_call())
+
+    early = router.turns_away(None)
+    late = make_call()
+    router.assign(late)
+
+    assert early is not None
+    assert isinstance(late.error, BackPressureError)
+    assert early.args == late.error.args
+    assert router.num_requests == 1
 
 
 @pytest.mark.parametrize("after_s", [None, 2.5], ids=["by default", "as the deployment says"])
@@ -407,6 +489,43 @@ def shop() -> Iterator[httpx.Client]:
         serve.shutdown()
 
 
+@serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
+class Full:
+    async def __call__(self, request: Request) -> str:
+        inside.count_down()
+        await go
+        return "done"
+
+
+def test_a_refusal_is_the_same_with_and_without_a_body() -> None:
+    """Without one it is made before there is a call: it must not show."""
+    global go, inside
+    go, inside = Latch(), Latch()
+    serve.start(serve.HTTPOptions(port=0))
+    serve.run(bind(Full))
+    (url,) = serve.status().proxies
+    try:
+        with httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as threads:
+            held = [threads.submit(httpx.get, url) for _ in range(2)]
+            inside.wait()
+            wait_until(lambda: serve.status().applications["default"].deployments["Full"].queued)
+            named = {"x-request-id": "mine"}
+            with_body = client.post("/", content=b"body", headers=named)
+            without = [client.get("/", headers=named) for _ in range(3)]
+            go.count_down()
+            assert [each.result().text for each in held] == ["done", "done"]
+            assert client.get("/").text == "done", "the connection is kept"
+    finally:
+        go.count_down()
+        serve.shutdown()
+    for each in without:
+        assert (each.status_code, each.text) == (503, with_body.text)
+        assert "max_queued_requests=1" in each.text
+        assert each.headers["x-request-id"] == "mine"
+        headers = [{**answer.headers, "date": ""} for answer in (each, with_body)]
+        assert headers[0] == headers[1]
+
+
 def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> None:
     with shop() as client, ThreadPoolExecutor(16) as threads:
 
@@ -483,6 +602,20 @@ def test_turns_of_the_gil_are_shorter_while_loops_wait_for_it_and_then_as_they_w
 
     assert (shortened < given) is (adapts == "1")
     assert sys.getswitchinterval() == given
+
+
+def test_many_short_waits_for_the_gil_are_no_queue() -> None:
+    """Loops that do a little and wait again give it back at once: nothing is to be gained there."""
+    pressure = GILPressure()
+    pressure.adapts = False
+    turn = sys.getswitchinterval()
+
+    pressure.note(50, 1.9 * turn, 0.0)
+    assert not pressure.is_high
+    pressure.note(2, 50 * turn, 0.0)
+    assert not pressure.is_high, "it was late, but not for the GIL"
+    pressure.note(3, 2 * turn, 0.0)
+    assert pressure.is_high
 
 
 def test_a_switch_interval_that_the_user_sets_meanwhile_stays(

@@ -5,6 +5,8 @@
     half of the time that it had                still be answered
     a call with less time left than calls of    shed: `BackPressureError`, 503 with `Retry-After`
     its kind usually take
+    a call comes, and more wait than get a      turned away: the same answer, at once
+    slot in the time it has
 
 At twice the capacity, order of arrival alone lets each call wait until almost no time is left: its
 work begins, is cut at its deadline, and is lost. Then nearly nothing is answered in time.
@@ -28,6 +30,8 @@ WEIGHT = 1 / 8  # of the latest sample in an estimate
 HALF_LIFE_S = 5.0  # of an estimate without new samples
 PROBE_S = 1.0  # how often a call may begin that an estimate would shed
 MAX_KINDS = 1000  # of which estimates are kept, in case kinds are without end
+MIN_TURNS = 16  # taken from the queue before the rate of that is used,
+MIN_WINDOW_S = 0.5  # and the time they took
 
 
 class Shed(NamedTuple):
@@ -112,13 +116,49 @@ class UsualTimes:
         return True
 
 
+class ServiceRate:
+    """How many calls a second get a slot while there are always some that wait for one.
+
+    `per_s` is `None` until that is known. Guarded by the router's lock.
+    """
+
+    __slots__ = ("_began_at", "_turns", "per_s")
+
+    def __init__(self) -> None:
+        self.restart(0.0)
+
+    def restart(self, now: float) -> None:
+        """Forget what was counted: no call has waited until now."""
+        self.per_s: float | None = None
+        self._turns = 0
+        self._began_at = now
+
+    def count(self, now: float) -> None:
+        """Count a call that was given a slot."""
+        self._turns += 1
+        took_s = now - self._began_at
+        if self._turns >= MIN_TURNS and took_s >= MIN_WINDOW_S:
+            self.per_s = self._turns / took_s
+            self._turns = 0
+            self._began_at = now
+
+    def turns_in(self, left_s: float, now: float) -> float | None:
+        """Return how many calls will get a slot in this time, `None` if that is not known."""
+        if self.per_s is None:
+            return None
+        # What was counted since has its weight: fewer, if those that are due do not come.
+        took_s = now - self._began_at + MIN_TURNS / self.per_s
+        return (self._turns + MIN_TURNS) / took_s * max(left_s, 0.0)
+
+
 class WaitingCalls:
     """The calls that wait for a slot of a deployment. Guarded by its router's lock."""
 
-    __slots__ = ("_calls", "_usual", "_without_deadline")
+    __slots__ = ("_calls", "_rate", "_usual", "_without_deadline")
 
     def __init__(self, usual: UsualTimes) -> None:
         self._usual = usual
+        self._rate = ServiceRate()
         self._calls: OrderedDict[Call, float] = OrderedDict()  # since when each waits
         self._without_deadline = 0
 
@@ -133,8 +173,25 @@ class WaitingCalls:
         """Whether a call without a deadline waits."""
         return self._without_deadline > 0
 
+    def turns_away(self, deadline: float, now: float) -> str:
+        """Return why a call that comes now cannot get a slot in time, "" if it may.
+
+        What is served newest first would serve it, and shed an older one for it, at its deadline:
+        that one has cost more by then, and its client has waited for nothing.
+        """
+        left_s = deadline - now
+        turns = self._rate.turns_in(left_s, now)
+        if turns is None or len(self._calls) <= max(turns, MIN_TURNS):
+            return ""
+        return (
+            f"{left_s:.3f} s are left to answer it, about {turns:.0f} requests are begun in that "
+            f"time, and {len(self._calls)} wait"
+        )
+
     def add(self, call: Call, now: float) -> None:
         """Add a call behind all others."""
+        if not self._calls:
+            self._rate.restart(now)
         self._calls[call] = now
         self._without_deadline += call.metadata.deadline is None
 
@@ -164,6 +221,7 @@ class WaitingCalls:
             deadline = call.metadata.deadline
             if deadline is None:
                 self.discard(call)
+                self._rate.count(now)
                 return call
             missing = self._usual.shortfall(call, now)
             is_long = now - since > (deadline - since) * PATIENCE
@@ -172,6 +230,7 @@ class WaitingCalls:
                 missing = self._usual.shortfall(call, now)
             del self._calls[call]
             if missing is None or self._usual.probes(missing, now):
+                self._rate.count(now)
                 return call
             shed.append(missing)
         return None

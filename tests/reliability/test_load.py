@@ -270,9 +270,7 @@ def test_a_refusal_is_cheap(figures: Figures, tmp_path: Path) -> None:
         assert set(found.statuses) <= {200, 503}
         return found.statuses[503] / 6, (cpu_s(server) - before) / found.statuses[503]
 
-    with process(
-        [*UVICORN, "bare:refuse", "--no-access-log"], tmp_path, environment(tmp_path)
-    ) as server:
+    with process([*UVICORN, "bare:refuse"], tmp_path, environment(tmp_path)) as server:
         wait_until(lambda: get(server.port, "/").status == 503)
         bare, bare_cpu_s = refusals(server)
     with serving(tmp_path, replicas=1, slots=1, queued=1) as server:
