@@ -32,7 +32,7 @@ BASELINE = "order of arrival alone"
 @contextmanager
 def server(checkout: Path) -> Iterator[Server]:
     """Serve with the `ingress` of a checkout."""
-    run = [sys.executable, "-P", "-c", "from ingress.cli import main; main()", "run", APP]
+    run = [sys.executable, "-P", "-c", "from ingress.cli.commands import main; main()", "run", APP]
     with TemporaryDirectory() as folder:
         Path(folder, "ingress").symlink_to(checkout.resolve() / "ingress")
         with Server(

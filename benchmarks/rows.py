@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.apps import CHUNK, CHUNKS
 from benchmarks.servers import Request, Server, ingress_run, uvicorn
-from ingress.settings import (
+from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,

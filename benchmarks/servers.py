@@ -240,7 +240,7 @@ def ingress_run(
     stop_s: float = STOP_S,
 ) -> Server:
     """Return a server of `benchmarks.apps.<app>`, as `ingress run` with these options serves it."""
-    run = [sys.executable, "-c", "from ingress.cli import main; main()", "run"]
+    run = [sys.executable, "-c", "from ingress.cli.commands import main; main()", "run"]
     target = f"benchmarks.apps.{app}"
     return Server(
         name,

@@ -1,6 +1,5 @@
 """Ray Serve's programming model at FastAPI speed, in one process: `import ingress as serve`."""
 
-from ingress import absent as _absent
 from ingress import exceptions
 from ingress.api import (
     RunTarget,
@@ -16,8 +15,9 @@ from ingress.api import (
     status,
 )
 from ingress.asgi import ingress
-from ingress.batching import batch
-from ingress.call import cancellation
+from ingress.base import absent as _absent
+from ingress.batching.batching import batch
+from ingress.calls.call import cancellation
 from ingress.config import (
     AutoscalingConfig,
     BackpressureConfig,
@@ -26,14 +26,14 @@ from ingress.config import (
     RequestRouterConfig,
 )
 from ingress.context import ReplicaContext, get_replica_context
-from ingress.declaration import Application, Deployment, deployment
+from ingress.declaration.declaration import Application, Deployment, deployment
+from ingress.execution.lanes import method
 from ingress.handle import (
     DeploymentHandle,
     DeploymentResponse,
     DeploymentResponseGenerator,
 )
-from ingress.lanes import method
-from ingress.multiplex import get_multiplexed_model_id, multiplexed
+from ingress.replicas.multiplex import get_multiplexed_model_id, multiplexed
 from ingress.request_context import (
     RequestContext,
     get_batch_request_contexts,

@@ -11,15 +11,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never
 
-from ingress.absent import refuse
+from ingress.base.absent import refuse
+from ingress.base.signals import Stopped, StopSignals
 from ingress.config import HTTPOptions
 from ingress.context import get_replica_context
-from ingress.declaration import Application, Deployment
+from ingress.declaration.declaration import Application, Deployment
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus, ServeStatus
-from ingress.signals import Stopped, StopSignals
 from ingress.watchdog import WATCHDOG, Stall
 
 logger = logging.getLogger("ingress")

@@ -1,8 +1,8 @@
 """What a user configures in code, validated where it is written.
 
 Names, defaults and what is accepted: Ray 2.60.0, serve/config.py; how a mistake is refused:
-`ingress.options`. Our `max_ongoing_requests` default is the guide's 100 (Ray: 5). Everything is
-recorded; what has no effect yet is in `NOT_ACTED_ON`.
+`ingress.base.options`. Our `max_ongoing_requests` default is the guide's 100 (Ray: 5). Everything
+is recorded; what has no effect yet is in `NOT_ACTED_ON`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
 
-from ingress.absent import teller
-from ingress.options import (
+from ingress.base.absent import teller
+from ingress.base.options import (
     ClassPath,
     Fraction,
     FunctionPath,
@@ -33,7 +33,7 @@ from ingress.options import (
     Replicas,
     is_number,
 )
-from ingress.settings import HTTPLimits
+from ingress.base.settings import HTTPLimits
 
 NOT_ACTED_ON: frozenset[str] = frozenset(
     {
@@ -110,7 +110,9 @@ class BackpressureConfig(Options):
 class RequestRouterConfig(Options):
     """Which replica gets the next request: a policy class or its import path."""
 
-    request_router_class: ClassPath = "ingress.request_router:PowerOfTwoChoicesRequestRouter"
+    request_router_class: ClassPath = (
+        "ingress.replicas.request_router:PowerOfTwoChoicesRequestRouter"
+    )
     request_router_kwargs: Json = Field(default_factory=dict)
     request_routing_stats_period_s: PositiveFloat = 10.0
     request_routing_stats_timeout_s: PositiveFloat = 30.0

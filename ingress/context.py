@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingress.absent import absent_member, teller
+from ingress.base.absent import absent_member, teller
+from ingress.base.types import ReplicaID
 from ingress.exceptions import RayServeException
-from ingress.execution import ExecutionPlan, Role
-from ingress.types import ReplicaID
+from ingress.execution.execution import ExecutionPlan, Role
 
 
 @dataclass(eq=False, slots=True)

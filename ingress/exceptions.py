@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from starlette import requests, websockets  # not their classes: these here are ours
 
-from ingress.absent import teller
+from ingress.base.absent import teller
 
 
 def is_told(error: BaseException) -> bool:

@@ -18,16 +18,16 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
 
-from ingress.absent import absent_member, absent_method, refuse, teller
-from ingress.call import CURRENT_CALL, Call, Queue
-from ingress.channel import Channel, EndOfStream
+from ingress.base.absent import absent_member, absent_method, refuse, teller
+from ingress.base.options import is_number
+from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.calls.call import CURRENT_CALL, Call, Queue
+from ingress.calls.channel import Channel, EndOfStream
+from ingress.calls.loops import running_loop
 from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
-from ingress.loops import running_loop
-from ingress.options import is_number
-from ingress.types import DeploymentID, RequestMetadata, new_request_id
 
 if TYPE_CHECKING:  # what only declares deployments need not import what runs them
-    from ingress.user_code import UserCode
+    from ingress.replicas.user_code import UserCode
 
 
 class Directory(Protocol):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from contextvars import copy_context
 
-from ingress.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call
 from ingress.context import REPLICA
+from ingress.execution.tracebacks import format_error
 from ingress.request_context import get_request_context
-from ingress.tracebacks import format_error
 
 logger = logging.getLogger("ingress")
 

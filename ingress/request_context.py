@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ingress.call import CURRENT_CALL, Call, current_calls
+from ingress.calls.call import CURRENT_CALL, Call, current_calls
 from ingress.context import REPLICA
 
 

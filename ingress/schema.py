@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ingress.absent import absent_member, teller
+from ingress.base.absent import absent_member, teller
+from ingress.base.counters import LaneLoad, Latency
 from ingress.config import LoggingConfig as LoggingConfig  # there in Ray Serve
-from ingress.counters import LaneLoad, Latency
 
 
 class ApplicationStatus(StrEnum):

@@ -11,11 +11,11 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import BoundApp, IngressSpec, ReplicaApp
+from ingress.base.types import DeploymentID, ReplicaID
+from ingress.calls.loops import BorrowedLoop
 from ingress.context import REPLICA, ReplicaContext
-from ingress.execution import ExecutionPlan, Role, plan
-from ingress.loops import BorrowedLoop
-from ingress.threads import WorkerPool
-from ingress.types import DeploymentID, ReplicaID
+from ingress.execution.execution import ExecutionPlan, Role, plan
+from ingress.execution.threads import WorkerPool
 
 WORKER = "K#0-worker"
 """How the names of the first replica's worker threads begin."""

@@ -12,7 +12,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from ingress import testing
-from ingress.settings import (
+from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
@@ -60,14 +60,17 @@ def blocking_call_check() -> Iterator[BlockBuster]:
             checks.functions.pop(name).deactivate()
         for check in checks.functions.values():
             check.can_block_in(
-                "ingress/execution.py", {"run", "run_part", "stream", "iterate", "call_inline"}
+                "ingress/execution/execution.py",
+                {"run", "run_part", "stream", "iterate", "call_inline"},
             )
             check.can_block_in("ingress/asgi/replica_app.py", {"__call__"})
             check.can_block_in("ingress/asgi/lifespan.py", {"_run"})
-            check.can_block_in("ingress/server.py", {"_start"})  # imports uvicorn
-            check.can_block_in("ingress/user_code.py", {"_plain"})
+            check.can_block_in("ingress/http/server.py", {"_start"})  # imports uvicorn
+            check.can_block_in("ingress/replicas/user_code.py", {"_plain"})
             check.can_block_in("ingress/testing/leaks.py", {"_descriptors"})
-            check.can_block_in("ingress/loops.py", {"reserve_descriptors"})  # no disk under /dev
+            check.can_block_in(
+                "ingress/calls/loops.py", {"reserve_descriptors"}
+            )  # no disk under /dev
         yield checks
 
 

@@ -9,14 +9,14 @@ from contextvars import Context
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
-from ingress.call import Call
+from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.calls.call import Call
 from ingress.context import ReplicaContext
-from ingress.declaration import Application
-from ingress.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.declaration.declaration import Application
 
 if TYPE_CHECKING:
-    from ingress.replica import Replica
-    from ingress.router import Router
+    from ingress.replicas.replica import Replica
+    from ingress.replicas.router import Router
 
 
 class FakeReplica:

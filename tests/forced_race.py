@@ -19,12 +19,12 @@ import time
 import weakref
 from typing import Any
 
-from ingress.attempts import Attempt
-from ingress.exchange import Exchange
-from ingress.retries import RetryBudget
-from ingress.router import Router
-from ingress.types import DeploymentID, RequestMetadata
-from ingress.websocket import WebSocketExchange
+from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.calls.retries import RetryBudget
+from ingress.http.attempts import Attempt
+from ingress.http.exchange import Exchange
+from ingress.http.websocket import WebSocketExchange
+from ingress.replicas.router import Router
 
 ROUNDS = 50
 DEPLOYMENT = DeploymentID("A", "default")

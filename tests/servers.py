@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.declaration import Application
-from ingress.settings import (
+from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
+from ingress.declaration.declaration import Application
 
 ROOT = Path(__file__).parent.parent
-INGRESS = [sys.executable, "-c", "from ingress.cli import main; main()"]
+INGRESS = [sys.executable, "-c", "from ingress.cli.commands import main; main()"]
 UVICORN = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", "0"]
 PATIENCE_S = 20.0
 """How long anything may take before it counts as hanging."""

@@ -27,7 +27,7 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from app_examples import slow_server
-from ingress.settings import SYNC_IN_THREADPOOL
+from ingress.base.settings import SYNC_IN_THREADPOOL
 from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, served, wait_until
 from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, process
 

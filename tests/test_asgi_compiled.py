@@ -50,7 +50,7 @@ from ingress.asgi import compiled, ingress, rendering
 from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.replica_app import ASGI
 from ingress.asgi.routes import served_routes
-from ingress.messages import joined
+from ingress.http.messages import joined
 from tests.asgi_helpers import Deployment, serve
 from tests.shapes import (
     INCLUDED,

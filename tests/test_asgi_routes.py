@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ingress.asgi import RouteInfo, ingress
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-from ingress.execution import Kind
+from ingress.execution.execution import Kind
 from tests.asgi_helpers import WORKER, bound, serve
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 import ingress as serve
-from ingress.call import current_calls
+from ingress.calls.call import current_calls
 from ingress.exceptions import RayServeException, UserCodeExit
 from tests.containment_app import ERRORS, boom
 from tests.fakes import together

@@ -16,10 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.call import CURRENT_CALL, current_calls
+from ingress.base.settings import SYNC_IN_THREADPOOL
+from ingress.calls.call import CURRENT_CALL, current_calls
 from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
-from ingress.settings import SYNC_IN_THREADPOOL
 from tests.servers import (
     PATIENCE_S,
     Connection,

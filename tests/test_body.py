@@ -18,8 +18,8 @@ from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.declaration import Application
-from ingress.settings import BODY_IDLE_TIMEOUT_S, MAX_BODY_SIZE
+from ingress.base.settings import BODY_IDLE_TIMEOUT_S, MAX_BODY_SIZE
+from ingress.declaration.declaration import Application
 from tests.servers import (
     PATIENCE_S,
     UVICORN,

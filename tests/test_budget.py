@@ -1,4 +1,4 @@
-"""`ingress.budget`: the cores, divided; and what `ingress run` makes of it."""
+"""`ingress.inspection.budget`: the cores, divided; and what `ingress run` makes of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.budget import ThreadBudget, available_cores, thread_budget
-from ingress.build import build
-from ingress.declaration import Application
-from ingress.settings import NATIVE_THREADS, SYNC_IN_THREADPOOL, Settings
+from ingress.base.settings import NATIVE_THREADS, SYNC_IN_THREADPOOL, Settings
+from ingress.declaration.build import build
+from ingress.declaration.declaration import Application
+from ingress.inspection.budget import ThreadBudget, available_cores, thread_budget
 from tests.servers import INGRESS, environment, get, process, write_module
 
 

@@ -1,4 +1,4 @@
-"""`ingress.build`: a bound application becomes named deployments with slots for handles."""
+"""`declaration.build`: a bound application becomes named deployments with slots for handles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ingress.build import BuiltApplication, BuiltDeployment, HandleSlot, build, fill
-from ingress.declaration import Application, deployment
+from ingress.declaration.build import BuiltApplication, BuiltDeployment, HandleSlot, build, fill
+from ingress.declaration.declaration import Application, deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 
 Pair = namedtuple("Pair", "left right")

@@ -1,4 +1,4 @@
-"""`ingress.call`: one answer per call, whoever is first, at every stage."""
+"""`ingress.calls.call`: one answer per call, whoever is first, at every stage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import weakref
 
 import pytest
 
-from ingress.call import CURRENT_CALL, Call
+from ingress.base.types import DeploymentID
+from ingress.calls.call import CURRENT_CALL, Call
 from ingress.exceptions import RequestCancelledError
-from ingress.router import Router
-from ingress.types import DeploymentID
+from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, make_call, together
 
 PATIENCE_S = 10.0

@@ -17,7 +17,7 @@ from starlette.responses import StreamingResponse
 from starlette.websockets import WebSocketDisconnect
 
 import ingress as serve
-from ingress.call import CURRENT_CALL
+from ingress.calls.call import CURRENT_CALL
 from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,

@@ -1,4 +1,4 @@
-"""`ingress.channel`: in order, bounded, and never a waiter left behind."""
+"""`ingress.calls.channel`: in order, bounded, and never a waiter left behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingress.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, EndOfStream
+from ingress.calls.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, EndOfStream
+from ingress.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.exceptions import StreamClosedError
-from ingress.loops import EventLoopThread, run_blocking, start_on
 
 PATIENCE_S = 10.0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ingress.base.settings import Settings
 from ingress.check.checker import check_application, check_files
 from ingress.check.findings import Report
-from ingress.settings import Settings
 from tests.checking import (
     Found,
     checked_as_application,
@@ -299,7 +299,7 @@ def test_what_cannot_be_checked_ends_with_2_and_one_line(tmp_path: Path, target:
 
 def test_without_ruff_one_line_says_what_to_install(tmp_path: Path) -> None:
     write_module(tmp_path, "app", "async def f(): ...\n")
-    script = "import sys; sys.modules['ruff'] = None\nfrom ingress.cli import main; main()"
+    script = "import sys; sys.modules['ruff'] = None\nfrom ingress.cli.commands import main; main()"
 
     result = subprocess.run(
         [sys.executable, "-c", script, "check", "app.py"],

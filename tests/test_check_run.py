@@ -294,7 +294,7 @@ def test_without_the_option_the_plugin_does_nothing(folder: Path) -> None:
     write_module(
         folder,
         "test_app",
-        "from ingress import replica\nfrom ingress.user_code import UserCode\n"
+        "from ingress.replicas import replica\nfrom ingress.replicas.user_code import UserCode\n"
         "def test_this():\n    assert replica.UserCode is UserCode\n",
     )
 

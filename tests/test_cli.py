@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingress.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
+from ingress.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
 from tests.servers import INGRESS, PATIENCE_S, environment, get, process, write_module
 
 APP = """

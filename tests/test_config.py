@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import ingress
+from ingress.base.options import Options
+from ingress.base.settings import HTTPLimits
 from ingress.config import (
     NOT_ACTED_ON,
     AutoscalingConfig,
@@ -22,8 +24,6 @@ from ingress.config import (
     RequestRouterConfig,
     options_not_acted_on,
 )
-from ingress.options import Options
-from ingress.settings import HTTPLimits
 
 CHANGED: dict[str, Any] = {
     "autoscaling_config": {"max_replicas": 4},

@@ -14,14 +14,14 @@ import pytest
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.http.connections import HEADER_FIELDS
-from ingress.settings import (
+from ingress.base.settings import (
     HEADER_TIMEOUT_S,
     LIMIT_CONNECTIONS,
     MAX_HEADER_BYTES,
     HTTPLimits,
     Settings,
 )
+from ingress.http.connections import HEADER_FIELDS
 from tests.servers import (
     INGRESS,
     Connection,
@@ -63,7 +63,7 @@ small = Small.bind()
 TIMEOUT_S = 0.4
 H11 = [
     *INGRESS[:-1],
-    "import sys; sys.modules['httptools'] = None; from ingress.cli import main; main()",
+    "import sys; sys.modules['httptools'] = None; from ingress.cli.commands import main; main()",
 ]
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 CHUNKED = b"POST /length HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"

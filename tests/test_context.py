@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from ingress.base.settings import Settings
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
-from ingress.settings import Settings
 from tests.fakes import bind
 
 PATIENCE_S = 10.0

@@ -1,4 +1,4 @@
-"""`ingress.controller`: all of an application starts or nothing, and all of it stops."""
+"""`ingress.control.controller`: all of an application starts or nothing, and all of it stops."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.declaration import Application, Deployment, deployment
+from ingress.declaration.declaration import Application, Deployment, deployment
 
 
 class Model:

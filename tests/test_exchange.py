@@ -1,4 +1,4 @@
-"""`ingress.exchange`: bodies in, streams out, and clients that leave, seen over real sockets."""
+"""`http.exchange`: bodies in, streams out, and clients that leave, seen over real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.exchange import Exchange
+from ingress.http.exchange import Exchange
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
 MEGABYTE = bytes(range(256)) * 4096

@@ -1,4 +1,4 @@
-"""`ingress.execution`: the table in its docstring, observed from inside the callables."""
+"""`ingress.execution.execution`: the table in its docstring, observed from inside the callables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from ingress.calls.loops import BorrowedLoop
 from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
-from ingress.execution import (
+from ingress.execution.execution import (
     ExecutionMode,
     ExecutionPlan,
     Kind,
@@ -28,8 +29,7 @@ from ingress.execution import (
     name_of,
     plan,
 )
-from ingress.loops import BorrowedLoop
-from ingress.threads import WorkerPool
+from ingress.execution.threads import WorkerPool
 
 pytestmark = pytest.mark.anyio
 ON_LOOP, IN_THREAD = ExecutionMode.EVENT_LOOP, ExecutionMode.THREADPOOL

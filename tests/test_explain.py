@@ -26,17 +26,17 @@ from typer.testing import CliRunner
 
 import ingress as serve
 from app_examples import slow_server
-from ingress import cli
-from ingress.execution import code_of
-from ingress.inspection import Explanation, Level, Row, explain
-from ingress.inspection.sources import Use, mentions
-from ingress.inspection.table import as_json, show
-from ingress.settings import (
+from ingress.base.settings import (
     OMP_NUM_THREADS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
+from ingress.cli import commands as cli
+from ingress.execution.execution import code_of
+from ingress.inspection import Explanation, Level, Row, explain
+from ingress.inspection.sources import Use, mentions
+from ingress.inspection.table import as_json, show
 from tests import explain_app
 from tests.conformance.observe import TIMEOUT_S, Served, served
 from tests.servers import ROOT, bind, write_module

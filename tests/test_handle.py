@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from ingress.base.settings import Settings
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
@@ -19,7 +20,6 @@ from ingress.exceptions import (
     SyncMethodOnEventLoopWarning,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse
-from ingress.settings import Settings
 from ingress.testing import Latch
 from tests.fakes import bind
 

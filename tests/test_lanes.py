@@ -15,13 +15,13 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.counters import LaneLoad
-from ingress.execution import ExecutionMode, Role, plan
-from ingress.lane_pools import LanePool, SerialPool
-from ingress.lanes import lanes_of
-from ingress.loops import BorrowedLoop
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.threads import WorkerPool, WorkerThreads
+from ingress.base.counters import LaneLoad
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.calls.loops import BorrowedLoop
+from ingress.execution.execution import ExecutionMode, Role, plan
+from ingress.execution.lane_pools import LanePool, SerialPool
+from ingress.execution.lanes import lanes_of
+from ingress.execution.threads import WorkerPool, WorkerThreads
 from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served, wait_until
 
 LOOP = "loop Api#0"

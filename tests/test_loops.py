@@ -1,4 +1,4 @@
-"""`ingress.loops`: what is posted to a loop arrives once, or is handed back once."""
+"""`ingress.calls.loops`: what is posted to a loop arrives once, or is handed back once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ingress.loops import (
+from ingress.calls.loops import (
     BorrowedLoop,
     EventLoopThread,
     Mailbox,

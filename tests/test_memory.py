@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.call import Call
+from ingress.calls.call import Call
 from ingress.engines import local_engine
 from ingress.testing import Latch
 from ingress.timeline.recorder import Recorder

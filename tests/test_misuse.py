@@ -18,8 +18,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
+from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import RayServeException
-from ingress.settings import SYNC_IN_THREADPOOL
 from tests.servers import PATIENCE_S, bind
 
 SOON_S = 1.0

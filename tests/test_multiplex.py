@@ -1,4 +1,4 @@
-"""`ingress.multiplex`: which models are there, who loads them, and when they go."""
+"""`ingress.replicas.multiplex`: which models are there, who loads them, and when they go."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 import ingress as serve
+from ingress.base.settings import Settings
 from ingress.engines import local_engine
 from ingress.exceptions import (
     ReplicaUnavailableError,
@@ -28,7 +29,6 @@ from ingress.exceptions import (
     UserCodeExit,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse
-from ingress.settings import Settings
 from tests.fakes import bind
 from tests.servers import Connection, get, served, wait_until
 

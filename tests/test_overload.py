@@ -23,10 +23,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.call import Call
+from ingress.base.settings import ADAPT_SWITCH_INTERVAL
+from ingress.base.types import DeploymentID
+from ingress.calls.call import Call
 from ingress.config import BackpressureConfig
 from ingress.exceptions import BackPressureError
-from ingress.replica import LATE_S
 from ingress.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
@@ -38,10 +39,9 @@ from ingress.replicas.overload import (
     UsualTimes,
     WaitingCalls,
 )
-from ingress.router import Router
-from ingress.settings import ADAPT_SWITCH_INTERVAL
+from ingress.replicas.replica import LATE_S
+from ingress.replicas.router import Router
 from ingress.testing import Latch
-from ingress.types import DeploymentID
 from ingress.watchdog.pressure import GILPressure
 from tests.fakes import FakeReplica, bind, make_call, together
 from tests.servers import wait_until

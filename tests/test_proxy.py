@@ -1,4 +1,4 @@
-"""`ingress.proxy`: which application a path belongs to, and what the proxy answers by itself."""
+"""`http.proxy`: which application a path belongs to, and what the proxy answers by itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.proxy import RouteTable
-from ingress.router import Router
-from ingress.types import DeploymentID
+from ingress.base.types import DeploymentID
+from ingress.http.proxy import RouteTable
+from ingress.replicas.router import Router
 from tests.servers import Connection, bind, get, served, set_flags
 
 

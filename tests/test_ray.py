@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 import ingress as serve
-from ingress.build import BuiltDeployment, build
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.config import DeploymentConfig, HTTPOptions
+from ingress.declaration.build import BuiltDeployment, build
 from ingress.engines.ray import lowering
 from ingress.engines.ray.config_file import config_of
 from ingress.engines.ray.lowering import (
@@ -27,8 +29,6 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 from ingress.engines.ray.messages import CALL, Envelope, remote_name
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.types import DeploymentID, RequestMetadata
 from tests.servers import INGRESS, PATIENCE_S, ROOT, UVICORN, environment, process, write_module
 
 needs_no_ray = pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
@@ -167,8 +167,8 @@ class Policy: ...
     ("options", "message"),
     [
         (
-            {"request_router_config": {"request_router_class": "ingress.request_router:Mine"}},
-            "request_router_class='ingress.request_router:Mine' of deployment 'Plain' cannot run",
+            {"request_router_config": {"request_router_class": "my.policies:Mine"}},
+            "request_router_class='my.policies:Mine' of deployment 'Plain' cannot run",
         ),
         (
             {"autoscaling_config": {"policy": {"policy_function": "ingress:mine"}}},

@@ -1,4 +1,4 @@
-"""`ingress.replica`: the slot follows the work, and every call gets an answer."""
+"""`ingress.replicas.replica`: the slot follows the work, and every call gets an answer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.call import CURRENT_CALL, Call
+from ingress.base.types import DeploymentID, ReplicaID
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.loops import EventLoopThread, run_blocking
 from ingress.exceptions import (
     ReplicaUnavailableError,
     RequestCancelledError,
     SyncMethodOnEventLoopWarning,
     UserCodeExit,
 )
-from ingress.loops import EventLoopThread, run_blocking
-from ingress.replica import Replica, ReplicaState
-from ingress.router import Router
-from ingress.types import DeploymentID, ReplicaID
+from ingress.replicas.replica import Replica, ReplicaState
+from ingress.replicas.router import Router
 from tests.fakes import bind, make_call
 
 PATIENCE_S = 10.0

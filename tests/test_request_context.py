@@ -22,8 +22,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import ingress as serve
+from ingress.base.settings import Settings
 from ingress.handle import DeploymentHandle
-from ingress.settings import Settings
 from tests.fakes import bind
 from tests.servers import get, served
 

@@ -1,4 +1,4 @@
-"""`ingress.responses`: what a plain deployment returns or raises, and what its client gets."""
+"""`ingress.asgi.responses`: what a plain deployment returns or raises, and what its client gets."""
 
 from __future__ import annotations
 

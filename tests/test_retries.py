@@ -19,8 +19,12 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from ingress import retries
-from ingress.call import Call
+from ingress.base.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
+from ingress.base.types import DeploymentID, ReplicaID
+from ingress.calls import retries
+from ingress.calls.call import Call
+from ingress.calls.loops import EventLoopThread, run_blocking
+from ingress.calls.retries import Failure, RetryBudget
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -28,12 +32,8 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,
 )
-from ingress.loops import EventLoopThread, run_blocking
-from ingress.replica import Replica
-from ingress.retries import Failure, RetryBudget
-from ingress.router import Router
-from ingress.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
-from ingress.types import DeploymentID, ReplicaID
+from ingress.replicas.replica import Replica
+from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, make_call
 from tests.servers import PATIENCE_S, Connection, get, set_flags, wait_until
 

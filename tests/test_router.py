@@ -1,4 +1,4 @@
-"""`ingress.router`: who gets a slot, and when; nobody overtakes, nobody is lost."""
+"""`ingress.replicas.router`: who gets a slot, and when; nobody overtakes, nobody is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import ingress as serve
-from ingress.call import CURRENT_CALL, Call
+from ingress.base.types import DeploymentID
+from ingress.calls.call import CURRENT_CALL, Call
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -25,8 +26,7 @@ from ingress.exceptions import (
     RequestCycleError,
     RequestTimeoutError,
 )
-from ingress.router import Router
-from ingress.types import DeploymentID
+from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, bind, make_call, together
 
 PATIENCE_S = 10.0

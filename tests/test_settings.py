@@ -1,10 +1,10 @@
-"""`ingress.settings`: the environment, read when an engine starts."""
+"""`ingress.base.settings`: the environment, read when an engine starts."""
 
 from __future__ import annotations
 
 import pytest
 
-from ingress.settings import (
+from ingress.base.settings import (
     BODY_BUFFER_BYTES,
     BODY_IDLE_TIMEOUT_S,
     ENGINE,

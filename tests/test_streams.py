@@ -23,9 +23,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import ingress as serve
-from ingress.channel import MAX_BYTES
-from ingress.loops import EventLoopThread, run_blocking
-from ingress.settings import Settings
+from ingress.base.settings import Settings
+from ingress.calls.channel import MAX_BYTES
+from ingress.calls.loops import EventLoopThread, run_blocking
 from tests.conformance.observe import Gate, here
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 

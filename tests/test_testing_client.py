@@ -23,7 +23,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.settings import SYNC_IN_THREADPOOL
+from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.testing import TestClient
 from tests.servers import PATIENCE_S, UVICORN, bind, environment, process, set_flags, write_module
 
@@ -380,7 +380,7 @@ def output_of(script: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("module", ["ingress", "ingress.cli", "ingress.engines.local"])
+@pytest.mark.parametrize("module", ["ingress", "ingress.cli.commands", "ingress.engines.local"])
 def test_the_product_imports_nothing_of_it(module: str) -> None:
     names = ("ingress.testing", "pytest", "_pytest", "starlette.testclient")
 

@@ -16,8 +16,8 @@ from fastapi import Depends, FastAPI
 from starlette.testclient import TestClient as StarletteClient
 
 import ingress as serve
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.inspection import explain
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.testing import Latch, TestClient
 from ingress.testing.comparison import Moved, Run, differences, moved
 from ingress.testing.observation import Observer, shortened
@@ -529,9 +529,9 @@ def test_calls_that_are_there_at_once_are_counted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_afterwards_nothing_is_observed() -> None:
-    from ingress import execution
+    from ingress.execution import execution
     from ingress.handle import DeploymentHandle
-    from ingress.proxy import HTTPProxy
+    from ingress.http.proxy import HTTPProxy
 
     before = (execution.plan, HTTPProxy.__call__, DeploymentHandle.remote)
     with Observer().installed():

@@ -1,4 +1,4 @@
-"""`ingress.threads`: what runs in worker threads, how many at once, and what an awaiter sees."""
+"""`execution.threads`: what runs in worker threads, how many at once, and what an awaiter sees."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from ingress import threads
+from ingress.calls.loops import BorrowedLoop
 from ingress.exceptions import StreamClosedError
-from ingress.loop_executor import LoopExecutor, lend_executor
-from ingress.loops import BorrowedLoop
-from ingress.threads import WorkerPool, WorkerThreads
+from ingress.execution import threads
+from ingress.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.execution.threads import WorkerPool, WorkerThreads
 from tests.servers import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -637,9 +637,9 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
 
 STUCK = """
 import asyncio, contextlib, sys, threading, time
-from ingress.loops import BorrowedLoop, EventLoopThread
-from ingress.loop_executor import LoopExecutor, lend_executor
-from ingress.threads import WorkerPool
+from ingress.calls.loops import BorrowedLoop, EventLoopThread
+from ingress.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.execution.threads import WorkerPool
 began = threading.Event()
 def stuck():
     began.set()

@@ -16,19 +16,23 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 
 import ingress as serve
+from ingress.base.settings import (
+    STALL_THRESHOLD_MS,
+    SYNC_IN_THREADPOOL,
+    USER_CODE_IN_SEPARATE_THREAD,
+)
+from ingress.cli.trace_command import Session, TraceError
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
-from ingress.replica import Replica
-from ingress.router import Router
-from ingress.settings import STALL_THRESHOLD_MS, SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
-from ingress.threads import WorkerThreads
+from ingress.execution.threads import WorkerThreads
+from ingress.replicas.replica import Replica
+from ingress.replicas.router import Router
 from ingress.timeline.chrome import as_json
 from ingress.timeline.client import Wanted, wanted
 from ingress.timeline.picture import SHOWN, as_svg
 from ingress.timeline.recorder import Journey, Recorder, Timeline, Track, loops_of
 from ingress.timeline.waits import WaitKind, rows, waits_of
 from ingress.timeline.window import Window
-from ingress.tracing import Session, TraceError
 from ingress.watchdog import Stall, StallReason, stacks
 from tests.conformance.observe import TIMEOUT_S, Gate, wait_until
 from tests.traces import Picture, Trace

@@ -25,16 +25,16 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.call import CURRENT_CALL
-from ingress.channel import Channel
-from ingress.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
+from ingress.base.settings import REQUEST_TIMEOUT_S
+from ingress.base.types import DeploymentID
+from ingress.calls.call import CURRENT_CALL
+from ingress.calls.channel import Channel
+from ingress.calls.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
+from ingress.calls.loops import EventLoopThread, mailbox_of, run_blocking
 from ingress.exceptions import RequestCancelledError, RequestTimeoutError
-from ingress.exchange import Exchange
-from ingress.loops import EventLoopThread, mailbox_of, run_blocking
-from ingress.router import Router
+from ingress.http.exchange import Exchange
+from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
-from ingress.settings import REQUEST_TIMEOUT_S
-from ingress.types import DeploymentID
 from tests.fakes import FakeReplica, make_call
 from tests.servers import PATIENCE_S, Connection, bind, get, set_flags, wait_until
 

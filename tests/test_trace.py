@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ingress.settings import TRACE_FILE
+from ingress.base.settings import TRACE_FILE
 from tests.conformance.observe import wait_until
 from tests.servers import INGRESS, PATIENCE_S, UVICORN, environment, process, write_module
 from tests.traces import Picture, Span, Trace

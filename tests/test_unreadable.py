@@ -1,4 +1,4 @@
-"""`ingress.unreadable`: whatever user code raises, what leaves it can be looked at."""
+"""`ingress.execution.unreadable`: whatever user code raises, what leaves it can be looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ingress.exceptions import UnreadableError
-from ingress.unreadable import readable
+from ingress.execution.unreadable import readable
 from tests.containment_app import HOSTILE, hostile
 
 UNREADABLE = ["getattribute", "class", "cause", "context", "traceback", "notes", "equality"]

@@ -22,18 +22,18 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.attempts import RequestLimits
-from ingress.call import Call
+from ingress.base.types import DeploymentID
+from ingress.calls.call import Call
+from ingress.calls.loops import run_blocking
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
     ReplicaUnavailableError,
     RequestCancelledError,
 )
-from ingress.loops import run_blocking
-from ingress.proxy import HTTPProxy, RouteTable
-from ingress.router import Router
-from ingress.types import DeploymentID
+from ingress.http.attempts import RequestLimits
+from ingress.http.proxy import HTTPProxy, RouteTable
+from ingress.replicas.router import Router
 from tests.fakes import FakeReplica
 from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until
 

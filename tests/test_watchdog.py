@@ -28,11 +28,11 @@ from starlette.testclient import TestClient
 
 import ingress as serve
 from app_examples import slow_server
+from ingress.base.counters import Latency
+from ingress.base.settings import STALL_THRESHOLD_MS
+from ingress.base.types import DeploymentID, ReplicaID
+from ingress.calls.loops import EventLoopThread
 from ingress.context import ReplicaContext
-from ingress.counters import Latency
-from ingress.loops import EventLoopThread
-from ingress.settings import STALL_THRESHOLD_MS
-from ingress.types import DeploymentID, ReplicaID
 from ingress.watchdog import WATCHDOG, StallReason
 from ingress.watchdog.patrol import Patrol
 from ingress.watchdog.records import StallLog
@@ -740,7 +740,7 @@ FORKING = """
 import asyncio, os, threading, time
 import ingress as serve
 from users import model
-from ingress.loops import EventLoopThread
+from ingress.calls.loops import EventLoopThread
 from ingress.watchdog import WATCHDOG
 from tests.test_watchdog import Owner
 

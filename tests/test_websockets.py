@@ -19,8 +19,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
-from ingress.messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
-from ingress.websocket import HEARING_S
+from ingress.http.messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
+from ingress.http.websocket import HEARING_S
 from tests.servers import (
     PATIENCE_S,
     UVICORN,

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.apps import ours
-from ingress.settings import Settings
+from ingress.base.settings import Settings
 from ingress.watchdog import WATCHDOG
 from ingress.watchdog.watched import Owner
 

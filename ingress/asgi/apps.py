@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket
 from ingress.asgi.guard import Guard, guarded
 from ingress.asgi.methods import Methods, Target
 from ingress.asgi.parts import Part, app_parts
+from ingress.asgi.responses import refusal
 from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
 from ingress.asgi.state import ReplicaState, view_of
@@ -26,7 +27,6 @@ from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
 )
-from ingress.responses import refusal
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 

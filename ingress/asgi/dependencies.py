@@ -28,7 +28,7 @@ from fastapi.security.base import SecurityBase
 
 from ingress.asgi.methods import Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
-from ingress.execution import Kind, override_of
+from ingress.execution.execution import Kind, override_of
 
 
 class Lifted:

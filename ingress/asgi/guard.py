@@ -18,9 +18,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ingress.calls.scopes import OnceScope
 from ingress.exceptions import StreamClosedError
-from ingress.execution import contain, contained, raise_instead
-from ingress.scopes import OnceScope
+from ingress.execution.execution import contain, contained, raise_instead
 
 ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""

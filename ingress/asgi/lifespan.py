@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message
 
 from ingress.context import ReplicaContext
 from ingress.exceptions import RayServeException
-from ingress.execution import contained
+from ingress.execution.execution import contained
 
 logger = logging.getLogger("ingress")
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ingress.exceptions import RayServeException
-from ingress.execution import Kind, kind
+from ingress.execution.execution import Kind, kind
 
 GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 

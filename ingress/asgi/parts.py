@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
 from ingress.asgi.routes import served_routes
-from ingress.execution import Role, kind
+from ingress.execution.execution import Role, kind
 
 _FRAMEWORKS = ("fastapi", "starlette", "ingress")
 

@@ -12,7 +12,7 @@ from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
 from ingress.asgi.telemetry import TELEMETRY, Telemetry
 from ingress.context import ReplicaContext
-from ingress.execution import ExecutionPlan, Role, contain
+from ingress.execution.execution import ExecutionPlan, Role, contain
 
 ASGI = {"version": "3.0", "spec_version": "2.4"}
 BUILDER_METHOD = "__serve_build_asgi_app__"

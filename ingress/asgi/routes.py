@@ -31,9 +31,9 @@ from ingress.asgi.compiled import compiled_app
 from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guard_below, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
+from ingress.asgi.responses import take_over_stream
 from ingress.context import REPLICA
-from ingress.execution import Kind, kind, name_of, override_of, stays_on_loop
-from ingress.responses import take_over_stream
+from ingress.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
 
 IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
 """An included router as a node of the tree. FastAPI below 0.137 copies its routes instead."""

@@ -31,7 +31,7 @@ from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.asgi.routes import RouteInfo, check_routes
 from ingress.asgi.template import RouteTemplates
 from ingress.context import ReplicaContext
-from ingress.execution import Role, kind
+from ingress.execution.execution import Role, kind
 
 C = TypeVar("C", bound=type)
 

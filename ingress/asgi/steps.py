@@ -35,7 +35,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from ingress.asgi.methods import kind_for_fastapi
-from ingress.execution import Kind
+from ingress.execution.execution import Kind
 
 JSON_SCALARS = frozenset((str, int, float, bool, NoneType))
 """What JSON has, and can be shared, because it does not change."""

@@ -36,7 +36,7 @@ from ingress.asgi.rendering import (
 )
 from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.context import REPLICA
-from ingress.execution import ExecutionMode, ExecutionPlan, kind
+from ingress.execution.execution import ExecutionMode, ExecutionPlan, kind
 
 _routing: Any = fastapi.routing
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ingress.build import build
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.findings import Report, shown
 from ingress.check.migration import migration_findings
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
-from ingress.declaration import Application
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.declaration.build import build
+from ingress.declaration.declaration import Application
 
 
 def check_application(

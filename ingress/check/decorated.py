@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from ingress.base.settings import Settings
 from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
-from ingress.execution import Kind, Lanes, Role
-from ingress.lanes import method
-from ingress.settings import Settings
+from ingress.execution.execution import Kind, Lanes, Role
+from ingress.execution.lanes import method
 
 _ROUTES = {
     *("api_route", "delete", "get", "head", "options", "patch", "post", "put", "route"),

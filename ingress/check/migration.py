@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
 from ingress.check.calls import calls_of
 from ingress.check.findings import Finding
@@ -16,7 +17,6 @@ from ingress.check.rules import RULES
 from ingress.check.sharing import Access, accesses, locked_nodes
 from ingress.check.sources import AnyDef, Function, Sources
 from ingress.check.subjects import Subject
-from ingress.settings import SYNC_IN_THREADPOOL
 
 
 def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Finding]:

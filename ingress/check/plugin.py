@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ingress import api, replica
+from ingress import api
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, Watched
-from ingress.user_code import UserCode
+from ingress.replicas import replica
+from ingress.replicas.user_code import UserCode
 
 WATCHED = "watched.json"
 

@@ -26,8 +26,8 @@ from typing import Any, ClassVar
 from ingress.asgi import BoundApp
 from ingress.check.tracing import CONTAINERS, Line, Trace, Writes, traced_class, traced_state
 from ingress.context import ReplicaContext
-from ingress.execution import ExecutionPlan, Kind, Role
-from ingress.user_code import MakePlan, UserCode
+from ingress.execution.execution import ExecutionPlan, Kind, Role
+from ingress.replicas.user_code import MakePlan, UserCode
 
 THREADS = 8
 ROUNDS = 8

@@ -20,12 +20,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ingress.build import BuiltDeployment
+from ingress.base.settings import Settings
 from ingress.check.sources import OURS, Function, Sources, dotted, is_users
-from ingress.execution import ExecutionMode, Kind, Lanes, Role, code_of, kind, name_of, plan
-from ingress.lanes import lanes_of
-from ingress.settings import Settings
-from ingress.user_code import public_methods
+from ingress.declaration.build import BuiltDeployment
+from ingress.execution.execution import (
+    ExecutionMode,
+    Kind,
+    Lanes,
+    Role,
+    code_of,
+    kind,
+    name_of,
+    plan,
+)
+from ingress.execution.lanes import lanes_of
+from ingress.replicas.user_code import public_methods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
 _OFFLOADS = {

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.declaration import Application, ApplicationHost
-from ingress.settings import ENGINES, engine_name
+from ingress.base.settings import ENGINES, engine_name
+from ingress.declaration.declaration import Application, ApplicationHost
 
 if TYPE_CHECKING:
     from ingress.config import HTTPOptions

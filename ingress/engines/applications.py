@@ -16,16 +16,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingress.build import BuiltApplication
-from ingress.controller import Controller, RunningApplication
+from ingress.base.garbage import SettledObjects
+from ingress.base.types import DeploymentID
+from ingress.control.controller import Controller, RunningApplication
+from ingress.declaration.build import BuiltApplication
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
-from ingress.garbage import SettledObjects
-from ingress.proxy import RouteTable
-from ingress.router import Router
+from ingress.http.proxy import RouteTable
+from ingress.replicas.router import Router
 from ingress.schema import ApplicationStatus, ApplicationStatusOverview
-from ingress.types import DeploymentID
 
 CLOSED = "it was closed while it started"
 DELETED = "it was deleted while it started"

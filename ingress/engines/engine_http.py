@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from ingress.attempts import RequestLimits
+from ingress.base.settings import Settings
+from ingress.calls.loops import run_blocking
 from ingress.config import HTTPOptions
 from ingress.engines.engine_threads import EngineThreads
-from ingress.loops import run_blocking
-from ingress.proxy import HTTPProxy
-from ingress.server import HTTPServer
-from ingress.settings import Settings
+from ingress.http.attempts import RequestLimits
+from ingress.http.proxy import HTTPProxy
+from ingress.http.server import HTTPServer
 
 logger = logging.getLogger("ingress")
 

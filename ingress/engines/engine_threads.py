@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 
-from ingress.deadlines import Deadlines, deadlines_of
-from ingress.loop_executor import LoopExecutor
-from ingress.loops import EventLoopThread
-from ingress.settings import Settings
+from ingress.base.settings import Settings
+from ingress.calls.deadlines import Deadlines, deadlines_of
+from ingress.calls.loops import EventLoopThread
+from ingress.execution.loop_executor import LoopExecutor
 from ingress.timeline.recorder import Recorder
 from ingress.timeline.window import Window
 from ingress.watchdog import WATCHDOG

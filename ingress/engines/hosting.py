@@ -24,14 +24,14 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.build import build
-from ingress.controller import RunningApplication
-from ingress.declaration import Application
+from ingress.calls.loops import Wakeup, run_on, start_on
+from ingress.control.controller import RunningApplication
+from ingress.declaration.build import build
+from ingress.declaration.declaration import Application
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
 from ingress.http.leaving import close_after_answers, is_listening
-from ingress.loops import Wakeup, run_on, start_on
-from ingress.proxy import HTTPProxy, RouteTable
+from ingress.http.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
 from ingress.watchdog import WATCHDOG
 

@@ -11,26 +11,26 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from ingress.attempts import RequestLimits
-from ingress.build import BuiltApplication, build
-from ingress.call import Call, when_all_settled
+from ingress.base.settings import Settings
+from ingress.base.types import DeploymentID
+from ingress.calls.call import Call, when_all_settled
+from ingress.calls.loops import run_blocking
 from ingress.config import HTTPOptions
-from ingress.controller import Controller, RunningApplication
-from ingress.declaration import Application
+from ingress.control.controller import Controller, RunningApplication
+from ingress.declaration.build import BuiltApplication, build
+from ingress.declaration.declaration import Application
 from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentHandle, DeploymentResponse
-from ingress.loop_executor import lend_executor
-from ingress.loops import run_blocking
-from ingress.proxy import HTTPProxy
-from ingress.router import Router
+from ingress.http.attempts import RequestLimits
+from ingress.http.proxy import HTTPProxy
+from ingress.replicas.router import Router
+from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus
-from ingress.settings import Settings
 from ingress.timeline.recorder import Recorder
-from ingress.types import DeploymentID
-from ingress.user_code import public_methods
 
 logger = logging.getLogger("ingress")
 

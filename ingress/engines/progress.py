@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ingress.controller import RunningApplication
+from ingress.control.controller import RunningApplication
 from ingress.watchdog.stacks import current_frames, read
 
 logger = logging.getLogger("ingress")

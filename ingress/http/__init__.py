@@ -1,1 +1,10 @@
-"""What stands between the socket and a request: connections and their limits, and bodies."""
+"""HTTP: from the socket to a call, and from the answer of user code back to the socket.
+
+    server       uvicorn in a thread; uvicorn_server: how it leaves; connections, body: limits
+    proxy        from a path to a route to an exchange; start here
+    exchange     one request between the server's loop and the replica's; websocket, attempts
+    bridge       `receive` and `send` of user code; listener: what the client sends
+    messages, origin, leaving, peer, shared_port
+
+It imports `replicas` and what is below it.
+"""

@@ -16,13 +16,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ingress.base.settings import HTTPLimits
 from ingress.exceptions import (
     RequestBodyTimeoutError,
     RequestBodyTooLargeError,
     StreamClosedError,
 )
-from ingress.peer import transport_of
-from ingress.settings import HTTPLimits
+from ingress.http.peer import transport_of
 
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _DIGITS = 18  # of a content-length, which may have thousands

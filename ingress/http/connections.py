@@ -32,8 +32,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ingress.base.settings import HTTPLimits
 from ingress.logs import logger
-from ingress.settings import HTTPLimits
 
 HEADER_FIELDS = 100  # as in Apache and gunicorn
 RETRY_AFTER_S = 1

@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import Any
 
-from ingress.peer import has_unread
+from ingress.http.peer import has_unread
 
 _CLOSE = (b"connection", b"close")
 

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ingress import execution
 from ingress.asgi import Part
-from ingress.budget import ThreadBudget, thread_budget
-from ingress.build import BuiltDeployment, build
-from ingress.declaration import Application
-from ingress.execution import SERIAL_LANE, ExecutionMode, ExecutionPlan, Kind, Role
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.declaration.build import BuiltDeployment, build
+from ingress.declaration.declaration import Application
+from ingress.execution import execution
+from ingress.execution.execution import SERIAL_LANE, ExecutionMode, ExecutionPlan, Kind, Role
+from ingress.execution.lanes import lanes_of
+from ingress.inspection.budget import ThreadBudget, thread_budget
 from ingress.inspection.members import parts_of
 from ingress.inspection.sources import Use, mentions
-from ingress.lanes import lanes_of
-from ingress.replica import ANYIO_RESERVE
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.replicas.replica import ANYIO_RESERVE
 
 _ANYIO_DEFAULT = 40  # threads that AnyIO has for a loop that is not ours
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ingress.asgi import Part
-from ingress.batching import Batcher
-from ingress.build import BuiltDeployment
-from ingress.execution import Role
-from ingress.user_code import public_methods
+from ingress.batching.batching import Batcher
+from ingress.declaration.build import BuiltDeployment
+from ingress.execution.execution import Role
+from ingress.replicas.user_code import public_methods
 
 _BOUND = (staticmethod, classmethod)
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}

@@ -25,8 +25,8 @@ from typing import Any
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, StreamingResponse
 
-from ingress.batching import RECEIVERS
-from ingress.execution import Kind, code_of, kind
+from ingress.batching.batching import RECEIVERS
+from ingress.execution.execution import Kind, code_of, kind
 
 _CLASSES = (BackgroundTask, FileResponse, StreamingResponse)
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ingress.build import BuiltDeployment
-from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
-from ingress.settings import (
+from ingress.base.settings import (
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
+from ingress.declaration.build import BuiltDeployment
+from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
 
 READABLE = 100
 """How long a line of prose may be."""

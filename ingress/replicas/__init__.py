@@ -1,1 +1,11 @@
-"""Replicas, and how calls come to them."""
+"""Replicas and the queue before them: which replica runs which call, and when.
+
+    router          the queue of a deployment, and the slots of its replicas; start here
+    request_router  the policy that chooses a replica: add another one here
+    overload        the policy that orders, sheds and turns away under overload
+    replica         one replica: its loop, its threads, its running calls
+    user_code       the user's class or function in a replica
+    models, multiplex
+
+It imports `declaration`, `asgi` and what is below them; it knows nothing of HTTP servers.
+"""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ingress.call import Call
+from ingress.calls.call import Call
 
 PATIENCE = 0.5  # the share of its time that the first may wait before the newest goes first
 MIN_SAMPLES = 8  # before an estimate is used

@@ -9,7 +9,7 @@ from typing import Any
 from starlette import testclient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.declaration import Application, Deployment
+from ingress.declaration.declaration import Application, Deployment
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
 

@@ -25,10 +25,10 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVarTuple, Unpack
 
-from ingress import replica
+from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
+from ingress.calls.loops import EventLoopThread, running_loop
 from ingress.engines import local_engine
-from ingress.loops import EventLoopThread, running_loop
-from ingress.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
+from ingress.replicas import replica
 
 Ts = TypeVarTuple("Ts")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
-from ingress.execution import ExecutionMode
+from ingress.execution.execution import ExecutionMode
 
 ON_LOOP = ExecutionMode.EVENT_LOOP.value
 _SHOWN = 3

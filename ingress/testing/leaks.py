@@ -18,8 +18,8 @@ from functools import cache
 from time import monotonic, sleep
 from types import TracebackType
 
+from ingress.calls.loops import EventLoopThread, running_loop
 from ingress.engines import local_engine
-from ingress.loops import EventLoopThread, running_loop
 
 GRACE_S = 2.0
 _PAUSE_S = 0.01

@@ -22,14 +22,14 @@ from weakref import WeakKeyDictionary
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress import execution
-from ingress.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.loops import running_loop
 from ingress.exceptions import RequestCancelledError
-from ingress.execution import ExecutionMode, ExecutionPlan, Kind, Role
+from ingress.execution import execution
+from ingress.execution.execution import ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.handle import DeploymentHandle, DeploymentResponseGenerator
-from ingress.loops import running_loop
-from ingress.messages import NORMAL
-from ingress.proxy import HTTPProxy
+from ingress.http.messages import NORMAL
+from ingress.http.proxy import HTTPProxy
 
 _SHOWN = 100
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ingress.settings import SYNC_IN_THREADPOOL, Settings, export
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings, export
 
 _BEFORE = pytest.StashKey[Mapping[str, str | None]]()
 

@@ -19,7 +19,7 @@ from itertools import count
 from time import monotonic, time
 from typing import NamedTuple, TypeVar
 
-from ingress.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call
 from ingress.watchdog import WATCHDOG, Stall
 
 T = TypeVar("T")

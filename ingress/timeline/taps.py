@@ -17,13 +17,13 @@ from time import monotonic
 from typing import Any
 
 from ingress.asgi import route_template
-from ingress.call import CURRENT_CALL, Call
-from ingress.exchange import Exchange
-from ingress.execution import ExecutionPlan, Role
-from ingress.replica import Replica
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.execution.execution import ExecutionPlan, Role
+from ingress.execution.threads import WorkerPool, WorkerThreads
+from ingress.http.exchange import Exchange
 from ingress.replicas.overload import Shed
-from ingress.router import Router
-from ingress.threads import WorkerPool, WorkerThreads
+from ingress.replicas.replica import Replica
+from ingress.replicas.router import Router
 from ingress.timeline.recorder import Journey, Recorder
 
 

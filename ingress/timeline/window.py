@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
-from ingress.signals import handling
+from ingress.base.signals import handling
 from ingress.timeline.chrome import as_json
 from ingress.timeline.recorder import Recorder
 

@@ -12,8 +12,8 @@ from math import inf
 from time import monotonic, thread_time
 from types import FrameType
 
+from ingress.base.counters import Latency
 from ingress.context import REPLICA
-from ingress.counters import Latency
 from ingress.watchdog import stacks
 from ingress.watchdog.clocks import ENOUGH_WAITS, GILWait, ThreadClocks
 from ingress.watchdog.pressure import GIL_PRESSURE

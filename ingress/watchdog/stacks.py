@@ -24,10 +24,10 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from ingress.calls.loops import Mailbox
 from ingress.context import ReplicaContext
-from ingress.execution import ExecutionPlan
-from ingress.loops import Mailbox
-from ingress.threads import Work, WorkerThreads
+from ingress.execution.execution import ExecutionPlan
+from ingress.execution.threads import Work, WorkerThreads
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = (

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from time import localtime, monotonic, strftime
 from types import FrameType
 
-from ingress.signals import handling
+from ingress.base.signals import handling
 from ingress.watchdog.patrol import Patrol
 from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import QUIET_S, Stall, StallLog

@@ -11,10 +11,10 @@ from time import monotonic, time
 from types import CodeType, FrameType
 from typing import Protocol
 
-from ingress.call import CURRENT_CALL, Call
+from ingress.base.counters import Latency
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.loops import mailbox_of, running_loop
 from ingress.context import REPLICA, ReplicaContext
-from ingress.counters import Latency
-from ingress.loops import mailbox_of, running_loop
 from ingress.watchdog import stacks
 from ingress.watchdog.records import Holder, Stall, StallReason
 from ingress.watchdog.stacks import Stack

@@ -25,8 +25,8 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
+from ingress.base.settings import Settings
 from ingress.schema import DeploymentStatusOverview
-from ingress.settings import Settings
 
 TIMEOUT_S = 10.0
 """How long anything may take: only a failing test ever waits that long."""

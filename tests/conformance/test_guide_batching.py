@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.settings import Settings
+from ingress.base.settings import Settings
 from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served, wait_until
 from tests.servers import bind
 

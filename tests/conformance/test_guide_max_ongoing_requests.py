@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
 from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, served, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")

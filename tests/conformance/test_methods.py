@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.settings import Settings
+from ingress.base.settings import Settings
 from tests.conformance.observe import TIMEOUT_S, Served, here, here_async, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import ingress as serve
+from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import SyncMethodOnEventLoopWarning
-from ingress.settings import SYNC_IN_THREADPOOL
 from tests.conformance.observe import TIMEOUT_S, served
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from ingress.settings import Settings
+from ingress.base.settings import Settings
 from tests.conformance.observe import here, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")

@@ -28,7 +28,8 @@ import yaml
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.build import BuiltDeployment, build
+from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.declaration.build import BuiltDeployment, build
 from ingress.engines.ray import check_installed
 from ingress.exceptions import (
     BackPressureError,
@@ -39,7 +40,6 @@ from ingress.exceptions import (
     RequestTimeoutError,
     UserCodeExit,
 )
-from ingress.types import DeploymentID, RequestMetadata
 from tests.engines import ray_app
 from tests.servers import INGRESS, ROOT, ServerProcess
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingress.settings import HEADER_TIMEOUT_S
+from ingress.base.settings import HEADER_TIMEOUT_S
 from tests.reliability.figures import Figures
 from tests.reliability.test_input import statuses
 from tests.servers import (

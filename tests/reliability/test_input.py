@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect
 
-from ingress.settings import BODY_IDLE_TIMEOUT_S, HEADER_TIMEOUT_S
+from ingress.base.settings import BODY_IDLE_TIMEOUT_S, HEADER_TIMEOUT_S
 from tests.reliability.figures import Figures
 from tests.reliability.malformed import corpus
 from tests.servers import INGRESS, UVICORN, Connection, ServerProcess, environment, get, process
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 H11 = [
     *INGRESS[:-1],
-    "import sys; sys.modules['httptools'] = None; from ingress.cli import main; main()",
+    "import sys; sys.modules['httptools'] = None; from ingress.cli.commands import main; main()",
 ]
 PARSERS = {"httptools": INGRESS, "h11": H11}
 REFUSED = {400, 408, 413, 414, 431, 501, 505}

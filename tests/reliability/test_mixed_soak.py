@@ -25,7 +25,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 import ingress as serve
-from ingress import deadlines, threads
+from ingress.calls import deadlines
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -34,6 +34,7 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,
 )
+from ingress.execution import threads
 from tests.reliability import soak_app
 from tests.reliability.soak_app import ITEMS, Leaf, make_root
 from tests.servers import PATIENCE_S, ROUNDS, Answer, bind, get, served, set_flags, wait_until

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import ingress as serve
-from ingress import threads
 from ingress.exceptions import RequestCancelledError
+from ingress.execution import threads
 from ingress.handle import DeploymentHandle
 from tests.servers import PATIENCE_S, ROUNDS, bind, get, served, set_flags, wait_until
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingress.build import build as flatten
+from ingress.base.settings import Settings
+from ingress.declaration.build import build as flatten
+from ingress.declaration.module_app import load
 from ingress.engines.ray.application import Lowering, application_for_ray
 from ingress.engines.ray.lowering import environment_for_workers
-from ingress.module_app import load
-from ingress.settings import Settings
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -3,8 +3,8 @@
     handle.remote() -> RemoteRouter.assign -> a task on our loop -> Ray's handle -> RayReplica
                        the answer settles the call, as that of a replica in this process would
 
-A call is `ingress.call.Call` on both engines, so what is awaited, iterated, cancelled and timed out
-is the same code; so are arguments that are calls themselves. Only the middle is Ray's.
+A call is `ingress.calls.call.Call` on both engines, so what is awaited, iterated, cancelled and
+timed out is the same code; so are arguments that are calls themselves. Only the middle is Ray's.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from ray.serve import context as ray_context
 
-from ingress.call import Call, when_all_settled
-from ingress.deadlines import deadlines_of
+from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.calls.call import Call, when_all_settled
+from ingress.calls.deadlines import deadlines_of
+from ingress.calls.loops import EventLoopThread
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
 from ingress.exceptions import RequestCancelledError
 from ingress.handle import CallRouter, DeploymentHandle, DeploymentResponse, Invocation, pass_on
-from ingress.loops import EventLoopThread
-from ingress.types import DeploymentID, RequestMetadata
 
 RayHandle = Any
 FindHandle = Callable[[DeploymentID], RayHandle]

@@ -22,7 +22,7 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray.serve.context import _get_global_client
 
 from ingress.engines.ray import SUPPORTED
-from ingress.server import check_address
+from ingress.http.server import check_address
 
 logger = logging.getLogger("ingress")
 

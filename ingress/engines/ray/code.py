@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from ray import cloudpickle
 from starlette.datastructures import State
 
-from ingress.build import BuiltDeployment
-from ingress.declaration import Application, Deployment
+from ingress.declaration.build import BuiltDeployment
+from ingress.declaration.declaration import Application, Deployment
 
 
 class Reference(Protocol):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingress.build import BuiltApplication
+from ingress.base.settings import Settings
 from ingress.config import HTTPOptions
+from ingress.declaration.build import BuiltApplication
 from ingress.engines.ray.lowering import (
     environment_for_workers,
     http_options_for_ray,
     options_for_ray,
 )
-from ingress.settings import Settings
 
 BUILDER = "ingress.engines.ray.builder:build"
 HOST = "0.0.0.0"  # a cluster serves others; Ray's own files say the same

@@ -12,9 +12,11 @@ from typing import Any
 from ray import serve as ray_serve
 from ray.serve.exceptions import RayServeException as TheirException
 
-from ingress.build import BuiltApplication, build
+from ingress.base.settings import Settings
+from ingress.base.types import DeploymentID
 from ingress.config import HTTPOptions
-from ingress.declaration import Application
+from ingress.declaration.build import BuiltApplication, build
+from ingress.declaration.declaration import Application
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
 from ingress.engines.ray.calls import RayDirectory, directory_here, use_here
 from ingress.engines.ray.cluster import Cluster, environment_of_connection
@@ -26,6 +28,7 @@ from ingress.engines.ray.lowering import (
 )
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle
+from ingress.http.server import check_address
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -33,9 +36,6 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ServeStatus,
 )
-from ingress.server import check_address
-from ingress.settings import Settings
-from ingress.types import DeploymentID
 
 logger = logging.getLogger("ingress")
 

@@ -19,9 +19,9 @@ from ray.exceptions import (
 from ray.serve import exceptions as theirs
 
 from ingress import exceptions
-from ingress.controller import described
+from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.control.controller import described
 from ingress.exceptions import RayServeException
-from ingress.types import DeploymentID, RequestMetadata
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)

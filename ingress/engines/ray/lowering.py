@@ -21,10 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ingress.build import BuiltDeployment
-from ingress.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
-from ingress.options import Options
-from ingress.settings import (
+from ingress.base.options import Options
+from ingress.base.settings import (
     ENGINE,
     ROUTER_IN_SEPARATE_LOOP,
     STALL_THRESHOLD_MS,
@@ -33,6 +31,8 @@ from ingress.settings import (
     HTTPLimits,
     Settings,
 )
+from ingress.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ingress.declaration.build import BuiltDeployment
 
 PASSED = frozenset(
     {

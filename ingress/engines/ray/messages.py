@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from ingress.types import DeploymentID, RequestMetadata
+from ingress.base.types import DeploymentID, RequestMetadata
 
 CALL = "ingress_call"
 """Ray's name for what it shall not look for under its own: `__call__`, which is for HTTP there, the

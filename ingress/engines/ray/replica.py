@@ -23,28 +23,28 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.asgi import ASGI
-from ingress.build import fill
-from ingress.call import Call
-from ingress.channel import Channel
+from ingress.base.settings import HTTPLimits, Settings
+from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
+from ingress.calls.call import Call
+from ingress.calls.channel import Channel
+from ingress.calls.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.calls.loops import run_on
 from ingress.context import REPLICA
-from ingress.controller import described
-from ingress.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.control.controller import described
+from ingress.declaration.build import fill
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
 from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
-from ingress.exchange import Exchange
+from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.body import Body
-from ingress.loop_executor import lend_executor
-from ingress.loops import run_on
-from ingress.proxy import answer
-from ingress.replica import Replica
-from ingress.router import Router
-from ingress.settings import HTTPLimits, Settings
-from ingress.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
-from ingress.websocket import WebSocketExchange
+from ingress.http.exchange import Exchange
+from ingress.http.proxy import answer
+from ingress.http.websocket import WebSocketExchange
+from ingress.replicas.replica import Replica
+from ingress.replicas.router import Router
 
 logger = logging.getLogger("ingress")
 

@@ -1,0 +1,202 @@
+"""From a plain deployment's return value, or an exception, to an HTTP response.
+
+    Response (Starlette)   sent as it is
+    None                   200 text/plain, empty
+    bytes                  200 text/plain
+    str                    200 text/plain; charset=utf-8
+    a generator            200, a chunk an item: text if the first is str or bytes, else JSON lines
+    anything else          200 application/json, by FastAPI's `jsonable_encoder`
+
+    HTTPException          its status, headers and {"detail": ...}
+    RayServeException      its `status_code` and `retry_after_s`, its message as text
+    any other              500 "Internal Server Error"
+
+Source: Ray 2.60.0, http_util.py; complete responses carry a content-length, generators stream and
+`HTTPException` keeps its status, which Ray does not do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from contextlib import aclosing
+from math import ceil
+from typing import Any
+
+from fastapi.encoders import jsonable_encoder
+from starlette.concurrency import iterate_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.exceptions import RayServeException
+from ingress.execution.execution import ThreadPool, call_inline
+
+_TEXT = b"text/plain; charset=utf-8"
+
+
+async def send_value(
+    value: Any, pool: ThreadPool, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send the response for a complete value. Raises `TypeError` if it cannot be JSON."""
+    if isinstance(value, Response):
+        take_over_stream(value, pool)
+        await value(scope, receive, send)
+        return
+    content_type = b"text/plain"
+    if isinstance(value, str):
+        body, content_type = value.encode(), _TEXT
+    elif value is None:
+        body = b""
+    elif isinstance(value, bytes):
+        body = value
+    else:
+        body, content_type = _to_json(value).encode(), b"application/json"
+    # As messages: a `Response` would be as much work again.
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def take_over_stream(response: Any, pool: ThreadPool) -> None:
+    """Have a response that streams iterate in one worker thread, and close what it streams.
+
+    Starlette asks AnyIO's threads for each chunk of a sync iterator, which costs a hundred
+    microseconds, and each comes from another thread. And it leaves a generator whose client is
+    gone to the garbage collector, which comes late, because the error on its way out holds the
+    generator: its `finally` blocks would not run.
+    """
+    body = getattr(response, "body_iterator", None)
+    items = _waiting_for_threads(body)
+    if items is not None:
+        body = response.body_iterator = pool.stream(items)
+    if body is None or not isinstance(response, StreamingResponse):
+        return
+    stream_response = response.stream_response
+
+    async def stream_and_close(send: Send) -> None:
+        try:
+            await stream_response(send)
+        finally:
+            aclose = getattr(response.body_iterator, "aclose", None)
+            if aclose is not None:
+                await aclose()
+            if isinstance(items, Generator):
+                items.close()  # it has been, or it never began
+
+    response.stream_response = stream_and_close  # type: ignore[method-assign]
+
+
+def _waiting_for_threads(body: Any) -> Iterable[Any] | None:
+    """Return what Starlette was given to iterate in its threads, if none has begun to."""
+    if getattr(body, "ag_code", None) is not iterate_in_threadpool.__code__:
+        return None
+    names = {} if body.ag_frame is None else body.ag_frame.f_locals
+    if "as_iterator" in names:
+        return None
+    items: Iterable[Any] | None = names.get("iterator")
+    return items
+
+
+async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:
+    """Send what a generator yields, each item as soon as it is there, and close it.
+
+    An error before the first item is raised before anything is sent, so it still becomes a 500.
+    """
+    async with aclosing(items):
+        try:
+            item = await anext(items)
+        except StopAsyncIteration:
+            item = b""
+        is_text = isinstance(item, str | bytes)
+        headers = [(b"content-type", _TEXT if is_text else b"application/jsonl")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(_body(_chunk(item, is_text=is_text)))
+        async for item in items:
+            await send(_body(_chunk(item, is_text=is_text)))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
+
+
+def _chunk(item: Any, *, is_text: bool) -> bytes:
+    if not is_text:
+        return _to_json(item).encode() + b"\n"
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str):
+        return item.encode()
+    raise TypeError(
+        f"a generator whose first item is text must go on with str or bytes, got "
+        f"{type(item).__name__}"
+    )
+
+
+def error_response(error: BaseException) -> Response:
+    """Return what the client of a failed request sees; nothing of the error's inside."""
+    try:
+        return call_inline(_response_for, error)
+    except Exception:  # what it says of itself is no answer
+        return Response(b"Internal Server Error", 500)
+
+
+def _response_for(error: BaseException) -> Response:
+    if isinstance(error, HTTPException):
+        if error.status_code in (204, 304):
+            return Response(status_code=error.status_code, headers=error.headers)
+        return JSONResponse(
+            {"detail": error.detail}, status_code=error.status_code, headers=error.headers
+        )
+    if isinstance(error, RayServeException) and error.status_code != 500:
+        return refusal(error)
+    return Response(b"Internal Server Error", 500)
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """Return why a WebSocket is refused; `None` for an error without a status of its own."""
+    try:
+        return call_inline(_refusal_of, error)
+    except Exception:
+        return None
+
+
+def _refusal_of(error: BaseException) -> str | None:
+    return None if getattr(error, "status_code", 500) == 500 else str(error)[:100]
+
+
+def refusal(error: RayServeException) -> Response:
+    """Return what a client sees of an error of the framework: its status, and its message."""
+    after_s = error.retry_after_s
+    headers = None if after_s is None else {"retry-after": str(ceil(after_s))}
+    return PlainTextResponse(error.message, error.status_code, headers)
+
+
+async def send_refusal(error: RayServeException, request_id: str, send: Send) -> None:
+    """Send what `refusal` returns, as messages: a `Response` would be as much work again."""
+    body = error.message.encode()
+    headers = [
+        (b"content-length", b"%d" % len(body)),
+        (b"content-type", _TEXT),
+        (b"x-request-id", request_id.encode()),
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % ceil(error.retry_after_s)))
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(jsonable_encoder(value, custom_encoder=_encoders()), separators=(",", ":"))
+
+
+def _encoders() -> dict[Any, Callable[[Any], Any]]:
+    """Return what Ray adds to FastAPI's encoders, for libraries that are in use already."""
+    encoders: dict[Any, Callable[[Any], Any]] = {Exception: str}
+    if numpy := sys.modules.get("numpy"):
+        encoders[numpy.ndarray] = encoders[numpy.generic] = lambda array: array.tolist()
+    if pandas := sys.modules.get("pandas"):
+        encoders[pandas.DataFrame] = lambda frame: frame.to_dict(orient="records")
+    return encoders

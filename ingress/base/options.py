@@ -1,0 +1,216 @@
+"""The base of every class in `config`: keywords that are validated, frozen and well refused.
+
+    an unknown option     TypeError     the nearest name, and the list of all
+    a bad value           ValueError    also for a value of the wrong type
+
+A message names the option, the value, what was expected and what to do, in one line.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import PydanticCustomError
+
+# Methods of requests that may run twice: RFC 9110, 9.2.2.
+IDEMPOTENT_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"})
+
+
+class Options(BaseModel):
+    """Keywords, validated and frozen; the repr shows those that differ from their default."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+    )
+
+    belong_to: ClassVar[str] = ""
+    """What a message calls the thing that has these options; the class's name if empty."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What to say of a keyword that looks like one of the options and is none."""
+
+    # pydantic's own error is many lines, and a type of its own. Type checkers do not look here:
+    # they derive the signature from the fields.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **given: Any) -> None:
+            options = self.normalised(given)
+            for name in options:
+                if name not in type(self).model_fields:
+                    raise TypeError(self._unknown(name))
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise ValueError(self._one_line(error)) from None
+
+    @classmethod
+    def normalised(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what was given by its present names; for deprecated spellings."""
+        return given
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Return the names of all options, sorted."""
+        return sorted(cls.model_fields)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options whose value is not the default."""
+        return {
+            name: value
+            for name, field in type(self).model_fields.items()
+            if (value := getattr(self, name)) != field.get_default(call_default_factory=True)
+        }
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return list(self.changed().items())
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        names = cls.option_names()
+        nearest = difflib.get_close_matches(name, names, n=1)
+        hint = cls.elsewhere.get(name) or (f"did you mean {nearest[0]}?" if nearest else "")
+        known = f"{cls.belong_to or cls.__name__} has: {', '.join(names)}"
+        return " ".join(filter(None, [f"unexpected keyword argument {name!r};", hint, known]))
+
+    @classmethod
+    def _one_line(cls, error: ValidationError) -> str:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":
+            return str(first["ctx"]["error"])
+        message = first["msg"]
+        if first["type"] != "must_be":
+            where = ".".join(str(part) for part in first["loc"])
+            expected = message.replace("Input should be", "must be")
+            message = f"{where} {expected}, got {first['input']!r}"
+        field = cls.model_fields[str(first["loc"][0])]
+        default = field.get_default(call_default_factory=True)
+        return f"{message}; leave it out for the default, {default!r}"
+
+
+def _must_be(expected: str, accepts: Callable[[Any], bool]) -> BeforeValidator:
+    """Make a validator that refuses, in these words, what `accepts` does not accept."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if accepts(value):
+            return value
+        message = f"{info.field_name} must be {expected}, got {value!r}"
+        raise PydanticCustomError("must_be", "{message}", {"message": message})
+
+    return BeforeValidator(check)
+
+
+def _is_int(value: Any, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number; infinity, NaN and `True` are none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _json_copy(value: Any, info: ValidationInfo) -> Any:
+    """Copy a JSON-serialisable value, so that what was recorded cannot change."""
+    bad = _first_not_json(value, str(info.field_name), ())
+    if bad is not None:
+        where, part = bad
+        raise ValueError(
+            f"{where} is not JSON-serializable, got {part!r} of type {type(part).__name__}; "
+            "pass dicts with string keys, lists, strings, numbers, booleans and None"
+        )
+    return copy.deepcopy(value)
+
+
+def _first_not_json(value: Any, path: str, above: tuple[int, ...]) -> tuple[str, Any] | None:
+    """Return path and value of the first part JSON cannot hold; what contains itself is one."""
+    if id(value) in above:
+        return path, value
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        return None if _is_json_scalar(value) else (path, value)
+    for key, part in parts:
+        where = f"{path}[{key!r}]"
+        if not _is_json_scalar(key):
+            return where, key
+        if bad := _first_not_json(part, where, (*above, id(value))):
+            return bad
+    return None
+
+
+def _is_json_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+LANE_RULE = "a name of letters, digits, '_' and '-', other than 'serial' and 'executor'"
+
+
+def is_lane(name: object) -> bool:
+    """Whether a lane of threads can have this name: it is in those of its threads."""
+    is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)
+    return bool(is_name) and name not in ("serial", "executor")
+
+
+PositiveInt = Annotated[int, _must_be("an integer ≥ 1", lambda v: _is_int(v, at_least=1))]
+NonNegativeInt = Annotated[int, _must_be("an integer ≥ 0", lambda v: _is_int(v, at_least=0))]
+PositiveFloat = Annotated[float, _must_be("a number > 0", lambda v: is_number(v) and v > 0)]
+NonNegativeFloat = Annotated[float, _must_be("a number ≥ 0", lambda v: is_number(v) and v >= 0)]
+Fraction = Annotated[float, _must_be("a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)]
+Port = Annotated[
+    int, _must_be("an integer from 0 to 65535", lambda v: _is_int(v, at_least=0) and v < 65536)
+]
+OngoingRequests = Annotated[PositiveInt, _must_be("non-null", lambda v: v is not None)]
+QueuedRequests = Annotated[
+    int,
+    _must_be("-1 (no limit) or a positive integer", lambda v: _is_int(v, at_least=-1) and v != 0),
+]
+Replicas = Annotated[
+    int | Literal["auto"],
+    _must_be('an integer ≥ 1 or "auto"', lambda v: v == "auto" or _is_int(v, at_least=1)),
+]
+ClassPath = Annotated[
+    str | type[Any], _must_be("a class or its import path", lambda v: isinstance(v, str | type))
+]
+FunctionPath = Annotated[
+    str | Callable[..., Any],
+    _must_be("a function or its import path", lambda v: isinstance(v, str) or callable(v)),
+]
+LaneLimits = Annotated[
+    dict[str, int],
+    _must_be(
+        "a dict of lanes and how many threads each has in a replica, such as {'db': 8}: each an "
+        f"integer ≥ 1, under {LANE_RULE}",
+        lambda v: (
+            isinstance(v, dict)
+            and all(is_lane(name) and _is_int(limit, at_least=1) for name, limit in v.items())
+        ),
+    ),
+]
+IdempotentMethods = Annotated[
+    list[str],
+    _must_be(
+        f"a list of idempotent methods, of {', '.join(sorted(IDEMPOTENT_METHODS))}: what has an "
+        "effect each time it runs must not run twice",
+        lambda v: (
+            isinstance(v, list | tuple | set | frozenset)
+            and all(isinstance(each, str) and each in IDEMPOTENT_METHODS for each in v)
+        ),
+    ),
+]
+Json = Annotated[Any, AfterValidator(_json_copy)]

@@ -1,0 +1,194 @@
+"""Every environment variable, read into one frozen object when an engine starts.
+
+Nothing is read at import: `import ingress` cannot fail because of the environment, and an engine
+that is started again sees the environment of that moment.
+
+    RAY_SERVE_RUN_SYNC_IN_THREADPOOL             0   `def` methods: 0 on the loop, 1 in a thread
+    RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   1   one event loop thread per replica
+    RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP        1   one event loop thread for waiting requests
+    RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   seconds an HTTP request has; 0 for no end
+    RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
+    RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
+    INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
+    INGRESS_ADAPT_SWITCH_INTERVAL                1   shorten the GIL's turns while loops wait for it
+    INGRESS_ENGINE                           local   which engine runs applications: local or ray
+    RAY_ADDRESS                                      of the Ray cluster; empty starts a local one
+    INGRESS_TRACE                                    where to write what requests did (`timeline`)
+    INGRESS_LIMIT_CONNECTIONS                    0   connections at once in a process; 0: any number
+    INGRESS_MAX_HEADER_BYTES                 65536   of the headers of a request
+    INGRESS_HEADER_TIMEOUT_S                    15   seconds they have to arrive; 0: any time
+    INGRESS_BODY_BUFFER_BYTES                65536   of a body, read before the request takes a slot
+    INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds a body may stand still; 0: any time
+    INGRESS_MAX_BODY_SIZE                        0   bytes of a body; 0: any number
+
+    OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
+    library has; `ingress run` sets those that are not (`ingress.inspection.budget`)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SYNC_IN_THREADPOOL = "RAY_SERVE_RUN_SYNC_IN_THREADPOOL"
+USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
+ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
+REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
+STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
+ADAPT_SWITCH_INTERVAL = "INGRESS_ADAPT_SWITCH_INTERVAL"
+MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
+ENGINE = "INGRESS_ENGINE"
+ENGINES = ("local", "ray")
+RAY_ADDRESS = "RAY_ADDRESS"
+TRACE_FILE = "INGRESS_TRACE"
+LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
+MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
+HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
+BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
+BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
+MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+NATIVE_THREADS = (
+    OMP_NUM_THREADS,
+    "BLIS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+"""Not those of Rayon, Polars or TensorFlow, where all calls of a process share one pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPLimits:
+    """How much a client may send, and how long it may take; `None` for no limit.
+
+    The names are those of `HTTPOptions`, which beat the environment.
+    """
+
+    limit_connections: int | None = None
+    max_header_bytes: int = 65536
+    header_timeout_s: float | None = 15.0
+    body_buffer_bytes: int = 65536
+    body_idle_timeout_s: float | None = 30.0
+    max_body_size: int | None = None
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> HTTPLimits:
+        return cls(
+            limit_connections=_count(env, LIMIT_CONNECTIONS, default=0) or None,
+            max_header_bytes=_count(env, MAX_HEADER_BYTES, default=65536, at_least=1),
+            header_timeout_s=_time(env, HEADER_TIMEOUT_S, "seconds", 15, off="for no limit"),
+            body_buffer_bytes=_count(env, BODY_BUFFER_BYTES, default=65536, at_least=1),
+            body_idle_timeout_s=_time(env, BODY_IDLE_TIMEOUT_S, "seconds", 30, off="for no limit"),
+            max_body_size=_count(env, MAX_BODY_SIZE, default=0) or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says, validated. Source: seed "Environment flags".
+
+    `request_timeout_s` is `None` for no deadline, as the guide's default; `stall_threshold_s` is
+    `None` if nobody is to watch, `trace_file` if nobody is to record. `native_threads` has those of
+    `NATIVE_THREADS` that are set.
+    """
+
+    run_sync_in_threadpool: bool = False
+    run_user_code_in_separate_thread: bool = True
+    run_router_in_separate_loop: bool = True
+    request_timeout_s: float | None = None
+    max_retries: int = 10
+    stall_threshold_s: float | None = 0.1
+    adapt_switch_interval: bool = True
+    http_host: str = "127.0.0.1"
+    engine: str = "local"
+    ray_address: str | None = None
+    trace_file: str | None = None
+    native_threads: Mapping[str, str] = field(default_factory=dict)
+    http_limits: HTTPLimits = HTTPLimits()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the variables. Raises `ValueError` naming the variable and its value."""
+        env = os.environ if environ is None else environ
+        threshold_ms = _time(env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to watch nothing")
+        return cls(
+            run_sync_in_threadpool=_flag(env, SYNC_IN_THREADPOOL, default=False),
+            run_user_code_in_separate_thread=_flag(env, USER_CODE_IN_SEPARATE_THREAD, default=True),
+            run_router_in_separate_loop=_flag(env, ROUTER_IN_SEPARATE_LOOP, default=True),
+            request_timeout_s=_time(env, REQUEST_TIMEOUT_S, "seconds", 0, off="for no deadline"),
+            max_retries=_count(env, MAX_RETRIES, default=10),
+            stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
+            adapt_switch_interval=_flag(env, ADAPT_SWITCH_INTERVAL, default=True),
+            http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
+            engine=engine_name(env),
+            ray_address=env.get(RAY_ADDRESS) or None,
+            trace_file=env.get(TRACE_FILE) or None,
+            native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
+            http_limits=HTTPLimits.from_environment(env),
+        )
+
+
+def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set environment variables, for what starts from here on; `None` unsets one.
+
+    Returns what they were, to be exported again.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
+
+
+def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = env.get(name)
+    if value is None:
+        return default
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}; set it to 0 or 1, or unset it")
+    return value == "1"
+
+
+def engine_name(environ: Mapping[str, str] | None = None) -> str:
+    """Return the engine that the environment names. Raises `ValueError` if it is none."""
+    value = (os.environ if environ is None else environ).get(ENGINE) or "local"
+    if value not in ENGINES:
+        raise ValueError(
+            f"{ENGINE} must be {' or '.join(ENGINES)}, got {value!r}; set it to one of these, or "
+            "unset it"
+        )
+    return value
+
+
+def _time(
+    env: Mapping[str, str], name: str, unit: str, default: float, *, off: str
+) -> float | None:
+    """Return a time, in that unit; 0 means none, nothing and empty the default."""
+    value = env.get(name) or str(default)
+    try:
+        time = float(value)
+    except ValueError:
+        time = math.nan
+    if not 0 <= time < math.inf:
+        raise ValueError(
+            f"{name} must be a number of {unit} > 0, or 0 {off}, got {value!r}; correct it, or "
+            "unset it"
+        )
+    return time or None
+
+
+def _count(env: Mapping[str, str], name: str, *, default: int, at_least: int = 0) -> int:
+    value = env.get(name)
+    if not value:
+        return default
+    if not (value.isascii() and value.isdecimal() and int(value) >= at_least):
+        raise ValueError(
+            f"{name} must be an integer ≥ {at_least}, got {value!r}; correct it, or unset it"
+        )
+    return int(value)

@@ -1,0 +1,364 @@
+"""The queue of one batched function, on one instance and loop.
+
+    submit -> waiting -> forming -> a run: one call of the handler -> each caller's result
+              no permit  holds one, until it is full or its time is up
+
+A permit is taken before a batch forms, so a batch goes on filling while others run. What runs
+together is alike: of one model, and with arguments of one shape. The others keep their places.
+There is no task that collects: whoever changes something looks whether a batch can start, and a
+queue with nobody in it is no task, no timer and, once it has said so, no object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Any
+
+from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.batching.batch_item import Item, fail
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.loops import BorrowedLoop, mailbox_of
+from ingress.context import REPLICA, ReplicaContext
+from ingress.exceptions import (
+    RayServeException,
+    UserCodeExit,
+    is_told,
+)
+from ingress.execution import execution
+from ingress.execution.execution import Kind, Role
+from ingress.execution.threads import WorkerPool
+from ingress.execution.unreadable import readable
+from ingress.logs import logger
+
+TOO_LARGE = (
+    "Size of item is greater than max_batch_size. Please increase the max_batch_size or check the "
+    "implementation of the batch_size_fn."
+)
+_NOWHERE = DeploymentID("", "")
+NO_INSTANCE = object()
+"""The instance of a function that is not a method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What `set_*` can change."""
+
+    max_batch_size: int
+    batch_wait_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handler:
+    """The user's function, and how it wants its batches."""
+
+    func: Callable[..., Any]
+    name: str
+    kind: Kind
+    max_concurrent_batches: int
+    batch_size_fn: Callable[[list[Any]], int] | None
+    per_item_errors: bool
+
+    @property
+    def streams(self) -> bool:
+        return self.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+
+
+class BatchQueue:
+    """Owned by its loop.
+
+    `limits` is asked when a batch begins to form; `on_idle` is told when nobody is here any more.
+    """
+
+    __slots__ = (
+        "_context", "_forming", "_forming_limits", "_handler", "_instance", "_limits", "_on_idle",
+        "_own_pool", "_plan", "_replica", "_runs", "_timer", "_waiting", "loop",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        handler: Handler,
+        instance: Any,
+        replica: ReplicaContext | None,
+        loop: asyncio.AbstractEventLoop,
+        limits: Callable[[], Limits],
+        on_idle: Callable[[BatchQueue], None],
+    ) -> None:
+        self.loop = loop
+        self._handler = handler
+        self._instance = instance
+        self._replica = replica
+        self._limits = limits
+        self._on_idle = on_idle
+        self._waiting: deque[Item] = deque()
+        self._forming: list[Item] = []
+        self._forming_limits = limits()
+        self._timer: asyncio.TimerHandle | None = None
+        self._runs: dict[asyncio.Task[None], tuple[Call, list[Item]]] = {}
+        # Nobody's: the variables of the request that comes first are no business of the others.
+        self._context = Context()
+        self._own_pool: WorkerPool | None = None
+        if replica is not None:
+            self._context.run(REPLICA.set, replica)
+        if replica is not None and replica._make_plan is not None and replica._loop is loop:
+            self._plan = replica._make_plan(handler.func, Role.BATCH)
+        else:  # outside of a replica, or on a loop that user code has made for itself
+            home = BorrowedLoop(f"{handler.name}-batch", loop)
+            pool = self._own_pool = WorkerPool(home, handler.max_concurrent_batches)
+            self._plan = execution.plan(
+                handler.func, Role.BATCH, sync_in_threadpool=True, pool=pool
+            )
+
+    def submit(self, item: Item) -> None:
+        self._waiting.append(item)
+        self._advance()
+
+    def leave(self, item: Item) -> None:
+        """Forget a caller that is gone.
+
+        It takes no place in a batch that has not begun; one that has goes on for the others. Once
+        all have left it is told so, and goes on even then, as a `def` does; a generator is closed.
+        """
+        was_over, item.is_over = item.is_over, True
+        if item in self._forming:
+            self._forming.remove(item)
+            if not self._forming:
+                self._stop_timer()
+        elif item in self._waiting:
+            self._waiting.remove(item)
+        elif not was_over:
+            for task, (batch, items) in self._runs.items():
+                if item in items and all(each.is_over for each in items):
+                    if item.channel is not None:
+                        task.cancel()
+                    batch.interrupt()
+                    break
+        self._advance()
+
+    # Forming.
+
+    def _advance(self) -> None:
+        """Start what can start; set the timer of what forms; say so if nobody is left."""
+        while self._waiting and len(self._runs) < self._handler.max_concurrent_batches:
+            if not self._fill():
+                break
+            self._start()
+        if self._forming and self._timer is None:
+            wait_s = self._forming_limits.batch_wait_timeout_s
+            self._timer = self.loop.call_later(wait_s, self._due, context=self._context)
+        if not (self._waiting or self._forming or self._runs):
+            if self._own_pool is not None:
+                self._own_pool.shutdown()
+            self._on_idle(self)
+
+    def _fill(self) -> bool:
+        """Take those who may run together from the queue. Returns whether the batch is complete."""
+        others: deque[Item] = deque()
+        is_complete = False
+        while self._waiting and not is_complete:
+            item = self._waiting.popleft()
+            if item.has_left:
+                continue
+            if not self._forming:
+                self._forming_limits = self._limits()
+            elif item.group != self._forming[0].group:
+                others.append(item)
+                continue
+            is_complete = self._add(item)
+            if is_complete and any(each.has_left for each in self._forming):
+                self._waiting.extendleft(reversed(self._forming))  # once more, without those
+                self._forming.clear()
+                is_complete = False
+        others.extend(self._waiting)
+        self._waiting = others
+        return is_complete
+
+    def _add(self, item: Item) -> bool:
+        """Add an item to the batch that forms. Returns whether that is complete.
+
+        An item that does not fit goes back to the front of the queue; one that would never fit, or
+        whose size cannot be told, fails.
+        """
+        limit = self._forming_limits.max_batch_size
+        size: float = len(self._forming) + 1
+        if self._handler.batch_size_fn is not None:
+            try:
+                size = self._context.copy().run(
+                    execution.call_inline,
+                    _size_of,
+                    self._handler.batch_size_fn,
+                    [each.first for each in (*self._forming, item)],
+                )
+            except Exception as error:
+                item.settle(error=error)
+                return False
+            if size > limit:
+                if self._forming:
+                    self._waiting.appendleft(item)
+                    return True
+                item.settle(error=RuntimeError(TOO_LARGE))
+                return False
+        self._forming.append(item)
+        return size >= limit
+
+    def _due(self) -> None:
+        self._start()
+        self._advance()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # Running.
+
+    def _start(self) -> None:
+        self._stop_timer()
+        items = [item for item in self._forming if not item.has_left]
+        self._forming.clear()
+        if not items:
+            return
+        replica = self._replica
+        calls = [item.call for item in items]
+        # None of theirs: what a batch calls does not end with one of them, nor is it the only one
+        # that a record is about, so the request id is blank.
+        metadata = RequestMetadata(
+            request_id="",
+            deployment=_NOWHERE if replica is None else replica.replica_id.deployment_id,
+            method_name=self._handler.name,
+            multiplexed_model_id=items[0].model_id,
+            deadline=_latest_deadline(calls),
+        )
+        context = self._context.copy()
+        batch = Call(metadata, None, context, tuple(call for call in calls if call is not None))
+        context.run(CURRENT_CALL.set, batch)
+        # No request's task: it goes on when the caller that completed it is cancelled.
+        task = self.loop.create_task(self._run(items, batch), context=context)
+        self._runs[task] = batch, items
+        if replica is not None:
+            replica._batches[task] = batch
+        task.add_done_callback(self._ended, context=self._context)
+
+    async def _run(self, items: list[Item], batch: Call) -> None:
+        args = [list(values) for values in zip(*(item.args for item in items), strict=True)]
+        kwargs = {name: [item.kwargs[name] for item in items] for name in items[0].kwargs}
+        if self._instance is not NO_INSTANCE:
+            args.insert(0, self._instance)
+        members = batch.members or ()
+        for member in members:
+            batch.begin_wait(member)
+        try:
+            if self._handler.streams:
+                await self._stream(items, args, kwargs)
+            else:
+                result = await self._plan.run(*args, **kwargs)
+                for item, value in zip(items, self._split(result, len(items)), strict=True):
+                    error = self._error_in(value)
+                    if error is not None:
+                        self._log_late([item], error)
+                    item.settle(value if error is None else None, error)
+        except Exception as error:
+            self._log_late(items, error)
+            fail(items, error)
+        except asyncio.CancelledError as error:  # the replica stops, or user code asked for it
+            fail(items, UserCodeExit(error, self._handler.name))
+        finally:
+            for member in members:
+                batch.end_wait(member)
+            del items  # an error's traceback holds this frame: do not let it hold the error too
+
+    async def _stream(self, items: list[Item], args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Hand round what the generator yields, at the pace of the slowest that listens.
+
+        Each caller may be behind by what a `Channel` holds.
+        """
+        for item in items:
+            item.begin()
+        async with aclosing(self._plan.stream(*args, **kwargs)) as results:
+            async for result in results:
+                for item, value in zip(items, self._split(result, len(items)), strict=True):
+                    if item.is_over:
+                        continue
+                    # By identity: `==` of an array is an array.
+                    if value is StopIteration or value is StopAsyncIteration:
+                        item.settle()
+                    elif (error := self._error_in(value)) is not None:
+                        item.settle(error=error)
+                    else:
+                        await item.put(value)
+                if all(item.is_over for item in items):
+                    return
+        for item in items:
+            item.settle()
+
+    def _split(self, result: Any, count: int) -> list[Any]:
+        """Return each caller's part of what the handler gave. Raises if it is not one for each."""
+        return execution.call_inline(_as_list, result, count, self._handler.name)
+
+    def _error_in(self, value: Any) -> BaseException | None:
+        """Return the error to raise for a caller whose part of the result is one."""
+        # By its type: nothing is known of the value, not even that it can be looked at.
+        if not self._handler.per_item_errors or not issubclass(type(value), BaseException):
+            return None
+        error: BaseException = readable(value)
+        return error if isinstance(error, Exception) else UserCodeExit(error, self._handler.name)
+
+    def _log_late(self, items: list[Item], error: BaseException) -> None:
+        """Log an error if all whose it is have left: nobody else will hear of it."""
+        if all(item.has_left for item in items) and not is_told(error):
+            ids = [item.call.metadata.request_id for item in items if item.call is not None]
+            logger.warning(
+                "%s failed after the requests of its batch had left: %s",
+                self._handler.name,
+                ", ".join(ids),
+                exc_info=error,
+            )
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        batch, items = self._runs.pop(task)
+        batch.settle()
+        if self._replica is not None:
+            self._replica._batches.pop(task, None)
+            models = self._replica._models
+            if models is not None and models.loop is self.loop:
+                models.end(batch)
+            elif models is not None:
+                mailbox_of(models.loop).post(models.end, batch)
+        # Cancelled before its first step it has not run one line; nobody waits for ever.
+        if any(not item.is_over for item in items):
+            cancelled = asyncio.CancelledError("before it began")
+            fail(items, UserCodeExit(cancelled, self._handler.name))
+        self._advance()
+
+
+def _latest_deadline(calls: list[Call | None]) -> float | None:
+    """Return when the last of these calls has to be answered, `None` if one has no deadline."""
+    deadlines = [None if call is None else call.deadline for call in calls]
+    known = [each for each in deadlines if each is not None]
+    return max(known) if len(known) == len(deadlines) else None
+
+
+def _size_of(size_fn: Callable[[list[Any]], int], values: list[Any]) -> float:
+    size = size_fn(values)
+    try:
+        return float(size)
+    except (TypeError, ValueError):
+        raise TypeError(f"batch_size_fn must return a number, got {size!r}") from None
+
+
+def _as_list(result: Any, count: int, name: str) -> list[Any]:
+    problem = "Batched function doesn't preserve batch size. The input list has length"
+    is_list = hasattr(result, "__getitem__") and hasattr(result, "__len__")
+    if not is_list or isinstance(result, str | bytes | bytearray | Mapping):
+        raise TypeError(
+            f"{problem} {count} but '{name}' returned {type(result).__name__}, which is not a list."
+        )
+    if len(result) != count:
+        raise RayServeException(
+            f"{problem} {count} but the returned list has length {len(result)}."
+        )
+    return list(result)

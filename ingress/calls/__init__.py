@@ -1,0 +1,9 @@
+"""One request from its submission to its answer, and the event loops it moves between.
+
+    call         the request: its state, its answer, its cancellation; start here
+    loops        a thread with an event loop, and `Mailbox`, the one way to call into it
+    channel      a bounded stream from one loop or thread to another
+    deadlines, cycles, scopes, retries
+
+It imports `exceptions` and `base`.
+"""

@@ -1,0 +1,129 @@
+"""The retry law: who may be sent again, after which pause, and who pays for it.
+
+    did not start    user code has not seen the request: any method, as often as is configured;
+                     the first time at once, because another replica may have a free slot
+    may have started its method is listed, no byte of the response has left, the body is at hand,
+                     at most 3 attempts, and the budget has a token
+
+The pause before retry n is random between 0 and min(0.5 s, 25 ms * 2^(n-1)): full jitter, so that
+those who failed together do not come back together. A pause that ends after the deadline is none.
+
+Pure: time and chance are arguments. Source: the guide, "Set request retry times"; budget: the
+figures of Finagle's `RetryBudget`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+INITIAL_PAUSE_S = 0.025
+PAUSE_FACTOR = 2.0
+MAX_PAUSE_S = 0.5
+MAX_ATTEMPTS = 3  # of a request that may have started, the first included
+
+BUDGET_SHARE = 0.2  # of the traffic
+BUDGET_PER_S = 10
+BUDGET_TTL_S = 10
+
+
+def longest_pause_s(retry: int) -> float:
+    """Return the upper end of the pause before retry number `retry`, which counts from 1."""
+    # The exponent has an end, because a float has.
+    return min(MAX_PAUSE_S, INITIAL_PAUSE_S * PAUSE_FACTOR ** min(retry - 1, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that came to nothing. `attempt` counts from 1."""
+
+    attempt: int
+    may_have_started: bool
+    is_listed: bool = False  # the method, in `HTTPOptions.retry_started_methods`
+    has_answered: bool = False  # a byte of the response has left
+    is_replayable: bool = True  # the whole body is at hand
+
+
+def pause_s(
+    failure: Failure,
+    *,
+    max_retries: int,
+    deadline: float | None,
+    now: float,
+    chance: float,
+    withdraw: Callable[[], bool] = lambda: True,
+) -> float | None:
+    """Return how long to wait before the next attempt, `None` if there is to be none.
+
+    `chance` is in [0, 1). `withdraw` takes a token from the budget; it is asked last, and only for
+    a request that may have started.
+    """
+    if failure.has_answered or not failure.is_replayable:
+        return None
+    if failure.may_have_started:
+        if not failure.is_listed or failure.attempt >= MAX_ATTEMPTS:
+            return None
+    elif failure.attempt > max_retries:
+        return None
+    pause = chance * longest_pause_s(failure.attempt)
+    if not failure.may_have_started and failure.attempt == 1:
+        pause = 0.0
+    if deadline is not None and now + pause >= deadline:
+        return None
+    if failure.may_have_started and not withdraw():
+        return None
+    return pause
+
+
+class RetryBudget:
+    """What the traffic of the last 10 s pays for: a retry for 5 requests, and 10 a second.
+
+    Thread-safe. Counted by whole seconds of the clock: what one put in or took out goes 10 s later.
+    """
+
+    __slots__ = ("_clock", "_lock", "_seconds")
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seconds: deque[tuple[int, list[int]]] = deque()  # (second, [requests, retries])
+
+    def deposit(self) -> None:
+        """Count a request."""
+        with self._lock:
+            self._now()[0] += 1
+
+    def withdraw(self) -> bool:
+        """Take the token for one retry. Returns False if there is none."""
+        with self._lock:
+            now = self._now()
+            if self._balance() < 1:
+                return False
+            now[1] += 1
+            return True
+
+    @property
+    def balance(self) -> float:
+        """How many retries it has left; never negative."""
+        with self._lock:
+            self._now()
+            return self._balance()
+
+    def _balance(self) -> float:
+        requests = sum(counts[0] for _, counts in self._seconds)
+        retries = sum(counts[1] for _, counts in self._seconds)
+        # A deposit that goes before the retry it paid for leaves a debt, which is no balance.
+        return max(0.0, BUDGET_PER_S * BUDGET_TTL_S + BUDGET_SHARE * requests - retries)
+
+    def _now(self) -> list[int]:
+        """Return the counts of the current second; forget those that are too old."""
+        second = int(self._clock())
+        seconds = self._seconds
+        while seconds and seconds[0][0] < second - BUDGET_TTL_S:
+            seconds.popleft()
+        if not seconds or seconds[-1][0] != second:
+            seconds.append((second, [0, 0]))
+        return seconds[-1][1]

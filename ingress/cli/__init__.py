@@ -1,0 +1,12 @@
+"""The command line: `ingress run`, `build`, `explain`, `check`, `trace` and `openapi`.
+
+    commands     the commands and their options; start here
+    serving      what `run` does; worker, workers: its processes
+    target, terminal, tracing
+
+It may import every other folder; none imports it.
+"""
+
+from ingress.cli.commands import main
+
+__all__ = ["main"]

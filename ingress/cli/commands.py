@@ -1,0 +1,362 @@
+"""`ingress run`, `build`, `explain`, `check`, `trace` and `openapi`: the command line.
+
+Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
+stays light.
+"""
+
+from __future__ import annotations
+
+import json
+import logging.config
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from ingress.base.settings import LIMIT_CONNECTIONS, TRACE_FILE, export
+from ingress.base.standard_streams import make_lossy
+from ingress.check.findings import CheckError, Report
+from ingress.check.report import Format, rendered
+from ingress.cli.serving import (
+    budget_for,
+    check_engine,
+    prepare_ray,
+    read_settings,
+    serve_in_new_processes,
+    serve_until_ctrl_c,
+    start_again_if_needed,
+)
+from ingress.cli.target import AppDir, Target
+from ingress.cli.target import load as _load
+from ingress.cli.target import refusal as _error
+from ingress.cli.terminal import LOGGING, console, print_plan, write
+from ingress.cli.trace_command import Session, TraceError
+from ingress.config import HTTPOptions
+from ingress.declaration.build import build
+from ingress.engines.ray.config_file import HEADER, config_of
+from ingress.exceptions import RayServeException
+from ingress.inspection import Level, explain
+from ingress.inspection.table import as_json, show
+
+app = typer.Typer(
+    name="ingress",
+    help="FastAPI classes on a pool of replicas, in one process.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _main() -> None:
+    """FastAPI classes on a pool of replicas, in one process."""
+
+
+@app.command()
+def run(
+    target: Target,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on.  [default: 127.0.0.1]", show_default=False),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
+    ] = 8000,
+    reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; each has all the replicas.")] = 1,
+    limit_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Connections at once, in each process; further ones are answered 503 and closed."
+            "  [default: as many as the process may open files]",
+            show_default=False,
+        ),
+    ] = None,
+    app_dir: AppDir = Path("."),
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="local: this process; ray: a Ray cluster.  [default: local]", show_default=False
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The Ray cluster; without it, RAY_ADDRESS, or one is started on this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    working_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="What Ray's workers get a copy of; for clusters of several machines.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve an application over HTTP until Ctrl-C.
+
+    [dim]ingress run main:hello --port 9000[/dim]
+
+    Ctrl-C (or SIGTERM) drains: what runs may end, new requests are refused. A second one stops at
+    once.
+
+    Sets OMP_NUM_THREADS and its like, if they are not set, to what the cores are worth for each
+    call that computes.
+    """
+    make_lossy()
+    engine = engine or read_settings().engine
+    check_engine(
+        engine,
+        reload=reload,
+        workers=workers,
+        limit_connections=limit_connections,
+        ray_only=[address, working_dir],
+    )
+    if limit_connections is not None:
+        export({LIMIT_CONNECTIONS: str(limit_connections)})
+    application = _load(target, app_dir)
+    settings = read_settings()
+    host = host or settings.http_host
+    logging.config.dictConfig(LOGGING)
+    if engine == "ray":
+        options = HTTPOptions(host=host, port=port)
+        prepare_ray(address, working_dir, options)
+        serve_until_ctrl_c(application, options, settings, None, engine)
+        return
+    budget = budget_for(application, settings, processes=workers)
+    to_set = budget.variables
+    export(to_set)
+    if reload or workers > 1:  # which are new processes
+        print_plan(application, settings, budget)
+        serve_in_new_processes(
+            target, host, port, application, settings, reload=reload, workers=workers
+        )
+        return
+    start_again_if_needed(budget, to_set)
+    serve_until_ctrl_c(application, HTTPOptions(host=host, port=port), settings, budget, engine)
+
+
+@app.command()
+def openapi(
+    target: Target,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file.", dir_okay=False)
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Write the OpenAPI schema of an application, without starting it."""
+    application = _load(target, app_dir)
+    try:
+        schema = json.dumps(application.openapi(), indent=2)
+    except TypeError as error:
+        raise _error(str(error)) from None
+    if output is None:
+        typer.echo(schema)
+    else:
+        write(output, schema + "\n")
+
+
+@app.command("build")
+def build_command(
+    target: Target,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write to this file.", dir_okay=False)
+    ],
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Write an application's configuration for Ray: `serve deploy`, KubeRay.
+
+    [dim]ingress build main:hello -o serve.yaml[/dim]
+
+    It names the application, it does not contain it: the cluster has to be able to import its
+    modules, and ingress. Nothing is started, and Ray need not be installed.
+    """
+    application = _load(target, app_dir)
+    try:
+        config = config_of(build(application, "default", acts_on_all=True), target, read_settings())
+    except (TypeError, ValueError, RayServeException) as error:
+        raise _error(str(error)) from None
+    write(output, HEADER.format(target=target) + yaml.safe_dump(config, sort_keys=False))
+
+
+@app.command("explain")
+def explain_command(
+    target: Target,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON; its keys are in docs/explain.md.")
+    ] = False,
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="Only what moves when RAY_SERVE_RUN_SYNC_IN_THREADPOOL does."),
+    ] = False,
+    fail_on: Annotated[
+        Level | None,
+        typer.Option(help="Exit with 1 if there is such a finding, or a graver one, for CI."),
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Print where each callable of an application runs, and why.
+
+    [dim]ingress explain main:hello[/dim]
+
+    The module is imported; nothing in it is made, called or started. A row is
+    a route, WebSocket, dependency, its teardown, background task, stream,
+    batch function, method, health check, constructor or lifespan:
+
+    [bold]runs in[/bold]  where, under the flags in the environment
+    [bold]at 1[/bold]     where, at the other value of RAY_SERVE_RUN_SYNC_IN_THREADPOOL
+    [bold]threads[/bold]  how many of them, for each replica
+
+    [bold]event loop[/bold]    the replica's one thread: while a def runs in it, nothing else does
+    [bold]threadpool[/bold]    a worker thread of the replica
+    [bold]AnyIO thread[/bold]  a thread for what Starlette and FastAPI run themselves
+
+    In CI, so that no def gets onto the event loop:
+
+    [dim]ingress explain main:hello --fail-on warn[/dim]
+    """
+    application = _load(target, app_dir)
+    try:
+        explanation = explain(application, read_settings())
+    except (TypeError, ValueError, RayServeException) as error:
+        raise _error(str(error)) from None
+    if as_json_:
+        typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
+    else:
+        show(explanation, console, diff=diff)
+    if fail_on is not None and explanation.count(fail_on):
+        raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="MODULE:APP, or a file or folder to read only.")
+    ],
+    migrate: Annotated[
+        bool,
+        typer.Option("--migrate", help="Also what is not safe once each `def` runs in a thread."),
+    ] = False,
+    tests: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="PYTEST",
+            help="Also run these tests, and try in threads what --migrate finds.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.TEXT,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Find what blocks an event loop, and with --migrate what is not safe in threads.
+
+    [dim]ingress check main:hello --migrate[/dim]
+
+    Exit code 0: nothing found; 1: something; 2: it could not be checked. A line with `# noqa: ID`
+    is left out.
+    """
+    report = _check(target, migrate, tests, app_dir)
+    typer.echo(rendered(report, format))
+    if report.failure:
+        _error(report.failure)
+        raise typer.Exit(2)
+    raise typer.Exit(1 if report.findings else 0)
+
+
+@app.command()
+def trace(
+    target: Target,
+    requests: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REQUEST]...",
+            help='Such as /items or \'POST /items {"name": "pen"}\'; / by default.',
+            show_default=False,
+        ),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--requests", "-n", min=1, help="How often each is made.")
+    ] = 3,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            min=1,
+            help="How many at a time; by default all, up to 32.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write Chrome Trace Event JSON to this file.")
+    ] = Path("trace.json"),
+    svg: Annotated[
+        Path | None, typer.Option(help="Also write a picture of it to this file.")
+    ] = None,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Serve an application, make some requests, and write a timeline of them.
+
+    [dim]ingress trace main:hello /sync /async --svg trace.svg[/dim]
+
+    Each event loop and each worker thread is a track. It shows when it ran for
+    which request, what that waited for (a slot, its event loop, a thread), and
+    when a loop stood still. Open the file at https://ui.perfetto.dev, or in
+    chrome://tracing. Ctrl-C ends requests that have no end.
+
+    For a server that runs: INGRESS_TRACE=trace.json ingress run main:hello.
+    It keeps the last requests, and writes them at `kill -USR2` and at its end.
+    """
+    application = _load(target, app_dir)
+    budget = budget_for(application, read_settings(), processes=1)
+    to_set = budget.variables
+    export({**to_set, TRACE_FILE: None})  # which records another server
+    start_again_if_needed(budget, to_set)
+    logging.config.dictConfig(LOGGING)
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    try:
+        session = Session(target, requests or ["/"], number, concurrency, out, svg)
+        for line in session.run(application):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    except TraceError as error:
+        raise _error(str(error)) from None
+
+
+def main() -> None:
+    """Run the command line: the console script `ingress`."""
+    app()
+
+
+def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:
+    # Here, because the other commands need not wait for it.
+    from ingress.check.checker import check_application, check_files
+    from ingress.check.trial import tried
+
+    settings = read_settings()
+    migrate = migrate or tests is not None
+    try:
+        if ":" not in target and (path := app_dir / target).exists():
+            report = check_files([path], settings, migrate=migrate)
+        elif target.endswith(".py"):
+            raise CheckError(f"there is no file {str(path)!r}; check the spelling, or --app-dir")
+        else:
+            application = _load(target, app_dir)
+            name = target.partition(":")[0]
+            report = check_application(application, name, app_dir, settings, migrate=migrate)
+        return report if tests is None else tried(report, tests)
+    except CheckError as error:
+        _error(str(error))
+    except typer.Exit:  # `_load` has said it
+        pass
+    except Exception:  # what the user's module raises when it is imported, say
+        traceback.print_exc()
+    raise typer.Exit(2)

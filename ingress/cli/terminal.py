@@ -1,0 +1,146 @@
+"""What the command line prints and writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+import uvicorn
+from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+from rich.table import Table
+from rich.text import Text
+
+from ingress.base.settings import Settings
+from ingress.cli.target import refusal
+from ingress.declaration.declaration import Application
+from ingress.inspection import explain
+from ingress.inspection.budget import ThreadBudget
+from ingress.schema import ServeStatus
+
+console = Console()
+
+NEWS_S = 0.5  # until the first word of a start, which most are over by then
+MOST_NEWS_S = 30.0
+LIVE_S = 0.2
+LONGEST_PATH = 2_000  # in the access log
+_PATH = 2  # client, method, path, version, status
+JOIN_S = 1.0
+_ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
+
+
+def write(output: Path, text: str) -> None:
+    """Write a file. Ends the program, with one line, if that cannot be done."""
+    try:
+        output.write_text(text)
+    except OSError as error:
+        problem = f"cannot write {str(output)!r}: {error.strerror}"
+        raise refusal(f"{problem}; give -o a path in a folder that is there") from None
+
+
+@contextmanager
+def showing_start(status: Callable[[], ServeStatus]) -> Iterator[None]:
+    """Say what starts, while it does: on a terminal in one line, elsewhere when there is news."""
+    over = Event()
+    args = (status, over)
+    thread = Thread(target=_show_start, args=args, name="ingress-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(JOIN_S)  # it may hang in a terminal that nobody reads
+
+
+def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
+    begin = monotonic()
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    pause_s = NEWS_S
+    told = ""
+    # What cannot be printed must not end a start: it is a courtesy.
+    with suppress(Exception, SystemExit):
+        while not over.wait(LIVE_S if is_live and told else pause_s):
+            news = "; ".join(_starting(status()))
+            if not news or (news == told and not is_live):
+                continue
+            told = news
+            line = f"{news} ... {monotonic() - begin:.1f} s"
+            if is_live:
+                # The cursor stays at the beginning of the line: a record overwrites it.
+                console.control(_ERASE)
+                console.print(line, end="\r", no_wrap=True, overflow="crop", highlight=False)
+            else:
+                console.print(line, highlight=False, soft_wrap=True)
+                pause_s = min(2 * pause_s, MOST_NEWS_S)  # of a thousand replicas, some lines
+        if is_live and told:
+            console.control(_ERASE)
+
+
+def _starting(status: ServeStatus) -> Iterator[str]:
+    for application in status.applications.values():
+        for name, deployment in application.deployments.items():
+            states = deployment.replica_states
+            if "STARTING" in states:
+                ready = states.get("RUNNING", 0)
+                yield f"starting {name} ({ready} of {ready + states['STARTING']} replicas)"
+
+
+def print_plan(application: Application, settings: Settings, budget: ThreadBudget | None) -> None:
+    """Print where each deployment and each route runs."""
+    explanation = explain(application, settings)
+    deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
+    callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
+    for each in explanation.deployments:
+        config = each.deployment.config
+        queue = config.max_queued_requests
+        deployments.add_row(
+            each.name,
+            str(config.replica_count),
+            str(config.max_ongoing_requests),
+            "no limit" if queue < 0 else str(queue),
+        )
+    for row in explanation.rows:
+        if row.is_route:
+            place = row.places[settings.run_sync_in_threadpool]
+            callables.add_row(row.what, row.name, row.kind, place.where)
+    console.print(deployments, Text(), callables, Text(), sep="\n", end="")
+    if budget is None:  # each replica is a process, with as many as Ray gives it
+        return
+    console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
+    if budget.warning:
+        console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
+
+
+class ShortPath(logging.Filter):
+    """Cut the path in a record of uvicorn's access log: a client chooses how long that is."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        arguments = record.args
+        if isinstance(arguments, tuple) and len(arguments) > _PATH:
+            path = arguments[_PATH]
+            if isinstance(path, str) and len(path) > LONGEST_PATH:
+                cut = f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
+                record.args = (*arguments[:_PATH], cut, *arguments[_PATH + 1 :])
+        return True
+
+
+LOGGING: dict[str, Any] = {
+    **uvicorn.config.LOGGING_CONFIG,
+    "filters": {"short_path": {"()": ShortPath}},
+    "loggers": {
+        **uvicorn.config.LOGGING_CONFIG["loggers"],
+        "uvicorn.access": {
+            **uvicorn.config.LOGGING_CONFIG["loggers"]["uvicorn.access"],
+            "filters": ["short_path"],
+        },
+        "ingress": {"handlers": ["default"], "level": "INFO", "propagate": False},
+        "uvicorn": {"handlers": ["default"], "level": "WARNING", "propagate": False},
+        "uvicorn.error": {"level": "WARNING"},
+    },
+}

@@ -1,0 +1,117 @@
+"""`ingress trace`: serve an application, make some requests, and write the timeline of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from ingress import api
+from ingress.base.settings import Settings
+from ingress.config import HTTPOptions
+from ingress.declaration.declaration import Application
+from ingress.engines import local_engine
+from ingress.inspection import explain
+from ingress.timeline.chrome import as_json
+from ingress.timeline.client import Answer, Wanted, ask, wanted
+from ingress.timeline.picture import as_svg
+from ingress.timeline.recorder import Recorder, Timeline
+from ingress.timeline.window import check_writable
+from ingress.timeline.words import summary
+
+AT_ONCE = 32
+"""How many requests are made at a time, unless it is said."""
+
+_NAMED = 5  # routes, of many
+
+
+class TraceError(Exception):
+    """There is nothing to be traced, or nowhere to write it."""
+
+
+class Session:
+    """One run of `ingress trace`: each of `requests` so often, so many at a time.
+
+    Raises `TraceError` for what is no request and for a file that cannot be written.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        requests: list[str],
+        number: int,
+        concurrency: int | None,
+        out: Path,
+        svg: Path | None,
+    ) -> None:
+        self._target = target
+        self._out = out
+        self._svg = svg
+        try:
+            self._requests = [wanted(each) for each in requests] * number
+            check_writable(out, "--out")
+            if svg is not None:
+                check_writable(svg, "--svg")
+        except ValueError as error:
+            raise TraceError(str(error)) from None
+        self._concurrency = concurrency or AT_ONCE
+
+    def run(self, application: Application) -> Iterator[str]:
+        """Do it, and yield what is to be said of it, line by line.
+
+        Raises `TraceError` if the application does not start or has no such path: nothing is
+        written then. Nothing is left running.
+        """
+        timeline, answers = self._record(application)
+        by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
+        for answer in answers:
+            by_request[answer.wanted][answer.status] += 1
+        for each, statuses in by_request.items():
+            if set(statuses) == {404}:
+                raise TraceError(f"{each} is not found; {_what_there_is(application)}")
+        for each in dict.fromkeys(self._requests):
+            yield f"{each}: {_counted(by_request[each])}"
+        yield summary(timeline)
+        try:
+            self._out.write_text(as_json(timeline, self._target))
+            yield f"{self._out}: open it at https://ui.perfetto.dev or in chrome://tracing"
+            if self._svg is not None:
+                self._svg.write_text(as_svg(timeline, self._target))
+                yield f"{self._svg}: the same as a picture"
+        except OSError as error:
+            raise TraceError(f"cannot write {error.filename!r}: {error.strerror}") from None
+
+    def _record(self, application: Application) -> tuple[Timeline, list[Answer]]:
+        """Serve it on a free port for as long as the requests take; Ctrl-C ends them early."""
+        engine = local_engine()
+        recorder = engine.recorder = Recorder()
+        answers: list[Answer] = []
+        cut: Timeline | None = None
+        try:
+            try:
+                api.start(HTTPOptions(host="127.0.0.1", port=0), engine="local")
+                api.run(application)
+            except Exception as error:
+                raise TraceError(f"{error}; `ingress run` shows where") from None
+            try:
+                ask(str(engine.url()), self._requests, self._concurrency, answers)
+            except KeyboardInterrupt:
+                cut = recorder.timeline()  # before what runs on is cancelled
+        finally:
+            engine.recorder = None
+            engine.shutdown(None if cut is None else 0.0)
+        # Only now background tasks have ended, and the watchdog has had its last look.
+        return cut or recorder.timeline(), answers
+
+
+def _counted(statuses: Counter[int]) -> str:
+    """Return how often there was which status."""
+    known = [f"{count} x {status or 'cut'}" for status, count in sorted(statuses.items())]
+    return ", ".join(known) or "no answer"
+
+
+def _what_there_is(application: Application) -> str:
+    rows = explain(application, Settings.from_environment()).rows
+    routes = [row.what for row in rows if row.is_route]
+    more = f" and {len(routes) - _NAMED} more" if len(routes) > _NAMED else ""
+    return f"there is {', '.join(routes[:_NAMED])}{more}" if routes else "there is no route"

@@ -1,0 +1,142 @@
+"""One worker process of `ingress run --workers` or `--reload`, and what its supervisor hears of it.
+
+    a beat a second   that it lives, and whether it serves
+    a text            why it does not start
+
+uvicorn's own supervisor, of `--reload`, hears nothing.
+
+The supervisor alone decides when a worker ends: it sends SIGTERM. A Ctrl-C at a terminal reaches
+workers too, and is left to it. If the supervisor goes, its workers drain and go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from socket import socket
+from time import monotonic, sleep
+from types import FrameType
+
+import uvicorn
+
+from ingress.api import LAME_DUCK_S
+from ingress.base.signals import stop_signals
+from ingress.base.standard_streams import make_lossy
+from ingress.http.shared_port import SharedPort
+from ingress.http.uvicorn_server import UvicornServer
+
+BEAT_S = 1.0
+LAST_WORDS_S = 3.0  # after the time that its requests have
+STARTUP_FAILURE = 3  # uvicorn's exit code
+
+logger = logging.getLogger("uvicorn.error")
+
+
+def work(config: uvicorn.Config, port: SharedPort, pipe: Connection) -> None:
+    """Serve until SIGTERM. What a new process runs; ends it with 3 if it cannot start."""
+    for number in stop_signals():
+        # Not `SIG_IGN`, which the processes that user code starts would have too.
+        signal.signal(number, _left_to_the_supervisor)
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+    make_lossy()
+    config.configure_logging()
+    server = Worker(config, pipe)
+    threading.Thread(target=server.beat, name="ingress-beat", daemon=True).start()
+    cause = Cause(server)
+    logger.addFilter(cause)
+    try:
+        server.run([port.open()])
+    except SystemExit:
+        pass
+    except OSError as error:
+        cause.lines.append(f"cannot serve: {error}")
+    except Exception:
+        cause.lines.append(traceback.format_exc())
+    if not server.started:
+        server.tell("\n".join(cause.lines))
+        sys.exit(STARTUP_FAILURE)
+
+
+class Worker(UvicornServer):
+    """uvicorn's server in a worker process."""
+
+    def __init__(self, config: uvicorn.Config, pipe: Connection) -> None:
+        owns = SharedPort.has_own_sockets
+        super().__init__(config, lame_duck_s=LAME_DUCK_S, owns_socket=owns)
+        self._pipe = pipe
+        self._lock = threading.Lock()  # a pipe is for one thread at a time
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.tell(self.started)
+
+    def tell(self, what: bool | str) -> None:
+        with self._lock:
+            try:
+                self._pipe.send(what)
+            except OSError:
+                pass  # it has gone; `beat` sees to that
+
+    def beat(self) -> None:
+        """Tell the supervisor that this process lives, until either ends."""
+        while not self._pipe.poll(BEAT_S):  # there is nothing to read but the end
+            self.tell(self.started)
+        _end(self.config)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        signal.signal(signal.SIGTERM, self.handle_exit)
+        yield
+
+
+def work_until_reloaded(config: uvicorn.Config, sockets: list[socket]) -> None:
+    """Serve until SIGTERM, or until the process goes that watches the files.
+
+    What uvicorn's supervisor of `--reload` runs in a new process.
+    """
+    threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
+    UvicornServer(config, owns_socket=False).run(sockets)
+
+
+def _outlive_no_parent(config: uvicorn.Config) -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    _end(config)
+
+
+def _end(config: uvicorn.Config) -> None:
+    """Have this process drain and go, in the time that its requests have."""
+    given_up = monotonic() + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
+    while monotonic() < given_up:  # not once: it may have yet to take signals
+        os.kill(os.getpid(), signal.SIGTERM)
+        sleep(BEAT_S)
+    os._exit(1)
+
+
+class Cause(logging.Filter):
+    """Keeps what uvicorn has to say of a start that fails, for the supervisor to print once."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._server = server
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._server.started or record.levelno < logging.ERROR:
+            return True
+        self.lines.append(logging.Formatter().format(record).rstrip())
+        return False
+
+
+def _left_to_the_supervisor(number: int, frame: FrameType | None) -> None:
+    """Do nothing."""

@@ -1,0 +1,199 @@
+"""Worker processes that share a port, and their supervisor.
+
+a worker that                            has the supervisor
+ends after it has served                 start another one
+has not been heard of for `SILENCE_S`    kill it, and start another one
+cannot start, and none has started yet   stop, with exit code 3 and the cause, once
+fails to start three times in a row      the same
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+from types import FrameType
+
+import uvicorn
+
+from ingress.base.signals import stop_signals
+from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, work
+from ingress.http.shared_port import SharedPort
+
+SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
+FAILURES = 3
+LOOK_S = 1.0
+
+logger = logging.getLogger("uvicorn.error")
+_spawn = multiprocessing.get_context("spawn")
+
+
+class WorkerProcess:
+    """One worker, as its supervisor sees it. `failures` counts those in a row before it."""
+
+    def __init__(self, config: uvicorn.Config, port: SharedPort, failures: int = 0) -> None:
+        self.failures = failures
+        self.is_ready = False
+        self.cause = ""
+        self.heard_at = monotonic()
+        self.pipe, theirs = _spawn.Pipe()
+        self.process = _spawn.Process(target=work, args=(config, port, theirs))
+        with _signals_blocked():
+            self.process.start()
+        theirs.close()  # or the pipe would not end with the worker
+
+    def hear(self) -> None:
+        """Take in what it has told."""
+        with suppress(EOFError, OSError):
+            while self.pipe.poll():
+                told = self.pipe.recv()
+                self.heard_at = monotonic()
+                if isinstance(told, str):
+                    self.cause = told
+                else:
+                    self.is_ready = told
+
+    @property
+    def is_silent(self) -> bool:
+        return self.is_ready and monotonic() - self.heard_at > SILENCE_S
+
+
+class Supervisor:
+    """Keeps `config.workers` worker processes alive until it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, port: SharedPort) -> None:
+        self._config = config
+        self._port = port
+        self._workers: list[WorkerProcess] = []
+        self._has_served = False
+        self._signal: int | None = None
+        self._code: int | None = None  # what it ends with, once it stops
+        self._killing_at = 0.0
+        self._waking, self._wakes = _spawn.Pipe(duplex=False)
+
+    def run(self) -> int:
+        """Return the exit code: 0 if it was told to stop, 3 if its workers cannot serve."""
+        with self._hearing_signals():
+            for _ in range(self._config.workers):
+                self._start()
+            while self._workers:
+                self._wait()
+                for worker in list(self._workers):
+                    self._look_at(worker)
+                self._stop_if_told()
+        assert self._code is not None
+        return self._code
+
+    @contextmanager
+    def _hearing_signals(self) -> Iterator[None]:
+        previous = {each: signal.signal(each, self._on_signal) for each in stop_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:  # the user has said it twice
+            for worker in self._workers:
+                worker.process.kill()
+            os._exit(128 + number)
+        self._signal = number
+        self._wakes.send_bytes(b"")
+
+    def _start(self, failures: int = 0) -> None:
+        self._workers.append(WorkerProcess(self._config, self._port, failures))
+
+    def _wait(self) -> None:
+        """Wait until a worker tells something or ends, or a signal comes."""
+        ends = [each.process.sentinel for each in self._workers]
+        pipes: list[Connection] = [each.pipe for each in self._workers if not each.pipe.closed]
+        if self._waking in wait([self._waking, *ends, *pipes], LOOK_S):
+            self._waking.recv_bytes()
+
+    def _look_at(self, worker: WorkerProcess) -> None:
+        worker.hear()
+        self._has_served |= worker.is_ready
+        process = worker.process
+        is_late = self._code is not None and monotonic() > self._killing_at
+        if process.is_alive():
+            if worker.is_silent or is_late:
+                logger.error("worker %s does not answer; it is killed", process.pid)
+                process.kill()
+            return
+        process.join()
+        worker.hear()  # its last words
+        worker.pipe.close()
+        self._workers.remove(worker)
+        if self._code is not None:
+            return
+        failures = 0 if worker.is_ready else worker.failures + 1
+        if worker.is_ready:
+            logger.warning("worker %s ended (%s); another one starts", process.pid, _how(process))
+        elif (process.exitcode == STARTUP_FAILURE and not self._has_served) or failures == FAILURES:
+            self._fail(worker)
+            return
+        else:
+            logger.warning(
+                "worker %s ended before it served (%s); try %d of %d follows",
+                process.pid,
+                _how(process),
+                failures + 1,
+                FAILURES,
+            )
+        self._start(failures)
+
+    def _fail(self, worker: WorkerProcess) -> None:
+        if worker.cause:
+            logger.error(worker.cause)
+        times = "" if worker.failures == 0 else f" {FAILURES} times in a row"
+        logger.error("a worker failed to start%s (%s); stopping", times, _how(worker.process))
+        self._stop(STARTUP_FAILURE)
+
+    def _stop_if_told(self) -> None:
+        if self._signal is not None and self._code is None:
+            self._stop(0 if self._has_served else 128 + self._signal)
+
+    def _stop(self, code: int) -> None:
+        self._code = code
+        graceful_s = self._config.timeout_graceful_shutdown or 0
+        self._killing_at = monotonic() + graceful_s + LAST_WORDS_S
+        for worker in self._workers:
+            worker.hear()
+            if worker.is_ready:
+                worker.process.terminate()
+            else:  # nobody has been promised anything, and a constructor may take for ever
+                worker.process.kill()
+
+
+def run_workers(config: uvicorn.Config) -> int:
+    """Serve in `config.workers` processes until told to stop. Returns the exit code."""
+    return Supervisor(config, SharedPort(config.bind_socket())).run()
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block signals, also in the process that is made: until it has handlers that ignore them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+
+
+def _how(process: multiprocessing.process.BaseProcess) -> str:
+    code = process.exitcode
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

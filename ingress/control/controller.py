@@ -1,0 +1,325 @@
+"""Make the replicas that run match the application that was deployed.
+
+    deploy   children first: each deployment's replicas side by side
+    health   every period each replica is asked; the answer is in `status`
+    stop     callers first: drain, then shut down
+
+Lives on the control loop, where no user code runs while user code has loops of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from ingress.asgi import BoundApp
+from ingress.base.settings import Settings
+from ingress.base.types import DeploymentID, ReplicaID
+from ingress.batching.batching import warn_of_capacity
+from ingress.calls.loops import mailbox_of, reserve_descriptors
+from ingress.declaration.build import BuiltApplication, BuiltDeployment, fill
+from ingress.handle import DeploymentHandle
+from ingress.http.proxy import HTTPProxy
+from ingress.logs import logger
+from ingress.replicas.replica import Replica, ReplicaState
+from ingress.replicas.router import Router
+from ingress.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ReplicaDetails,
+)
+from ingress.timeline.recorder import Recorder
+from ingress.timeline.taps import TracedReplica, TracedRouter
+
+LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
+
+MakeHandle = Callable[[DeploymentID], DeploymentHandle]
+
+
+@dataclass(eq=False, slots=True)
+class RunningDeployment:
+    """One deployment's router and replicas. Owned by the control loop."""
+
+    built: BuiltDeployment
+    router: Router
+    bound_app: BoundApp | None
+    replicas: list[Replica] = field(default_factory=list)
+    health: asyncio.Task[None] | None = None
+
+    @property
+    def starting(self) -> list[Replica]:
+        """The replicas whose constructors have not returned."""
+        return [each for each in list(self.replicas) if each.state is ReplicaState.STARTING]
+
+    def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
+        """Return how it is; `serving` is the one that it will replace, whose router is in use."""
+        replicas = [*(serving.replicas if serving is not None else ()), *self.replicas]
+        unhealthy = [replica for replica in replicas if replica.unhealthy_reason]
+        starting = not self.replicas or bool(self.starting)  # or its turn is yet to come
+        status = DeploymentStatus.UPDATING if starting else DeploymentStatus.HEALTHY
+        message = ""
+        if unhealthy:
+            status = DeploymentStatus.UNHEALTHY
+            message = "; ".join(f"{each.replica_id}: {each.unhealthy_reason}" for each in unhealthy)
+        router = self.router if serving is None else serving.router
+        return DeploymentStatusOverview(
+            status=status,
+            status_trigger="CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED",
+            replica_states=dict(Counter(replica.state.value for replica in replicas)),
+            message=message,
+            requests=router.num_requests,
+            queued=router.num_queued,
+            replicas=[
+                ReplicaDetails(
+                    replica.replica_id.unique_id,
+                    replica.state.value,
+                    replica.ongoing,
+                    replica.unhealthy_reason,
+                    dict(replica.latencies),
+                    replica.orphans,
+                    dict(replica.stalls),
+                    replica.pools.loads(),
+                )
+                for replica in replicas
+            ],
+        )
+
+
+@dataclass(eq=False, slots=True)
+class RunningApplication:
+    """One application, its deployments in build order: the last is the one requests come to."""
+
+    name: str
+    route_prefix: str | None
+    proxy: HTTPProxy
+    deployments: dict[str, RunningDeployment] = field(default_factory=dict)
+    status: ApplicationStatus = ApplicationStatus.DEPLOYING
+    message: str = ""
+    deployed_at_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
+    stopping: asyncio.Task[None] | None = None
+
+    @property
+    def ingress(self) -> RunningDeployment:
+        return list(self.deployments.values())[-1]
+
+    def overview(self, serving: RunningApplication | None = None) -> ApplicationStatusOverview:
+        """Return how it is; `serving` is the one that serves on while this one starts."""
+        older = {} if serving is None else serving.deployments
+        deployments = {name: each.status() for name, each in list(older.items())}
+        for name, each in list(self.deployments.items()):
+            deployments[name] = each.status(older.get(name))
+        unhealthy = any(each.status is DeploymentStatus.UNHEALTHY for each in deployments.values())
+        status = self.status
+        if status is ApplicationStatus.RUNNING and unhealthy:
+            status = ApplicationStatus.UNHEALTHY
+        return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
+
+    @property
+    def graceful_shutdown_timeout_s(self) -> float:
+        """The longest any of its deployments asks for."""
+        return max(
+            each.built.deployment.config.graceful_shutdown_timeout_s
+            for each in self.deployments.values()
+        )
+
+
+class Controller:
+    """Owned by the control loop. `routers` is read from everywhere.
+
+    With a `recorder` all requests are recorded; without one nothing on their way knows of it.
+    """
+
+    __slots__ = ("_make_handle", "_make_replica", "_make_router", "_routers", "_settings")
+
+    def __init__(
+        self,
+        settings: Settings,
+        routers: dict[DeploymentID, Router],
+        make_handle: MakeHandle,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._settings = settings
+        self._routers = routers
+        self._make_handle = make_handle
+        self._make_router: Callable[..., Router] = Router
+        self._make_replica: Callable[..., Replica] = Replica
+        if recorder is not None:
+            self._make_router = partial(TracedRouter, recorder)
+            self._make_replica = partial(TracedReplica, recorder)
+
+    async def deploy(
+        self,
+        running: RunningApplication,
+        application: BuiltApplication,
+        serving_loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Start every replica of an application and return once all are ready.
+
+        Raises `RuntimeError` with the deployment's name, from what the user's code raised. If it
+        raises or is cancelled, `stop` ends what is there by then. `serving_loop` is what replicas
+        live on when user code has no thread of its own.
+        """
+        if self._settings.run_user_code_in_separate_thread:
+            counts = (each.deployment.config.replica_count for each in application.deployments)
+            reserve_descriptors(sum(counts))
+        for built in application.deployments:  # all of them, for whoever asks for the status
+            running.deployments[built.name] = self._declared(built, running.name)
+        for deployment in running.deployments.values():
+            try:
+                await self._start(deployment, serving_loop)
+            except Exception as error:
+                raise RuntimeError(
+                    f"Deploying application '{running.name}' failed: deployment "
+                    f"'{deployment.built.name}' failed to start: {described(error)}"
+                ) from error
+            # From here on handles find it; the constructors of its parents, which come next, may
+            # call.
+            self._routers[deployment.router.deployment_id] = deployment.router
+            deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
+
+    def _declared(self, built: BuiltDeployment, app_name: str) -> RunningDeployment:
+        """Return a deployment without replicas."""
+        config = built.deployment.config
+        router = self._make_router(
+            DeploymentID(built.name, app_name),
+            config.max_queued_requests,
+            backpressure=config.backpressure_config,
+            max_retries=self._settings.max_retries,
+            later=_later_on(asyncio.get_running_loop()),
+            templates=None if built.bound_app is None else built.bound_app.templates(),
+        )
+        return RunningDeployment(built, router, built.bound_app)
+
+    async def _start(
+        self, deployment: RunningDeployment, serving_loop: asyncio.AbstractEventLoop
+    ) -> None:
+        config = deployment.built.deployment.config
+        cls = deployment.built.deployment.func_or_class
+        router = deployment.router
+        separate = self._settings.run_user_code_in_separate_thread
+        warn_of_capacity(deployment.built.name, cls, config.max_ongoing_requests)
+        for number in range(config.replica_count):
+            deployment.replicas.append(
+                self._make_replica(
+                    ReplicaID(str(number), router.deployment_id),
+                    cls,
+                    deployment.bound_app,
+                    max_ongoing=config.max_ongoing_requests,
+                    num_cpus=config.num_cpus,
+                    lanes=config.lanes,
+                    sync_in_threadpool=self._settings.run_sync_in_threadpool,
+                    release=router.release,
+                    reassign=router.reassign,
+                    resume=router.resume,
+                    borrowed=None if separate else serving_loop,
+                    stall_threshold_s=self._settings.stall_threshold_s,
+                )
+            )
+        create_task = asyncio.get_running_loop().create_task
+        starts = [
+            create_task(self._start_replica(deployment, each)) for each in deployment.replicas
+        ]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            # What failed is told at once, because one of the others may hang; and none may begin
+            # behind the back of what is asked to stop.
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+
+    async def _start_replica(self, deployment: RunningDeployment, replica: Replica) -> None:
+        args, kwargs = fill(
+            deployment.built.init_args,
+            deployment.built.init_kwargs,
+            lambda name: self._make_handle(
+                DeploymentID(name, replica.replica_id.deployment_id.app_name)
+            ),
+        )
+        await replica.start(args, kwargs, deployment.built.deployment.config.user_config)
+        deployment.router.add(replica)
+
+    async def _watch(self, deployment: RunningDeployment) -> None:
+        """Ask each replica for its health, again and again; one question to a replica at a time."""
+        config = deployment.built.deployment.config
+        while True:
+            await asyncio.sleep(config.health_check_period_s)
+            await asyncio.gather(
+                *(_ask(replica, config.health_check_timeout_s) for replica in deployment.replicas)
+            )
+
+    async def stop(
+        self,
+        running: RunningApplication,
+        timeout_s: float | None = None,
+        *,
+        is_replaced: bool = False,
+    ) -> None:
+        """Let what runs end, then stop every replica, those too whose constructors still run.
+
+        `timeout_s` is for the first part, by default what the deployments ask for; the second
+        takes at most `LAST_WORDS_S` more. `is_replaced` says that another one serves on.
+        """
+        running.status = ApplicationStatus.DELETING
+        if timeout_s is None:
+            timeout_s = running.graceful_shutdown_timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        if running.deployments:  # else there was not even room for it
+            await running.proxy.drain(running.ingress.router, timeout_s, is_replaced=is_replaced)
+        # Callers before those they call, so that what is in flight can still reach its children.
+        for deployment in reversed(list(running.deployments.values())):
+            if deployment.health is not None:
+                deployment.health.cancel()
+            await _drained(deployment.router, deadline)
+            deployment.router.refuse(
+                f"{deployment.router.deployment_id} is unavailable because it was stopped."
+            )
+            for replica in list(deployment.router.replicas):
+                deployment.router.remove(replica)
+            left_s = max(0.3, deadline + LAST_WORDS_S - loop.time())
+            await asyncio.gather(*(each.stop(left_s) for each in deployment.replicas))
+            if self._routers.get(deployment.router.deployment_id) is deployment.router:
+                del self._routers[deployment.router.deployment_id]
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of what the user's code raised, even if its `__str__` raises too."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _later_on(loop: asyncio.AbstractEventLoop) -> Callable[[float, Callable[[], Any]], None]:
+    """Return what calls back on this loop after a while, from any thread."""
+    mailbox = mailbox_of(loop)
+    return lambda delay_s, callback: mailbox.post(loop.call_later, delay_s, callback)
+
+
+async def _ask(replica: Replica, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            await replica.check_health()
+    except Exception as error:
+        replica.unhealthy_reason = (
+            f"check_health did not answer within {timeout_s} s"
+            if limit.expired()
+            else f"check_health raised {described(error)}"
+        )
+        logger.warning("%s: %s", replica.replica_id, replica.unhealthy_reason)
+    else:
+        replica.unhealthy_reason = ""
+
+
+async def _drained(router: Router, deadline: float) -> None:
+    """Wait until nothing waits or runs, or the deadline has come."""
+    loop = asyncio.get_running_loop()
+    # Polled, so that no request pays for an event that is of use once.
+    while (router.num_queued or router.num_ongoing) and loop.time() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)

@@ -1,0 +1,201 @@
+"""Flatten a bound application into named deployments.
+
+    Gateway.bind(Model.bind(), [Ranker.bind()])
+
+        Model      ()
+        Ranker     ()
+        Gateway    (HandleSlot('Model'), [HandleSlot('Ranker')])     the ingress deployment, last
+
+Children come before the parents that call them. The same node twice is one deployment; two nodes
+of one name are `Model` and `Model_1`. What can be wrong with the whole is found here, before
+anything runs. Source: Ray 2.60.0, _private/build_app.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ingress.asgi import BoundApp
+from ingress.config import options_not_acted_on
+from ingress.declaration.declaration import Application, Deployment
+from ingress.exceptions import OptionNotActedOnWarning, RayServeException
+
+logger = logging.getLogger("ingress")
+
+
+@dataclass(frozen=True, slots=True)
+class HandleSlot:
+    """Where an application stood in the arguments, and its handle will stand."""
+
+    deployment_name: str
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltDeployment:
+    """One deployment under its name in the application, with slots for handles in its arguments."""
+
+    name: str
+    deployment: Deployment
+    init_args: tuple[Any, ...]
+    init_kwargs: dict[str, Any]
+
+    @property
+    def is_asgi(self) -> bool:
+        """Whether the class carries an ASGI app, put there by `@ingress(app)`."""
+        return hasattr(self.deployment.func_or_class, "__ingress_spec__")
+
+    @cached_property
+    def bound_app(self) -> BoundApp | None:
+        """The class's app with the routes declared until it is first asked for, bound to the class.
+
+        `None` if there is none. Raises what is wrong with the routes.
+        """
+        cls: Any = self.deployment.func_or_class
+        return cls.__ingress_spec__.bind(cls) if self.is_asgi else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BuiltApplication:
+    """The deployments of one application, children first."""
+
+    name: str
+    deployments: tuple[BuiltDeployment, ...]
+
+    @property
+    def ingress(self) -> BuiltDeployment:
+        """The deployment that requests from outside come to: the one that was run."""
+        return self.deployments[-1]
+
+
+def build(application: Application, name: str, *, acts_on_all: bool = False) -> BuiltApplication:
+    """Flatten `application`, to run under `name`.
+
+    `acts_on_all` says that it is for an engine on which every option has an effect.
+
+    Raises `ValueError` for a `user_config` that nothing takes and for arguments that contain
+    themselves, `RayServeException` for more than one `@ingress` class. Otherwise warns once, with
+    `OptionNotActedOnWarning`, about options that have no effect yet.
+    """
+    plan = _Flattening(name)
+    plan.add(application)
+    built = BuiltApplication(name, tuple(plan.built.values()))
+    _check(built)
+    if not acts_on_all:
+        _warn_of_options_not_acted_on(built)
+    return built
+
+
+def fill(
+    args: tuple[Any, ...], kwargs: dict[str, Any], make_handle: Callable[[str], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with `make_handle(deployment_name)` in place of each slot.
+
+    Containers with a slot in them are new, all others are the very objects the user gave.
+    """
+
+    def handle(leaf: Any) -> Any:
+        return make_handle(leaf.deployment_name) if isinstance(leaf, HandleSlot) else leaf
+
+    return _map_leaves(args, handle), _map_leaves(kwargs, handle)
+
+
+@dataclass(slots=True)
+class _Flattening:
+    """One walk over the nodes of an application."""
+
+    app_name: str
+    built: dict[Application, BuiltDeployment] = field(default_factory=dict)
+    unfinished: set[Application] = field(default_factory=set)
+
+    def add(self, node: Application) -> BuiltDeployment:
+        if node in self.built:
+            return self.built[node]
+        if node in self.unfinished:
+            raise ValueError(f"the arguments of {node!r} contain itself; bind another application")
+        self.unfinished.add(node)
+        args, kwargs = _map_leaves((node.init_args, node.init_kwargs), self._slot)
+        name = self._free_name(node.deployment.name)
+        self.built[node] = BuiltDeployment(name, node.deployment, args, kwargs)
+        return self.built[node]
+
+    def _slot(self, leaf: Any) -> Any:
+        return HandleSlot(self.add(leaf).name) if isinstance(leaf, Application) else leaf
+
+    def _free_name(self, wanted: str) -> str:
+        taken = {built.name for built in self.built.values()}
+        name, number = wanted, 0
+        while name in taken:
+            number += 1
+            name = f"{wanted}_{number}"
+        if number:
+            logger.warning(
+                "application %r has several deployments named %r; this one is now %r. "
+                "Give it a name of its own with .options(name=...)",
+                self.app_name,
+                wanted,
+                name,
+            )
+        return name
+
+
+def _map_leaves(value: Any, replace: Callable[[Any], Any], above: tuple[int, ...] = ()) -> Any:
+    """Return `value` with each leaf of its nested containers replaced.
+
+    A container in which nothing was replaced is returned itself. Raises `ValueError` for one that
+    contains itself.
+    """
+    if not isinstance(value, dict | list | tuple | set | frozenset):
+        return replace(value)
+    if id(value) in above:
+        raise ValueError(
+            f"the arguments of an application contain themselves: {value!r} is inside itself; "
+            "pass a container without a cycle"
+        )
+    parts = list(value.values() if isinstance(value, dict) else value)
+    above = (*above, id(value))
+    replaced = [_map_leaves(part, replace, above) for part in parts]
+    if all(new is old for new, old in zip(replaced, parts, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, replaced, strict=True))
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a namedtuple
+        return type(value)._make(replaced)
+    return next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))(replaced)
+
+
+def _check(built: BuiltApplication) -> None:
+    for each in built.deployments:
+        target = each.deployment.func_or_class
+        if each.deployment.config.user_config is None or hasattr(target, "reconfigure"):
+            continue
+        what = "class" if inspect.isclass(target) else "function, not a class,"
+        raise ValueError(
+            f"user_config is set but deployment {each.name!r} is a {what} missing reconfigure "
+            "method; define `def reconfigure(self, user_config)` or leave user_config out"
+        )
+    if sum(each.is_asgi for each in built.deployments) > 1:
+        raise RayServeException(
+            f'Found multiple FastAPI deployments in application "{built.name}". Please only '
+            "include one deployment with @serve.ingress in your application to avoid this issue."
+        )
+
+
+def _warn_of_options_not_acted_on(built: BuiltApplication) -> None:
+    options = [
+        f"{each.name}: {option}"
+        for each in built.deployments
+        for option in options_not_acted_on(each.deployment.config)
+    ]
+    if options:
+        warnings.warn(
+            f"application {built.name!r} sets options that are recorded but have no effect in "
+            f"this version; {'; '.join(options)}",
+            OptionNotActedOnWarning,
+            stacklevel=3,
+        )

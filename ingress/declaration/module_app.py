@@ -1,0 +1,65 @@
+"""`MODULE:APP`: how an application is named outside of Python."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from ingress.declaration.declaration import Application, Deployment
+
+
+class NotAnApplication(Exception):
+    """It names no application; the text is one line for whoever wrote it."""
+
+
+def load(target: str, app_dir: Path | None = None) -> Application:
+    """Import what `MODULE:APP` names, from `app_dir` first if that is given.
+
+    Raises `NotAnApplication` if it is no application, and what the module raises.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
+        raise NotAnApplication(
+            f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
+            "main:hello"
+        )
+    if app_dir is not None:
+        sys.path.insert(0, str(app_dir.resolve()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        where = "here" if app_dir is None else f"in {app_dir.resolve()}"
+        raise NotAnApplication(
+            f"there is no module {module_name!r} {where}; check the spelling, or say where it is "
+            "with --app-dir"
+        ) from None
+    found: Any = module
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+            there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
+            raise NotAnApplication(
+                f"module {module_name!r} has no attribute {attribute!r}; {there}"
+            ) from None
+    if isinstance(found, Application):
+        return found
+    if isinstance(found, Deployment):
+        raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
+    hint = "decorate its class with @serve.deployment and bind it"
+    if callable(found) and not isinstance(found, type):
+        bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+        if bound:
+            hint = f"did you mean {module_name}:{bound[0]}?"
+    raise NotAnApplication(
+        f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
+    )
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name} object"

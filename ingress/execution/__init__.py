@@ -1,0 +1,9 @@
+"""Where user code runs: on the event loop, in a worker thread, or in a lane of its own.
+
+    execution    the rule, the plan of one callable, and the containment of its errors; start here
+    threads      a bounded pool of worker threads
+    lanes        `@serve.method` and `lanes=`; lane_pools: all threads of one replica
+    callables, migration_warning, loop_executor, unreadable, tracebacks
+
+It imports `calls`, `config`, `exceptions` and `base`.
+"""

@@ -1,0 +1,397 @@
+"""Where user code runs.
+
+Every call into user code starts on the replica's user event loop. An `async def` stays there; a
+`def` may move to a worker thread. The choice is made here and nowhere else, so what the plan says
+is what happens.
+
+    role                           async def     def
+    METHOD     of a deployment     event loop    as RAY_SERVE_RUN_SYNC_IN_THREADPOOL says
+    ENDPOINT   of a FastAPI app    event loop    threadpool
+    LIFECYCLE  __init__, __del__   event loop    event loop
+    BATCH      @serve.batch        event loop    threadpool
+    UNLOAD     a model's __del__   event loop    threadpool
+    STREAM     a response's body   event loop    threadpool
+    FRAMEWORK  Starlette calls it  event loop    a thread of AnyIO's
+    ASGI       apps, middleware    event loop    event loop
+
+`@serve.method` says otherwise for one METHOD, ENDPOINT or BATCH `def`: on the loop, in threads with
+a limit of their own (a lane), or in the serial thread. That is one thread for all of them, and what
+a class that has one does in its LIFECYCLE runs there, too.
+
+A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
+returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here, and what
+nobody can look at an `UnreadableError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from ingress.exceptions import UserCodeExit
+from ingress.execution.callables import Kind as Kind
+from ingress.execution.callables import code_of as code_of
+from ingress.execution.callables import is_generator as is_generator
+from ingress.execution.callables import kind as kind
+from ingress.execution.callables import name_of as name_of
+from ingress.execution.callables import underlying
+from ingress.execution.migration_warning import warn_of_def_on_loop
+from ingress.execution.unreadable import readable
+
+logger = logging.getLogger("ingress")
+
+T = TypeVar("T")
+
+
+class Role(Enum):
+    """What a callable is to the framework."""
+
+    METHOD = "method"
+    ENDPOINT = "endpoint"
+    LIFECYCLE = "lifecycle"
+    BATCH = "batch"
+    UNLOAD = "unload"
+    STREAM = "stream"
+    """What a `StreamingResponse` iterates, which `responses.take_over_stream` sees to."""
+    FRAMEWORK = "framework"
+    """What Starlette and FastAPI call themselves: its plan says where, and is never run."""
+    ASGI = "ASGI"
+    """The same of apps and middleware, and of what starts and stops them."""
+
+
+class ExecutionMode(Enum):
+    """Where a call runs; the values are the words users read."""
+
+    EVENT_LOOP = "event loop"
+    THREADPOOL = "threadpool"
+    SERIAL = "serial thread"
+    ANYIO = "AnyIO thread"
+
+
+class ThreadPool(Protocol):
+    """What `execution` asks of worker threads; `threads.WorkerPool` is one."""
+
+    async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T: ...
+
+    def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]: ...
+
+    def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What `@serve.method` asks for one callable. `lane` is "" for the threads of all."""
+
+    mode: ExecutionMode
+    lane: str = ""
+
+    def __str__(self) -> str:
+        given = f"lane={self.lane!r}" if self.lane else f"execution={self.mode.name.lower()!r}"
+        return f"@serve.method({given})"
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The threads of one deployment's replica: how many, and, of one that runs, which.
+
+    `limit` is how many there are for whatever has no lane, `limits` how many of each lane.
+    `is_serial` says whether the class has a method for the serial thread.
+    """
+
+    limit: int
+    limits: Mapping[str, int] = field(default_factory=dict)
+    is_serial: bool = False
+    pools: Mapping[str, ThreadPool] = field(default_factory=dict)
+
+
+SERIAL_LANE = "serial"
+"""What the one thread is called among the pools of `Lanes`."""
+
+
+@dataclass(slots=True)
+class ExecutionPlan:
+    """Where one callable runs, and why. Made once per replica, used by every request.
+
+    `lane` is the lane whose threads it runs in, "" if it has none. `limit` is how many calls may be
+    in those threads at once, `None` on the event loop and outside of a deployment.
+    """
+
+    func: Callable[..., Any]
+    kind: Kind
+    mode: ExecutionMode
+    reason: str
+    name: str
+    pool: ThreadPool
+    warns: bool = False
+    lane: str = ""
+    limit: int | None = None
+
+    @property
+    def where(self) -> str:
+        """Where it runs, as users read it: the mode, or the lane."""
+        return f"lane {self.lane}" if self.lane else self.mode.value
+
+    async def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function in its mode, then await its result if that is awaitable."""
+        try:
+            if self.kind is Kind.COROUTINE:
+                return await self.func(*args, **kwargs)
+            if self.mode is not ExecutionMode.EVENT_LOOP:
+                result = await self.pool.run(partial(self.func, *args, **kwargs))
+            else:
+                if self.warns:
+                    self._warn()
+                result = self.func(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        except BaseException as error:
+            contain(error, self.name)
+            raise
+
+    async def run_part(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
+        """Run a part of the function, such as the half behind its `yield`, in its mode.
+
+        What `is_cleanup` runs also if the awaiting task is cancelled before it begins.
+        """
+        try:
+            if self.mode is ExecutionMode.EVENT_LOOP:
+                return func()
+            return await self.pool.run(func, is_cleanup=is_cleanup)
+        except BaseException as error:
+            contain(error, self.name)
+            raise
+
+    def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Yield the items of the generator the function returns, and close it at the end.
+
+        Raises `TypeError` if it returns anything else.
+        """
+        if self.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR):
+            if self.warns:
+                self._warn()
+            return self.iterate(self.func(*args, **kwargs))  # runs nothing of its body yet
+        return self._stream_returned(*args, **kwargs)
+
+    async def _stream_returned(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        items = await self.run(*args, **kwargs)
+        if not is_generator(items):
+            raise TypeError(
+                f"Called method '{self.name.rpartition('.')[2]}' with "
+                "`handle.options(stream=True)` but it did not return a generator."
+            )
+        async with aclosing(self.iterate(items)) as stream:
+            async for item in stream:
+                yield item
+
+    def items(self, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the items of a generator function in the current thread, contained.
+
+        For an iterator that others hold: what its `finally` raises when they let go of it would
+        reach nobody, so it is logged.
+        """
+        items = self.func(*args, **kwargs)
+        delivering = False
+        try:
+            for item in items:
+                delivering = True
+                yield item
+                delivering = False
+        except BaseException as error:
+            if not (delivering and type(error) is GeneratorExit):
+                contain(error, self.name, is_task=False)
+                raise
+            try:
+                items.close()
+            except BaseException as late:
+                logger.warning("%s failed while it was closed", self.name, exc_info=readable(late))
+            raise
+
+    async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
+        """Yield what a generator the function returned yields, and close it at the end.
+
+        A sync generator of a threadpool plan keeps one thread and one context for its whole life,
+        one of the serial thread its context: it shares the thread, item by item.
+        """
+        delivering = False
+        try:
+            if not inspect.isasyncgen(items) and self.mode is ExecutionMode.EVENT_LOOP:
+                with closing(items):
+                    for item in items:
+                        delivering = True
+                        yield item
+                        delivering = False
+                return
+            stream = items if inspect.isasyncgen(items) else self.pool.stream(items)
+            async with aclosing(stream):
+                async for item in stream:
+                    delivering = True
+                    yield item
+                    delivering = False
+        except BaseException as error:
+            if not (delivering and type(error) is GeneratorExit):
+                contain(error, self.name)
+            raise  # our consumer closes us; it is not the user's generator that raised it
+
+    def _warn(self) -> None:
+        self.warns = False
+        warn_of_def_on_loop(self.func, self.name)
+
+
+def plan(
+    func: Callable[..., Any],
+    role: Role,
+    *,
+    sync_in_threadpool: bool,
+    pool: ThreadPool,
+    lanes: Lanes | None = None,
+) -> ExecutionPlan:
+    """Decide where `func` runs.
+
+    `sync_in_threadpool` is the flag; only METHOD reads it. `pool` is for a `def` without a lane;
+    without `lanes`, outside of a deployment, for every one. Raises `ValueError` for a lane that the
+    deployment does not have.
+    """
+    written = kind(func)
+    override = override_of(func)
+    warns = False
+    lane = ""
+    if written.is_async:
+        mode, reason = ExecutionMode.EVENT_LOOP, "async def"
+    elif role is Role.FRAMEWORK:
+        mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
+    elif role is Role.ASGI:
+        mode, reason = ExecutionMode.EVENT_LOOP, "ASGI calls it on the loop"
+    elif role is Role.STREAM:
+        mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
+    elif role is Role.LIFECYCLE:
+        mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
+        if lanes is not None and lanes.is_serial:
+            mode, reason = ExecutionMode.SERIAL, "its class has a method in the serial thread"
+    elif role is Role.UNLOAD:
+        mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
+    elif override is not None:
+        mode, lane, reason = override.mode, override.lane, str(override)
+    elif role is Role.ENDPOINT:
+        mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
+    elif role is Role.BATCH:
+        mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
+    else:
+        mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
+        reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"
+        warns = not sync_in_threadpool and not _is_builtin(func)
+    made = ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
+    if mode in (ExecutionMode.THREADPOOL, ExecutionMode.SERIAL):
+        _take_threads(made, lane, lanes)
+    return made
+
+
+def _take_threads(made: ExecutionPlan, lane: str, lanes: Lanes | None) -> None:
+    """Complete the plan of a `def` that leaves the loop with the threads it runs in."""
+    if lanes is None:
+        made.lane = lane
+    elif made.mode is ExecutionMode.SERIAL:
+        made.limit = 1
+        made.pool = lanes.pools.get(SERIAL_LANE, made.pool)
+    elif not lane:
+        made.limit = lanes.limit
+    elif lane in lanes.limits:
+        made.lane, made.limit = lane, lanes.limits[lane]
+        made.pool = lanes.pools.get(lane, made.pool)
+    else:
+        raise ValueError(no_such_lane(made.name, lane, lanes.limits))
+
+
+def no_such_lane(name: str, lane: str, limits: Mapping[str, int]) -> str:
+    """Return what to say of a callable whose lane is not among those of its deployment."""
+    return (
+        f"{name} runs in lane={lane!r}, and its deployment has lanes={dict(limits)!r}; say how "
+        f"many threads that lane has: @serve.deployment(lanes={{{lane!r}: 8}})"
+    )
+
+
+def override_of(func: Callable[..., Any]) -> Override | None:
+    """Return what `@serve.method` asks for `func`, `None` if that was not used."""
+    found = getattr(underlying(func), OVERRIDE, None)
+    return found if isinstance(found, Override) else None
+
+
+def stays_on_loop(func: Callable[..., Any]) -> bool:
+    """Whether `@serve.method` keeps a `def` on the event loop."""
+    override = override_of(func)
+    return override is not None and override.mode is ExecutionMode.EVENT_LOOP
+
+
+OVERRIDE = "__ingress_method__"
+"""The attribute of a function that has its `Override`; what wraps the function has it, too."""
+
+
+def call_inline(func: Callable[..., T], /, *args: Any) -> T:
+    """Call a short `def` here and now, contained: a question that cannot wait for a plan."""
+    try:
+        return func(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"{name_of(func)} raised StopIteration") from error
+    except BaseException as error:
+        contain(error, name_of(func), is_task=False)
+        raise
+
+
+def contain(error: BaseException, where: str, *, is_task: bool = True) -> None:
+    """Raise what leaves user code in the place of `error`, unless that may leave as it is.
+
+    For `except BaseException as error: contain(error, ...); raise`. Without `is_task` no
+    cancellation can have come from outside.
+    """
+    told = contained(error, where, is_task=is_task)
+    if told is not error:
+        raise_instead(told)
+
+
+def contained(error: BaseException, where: str, *, is_task: bool = True) -> BaseException:
+    """Return what leaves user code in the place of `error`; or `error`, if it may leave as it is.
+
+    That is an `Exception` that everybody may look at, or a cancellation.
+    """
+    safe: BaseException = readable(error)
+    if issubclass(type(error), Exception) or (is_task and may_leave(error)):
+        return safe
+    told = UserCodeExit(safe, where)
+    told.__cause__ = told.__context__ = safe
+    return told
+
+
+def raise_instead(told: BaseException) -> None:
+    """Raise an error in the place of the one that is handled, which it does not then lead to."""
+    context = told.__context__
+    try:
+        raise told
+    finally:
+        told.__context__ = context  # Python has made it the other, which nobody may look at
+
+
+def may_leave(error: BaseException) -> bool:
+    """Whether an `error` that is not an `Exception` may leave its task as it is.
+
+    A cancellation somebody asked for may, and the `GeneratorExit` of a coroutine that is collected
+    together with its loop. All else becomes `UserCodeExit`: it would end the loop.
+    """
+    task = _current_task()
+    is_cancellation = issubclass(type(error), asyncio.CancelledError)
+    return task is None or (is_cancellation and task.cancelling() > 0)
+
+
+def _is_builtin(func: Callable[..., Any]) -> bool:
+    return code_of(func) is None
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

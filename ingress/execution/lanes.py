@@ -1,0 +1,158 @@
+"""`@serve.method` and `lanes=`: what is declared of where one `def` runs.
+
+    @serve.deployment(lanes={"db": 8})
+    class Reports:
+        @serve.method(lane="db")
+        def make(self): ...
+
+    execution=      the `def` runs
+    "event_loop"    on the event loop, and without the warning
+    "threadpool"    in the replica's worker threads
+    "serial"        in one thread of the replica, which has run `__init__`, too
+    lane=           in threads of its own, of which each replica has as many as `lanes` says
+
+Who waits for a thread of a lane takes nothing from anybody in another, or in none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from ingress.base.options import LANE_RULE, is_lane
+from ingress.execution.execution import (
+    OVERRIDE,
+    ExecutionMode,
+    Kind,
+    Lanes,
+    Override,
+    kind,
+    name_of,
+    no_such_lane,
+    override_of,
+)
+from ingress.execution.threads import RESERVED_THREADS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MODES = {
+    "event_loop": ExecutionMode.EVENT_LOOP,
+    "threadpool": ExecutionMode.THREADPOOL,
+    "serial": ExecutionMode.SERIAL,
+}
+_LIFECYCLE = ("__new__", "__init__", "__del__", "__serve_build_asgi_app__")
+
+
+def method(
+    _func: None = None,
+    /,
+    *,
+    execution: Literal["event_loop", "threadpool", "serial"] | None = None,
+    lane: str | None = None,
+) -> Callable[[F], F]:
+    """Say where a `def` runs: a method, an endpoint, a dependency, or a function under `@batch`.
+
+    It beats the role of the function and the flag, and works above `@app.get` and below. `lane` is
+    a name that the deployment's `lanes` gives a number of threads. Raises `ValueError` for a bad
+    value and for an `async def`, which runs on the event loop, `TypeError` for what is no function.
+    """
+    override = _override(_func, execution, lane)
+
+    def decorate(func: F) -> F:
+        inner: Any = func.__func__ if isinstance(func, (staticmethod, classmethod)) else func
+        _check_function(inner, override)
+        setattr(inner, OVERRIDE, override)
+        return func
+
+    return decorate
+
+
+def lanes_of(func_or_class: Any, max_ongoing: int, limits: Mapping[str, int]) -> Lanes:
+    """Return the threads a replica may have, as declared."""
+    marks = (override for _, override in _overrides(func_or_class))
+    is_serial = any(mark.mode is ExecutionMode.SERIAL for mark in marks)
+    # Each call that has a slot can have a thread.
+    return Lanes(max_ongoing + RESERVED_THREADS, dict(limits), is_serial)
+
+
+def check_lanes(func_or_class: Any, limits: Mapping[str, int]) -> None:
+    """Raise `ValueError` if what the class or function asks for is not there."""
+    for name, override in _overrides(func_or_class):
+        if override.lane and override.lane not in limits:
+            raise ValueError(no_such_lane(name, override.lane, limits))
+        if override.mode is ExecutionMode.SERIAL and inspect.isclass(func_or_class):
+            init = func_or_class.__init__
+            if kind(init).is_async:
+                raise ValueError(
+                    f"{name} has execution='serial', so {name_of(init)} is to run in the same "
+                    "thread, and it is an `async def`, which runs on the event loop; make it a "
+                    "`def`"
+                )
+
+
+def _override(func: object, execution: object, lane: object) -> Override:
+    """Return what the options mean. Raises what is wrong with them."""
+    if func is not None or (execution is None and lane is None):
+        got = f", got {func!r}" if func is not None else ""
+        raise TypeError(
+            f"@serve.method needs execution= or lane={got}; "
+            "write @serve.method(execution='threadpool')"
+        )
+    if execution is not None and (not isinstance(execution, str) or execution not in _MODES):
+        raise ValueError(
+            f"execution must be one of {', '.join(map(repr, _MODES))}, got {execution!r}; leave "
+            "@serve.method out to have the role of the function and the flag decide"
+        )
+    if lane is None:
+        return Override(_MODES[str(execution)])
+    if not is_lane(lane):
+        raise ValueError(
+            f"lane must be {LANE_RULE}, got {lane!r}; give it one of the names in "
+            "@serve.deployment(lanes={...})"
+        )
+    if execution not in (None, "threadpool"):
+        raise ValueError(
+            f"lane must be left out with execution={execution!r}, got {lane!r}: a lane has threads "
+            "of its own; leave one of the two out"
+        )
+    return Override(ExecutionMode.THREADPOOL, str(lane))
+
+
+def _check_function(func: Any, override: Override) -> None:
+    if hasattr(func, "func_or_class") or inspect.isclass(func):
+        raise TypeError(
+            f"{override} decorates a function, got {func!r}; put it on a method of the class, or "
+            "below @serve.deployment on the function"
+        )
+    if hasattr(func, "__ingress_batcher__"):
+        raise TypeError(f"{override} stands above @serve.batch; put it below, next to the `def`")
+    if not inspect.isfunction(func):
+        raise TypeError(f"{override} decorates a function, got {func!r}; put it next to the `def`")
+    name = name_of(func)
+    if func.__name__ in _LIFECYCLE:
+        raise ValueError(
+            f"{override} cannot be said of {name}: it runs on the event loop, or in the serial "
+            "thread if a method has execution='serial'; give a method that"
+        )
+    if kind(func).is_async and override.mode is not ExecutionMode.EVENT_LOOP:
+        raise ValueError(
+            f"{override} cannot be said of {name}: it is an `{kind(func).value}`, which runs on "
+            "the event loop; make it a `def`, or leave @serve.method out"
+        )
+    before = override_of(func)
+    if before not in (None, override) and not hasattr(func, "__wrapped__"):
+        raise ValueError(f"{name} has {before} and {override}; leave one of them out")
+
+
+def _overrides(func_or_class: Any) -> Iterator[tuple[str, Override]]:
+    """Yield the names of what asks for a place to run, in the class or the function."""
+    names = dir(func_or_class) if inspect.isclass(func_or_class) else ()
+    # Looked up on the class, so that no property of the user's runs.
+    members = [inspect.getattr_static(func_or_class, name) for name in names]
+    for member in members or [func_or_class]:
+        func = getattr(member, "__func__", member)
+        if inspect.isroutine(func) and (override := override_of(func)) is not None:
+            is_batched = hasattr(func, "__ingress_batcher__")
+            if is_batched or kind(func) in (Kind.FUNCTION, Kind.GENERATOR):
+                yield name_of(func), override

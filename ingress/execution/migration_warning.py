@@ -1,0 +1,45 @@
+"""What is said of a `def` that runs on the event loop: once per method and process."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ingress.exceptions import SyncMethodOnEventLoopWarning
+from ingress.execution.callables import code_of, underlying
+
+logger = logging.getLogger("ingress")
+
+_warned: set[tuple[str, str, int]] = set()
+_warned_lock = threading.Lock()
+
+
+def warn_of_def_on_loop(func: Callable[..., Any], name: str) -> None:
+    """Log and warn, if nobody has of this method. Source: seed "Environment flags"."""
+    # The method's own line, not that of a decorator's wrapper, which its methods share.
+    code = code_of(inspect.unwrap(underlying(func)))
+    file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
+    # Not the code: equal code in two files is equal.
+    method = (name, file, line)
+    with _warned_lock:
+        if method in _warned:
+            return
+        _warned.add(method)
+    text = (
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
+        f"'{name}' directly on the asyncio loop. In a future version, sync methods will "
+        "be run in a threadpool by default. While it runs, no other request of this replica "
+        "makes progress. Once the method and what it shares are thread-safe, opt in with "
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, or with @serve.method(execution='threadpool') for "
+        "this one; to stay on the loop, make it `async def`, or say execution='event_loop'. "
+        f"({name} at {file}:{line})"
+    )
+    logger.warning("%s", text)
+    try:
+        warnings.warn_explicit(text, SyncMethodOnEventLoopWarning, file, line)
+    except SyncMethodOnEventLoopWarning:
+        pass  # `-W error` is for tests to see; the request it hit is not to blame

@@ -1,0 +1,160 @@
+"""One HTTP request, attempt after attempt.
+
+    Exchange.respond -> failed -> Attempt.again -> another Attempt, or None: the failure is final
+
+Only requests whose method is in `HTTPOptions.retry_started_methods` are `Attempt`s; all others are
+an `Exchange`, and what user code may have seen of them is never sent again. What no user code has
+seen is another matter, for any method and for handles too: `Router.reassign`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from random import random
+from time import monotonic
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.base.settings import HTTPLimits
+from ingress.base.types import RequestMetadata
+from ingress.calls import retries
+from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
+from ingress.calls.retries import RetryBudget
+from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
+from ingress.http.body import Body
+from ingress.http.exchange import Exchange
+from ingress.replicas.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """How long an HTTP request may take, which may be tried again once started, and how large.
+
+    `timeout_s` bounds the request; or one attempt, if its method is in `retried_methods`.
+    """
+
+    timeout_s: float | None = None
+    retried_methods: frozenset[str] = frozenset()
+    http: HTTPLimits = field(default_factory=HTTPLimits)
+
+
+class Attempt(Exchange):
+    """One attempt at a request whose method may be tried again. Owned by the server's loop.
+
+    `timeout_s` and `metadata.deadline` are of one attempt, `last_deadline` is the client's and of
+    the whole request.
+    """
+
+    __slots__ = (
+        "_began_at",
+        "_body",
+        "_budget",
+        "_last_deadline",
+        "_number",
+        "_scope",
+        "_timeout_s",
+    )
+
+    def __init__(
+        self,
+        metadata: RequestMetadata,
+        router: Router,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: Body | None = None,
+        *,
+        timeout_s: float | None,
+        budget: RetryBudget,
+        number: int = 1,
+        last_deadline: float | None = None,
+    ) -> None:
+        # Copies for user code, which writes into its scope.
+        inner = {**scope, "state": dict(scope["state"])} if "state" in scope else dict(scope)
+        super().__init__(metadata, router, inner, receive, send, body)
+        self._scope = scope
+        self._timeout_s = timeout_s
+        self._budget = budget
+        self._last_deadline = last_deadline
+        self._number = number
+        self._began_at = 0.0  # when the request did, of all attempts but the first
+        self._body: Message | None = None  # once user code has taken it
+
+    async def _work(self, user_code: Any) -> None:
+        self._body = self._first
+        await super()._work(user_code)
+
+    async def again(self, error: Exception) -> Attempt | None:
+        if not self._is_ours(error):
+            return None
+        pause_s = retries.pause_s(
+            retries.Failure(
+                self._number,
+                may_have_started=True,
+                is_listed=True,
+                has_answered=self.started,
+                is_replayable=not self._expects_more,
+            ),
+            max_retries=0,
+            deadline=self._last_deadline,
+            now=monotonic(),
+            chance=random(),
+            withdraw=self._budget.withdraw,
+        )
+        if pause_s is None:
+            return None
+        try:
+            async with asyncio.timeout(pause_s):
+                # The whole body was here: what is left to receive is that the client has left.
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            return self._next()
+        return None
+
+    def _is_ours(self, error: Exception) -> bool:
+        """Whether it is the replica that went or the attempt's time that is up.
+
+        User code may raise the same types, of its own or a child's, and has then answered.
+        """
+        if isinstance(error, RequestTimeoutError):
+            deadline = self.metadata.deadline  # which its replica may have been the first to see
+            return self._cut_by is not None or (deadline is not None and monotonic() >= deadline)
+        if isinstance(error, ReplicaUnavailableError):
+            return self.runner is not None and self.runner.is_ending
+        return False
+
+    def _next(self) -> Attempt:
+        now = monotonic()
+        deadline = self._last_deadline
+        if self._timeout_s is not None:
+            own = now + self._timeout_s
+            deadline = own if deadline is None else min(own, deadline)
+        attempt = Attempt(
+            self.metadata._replace(deadline=deadline),
+            self.router,
+            self._scope,
+            self._receive,
+            self._send,
+            timeout_s=self._timeout_s,
+            budget=self._budget,
+            number=self._number + 1,
+            last_deadline=self._last_deadline,
+        )
+        attempt._began_at = self._began_at or self.started_at
+        # What a 408 says of the time is said of the limit that was passed.
+        attempt.started_at = attempt._began_at if deadline == self._last_deadline else now
+        attempt._first = self._body or self._first
+        attempt.runner = self.runner  # the router prefers another
+        return attempt
+
+
+def client_deadline(scope: Scope, now: float) -> float | None:
+    """Return when the client's own patience ends, if it says so."""
+    timeout_s: float | None = None
+    for name, value in scope["headers"]:
+        if name == TIMEOUT_HEADER:
+            timeout_s = earlier(timeout_s, value)
+    return None if timeout_s is None else now + timeout_s

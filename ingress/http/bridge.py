@@ -1,0 +1,152 @@
+"""What user code calls as `receive` and `send`.
+
+    the user loop                              the server's loop
+    send()     one complete response           -> Exchange.complete, start and body together
+               a stream, item by item          -> a Channel, which Exchange.open gets
+    receive()  body, messages, disconnect      <- the channel that the Listener fills
+
+`Bridge` is for user code on a loop of its own. On the server's there is nothing to cross: `Direct`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from starlette.types import Message
+
+from ingress.calls.channel import YIELD_EVERY, Channel
+from ingress.calls.loops import Mailbox
+from ingress.exceptions import StreamClosedError
+from ingress.http.messages import channel_for, size_of
+
+
+class Client(Protocol):
+    """The server's side, as the user's side sees it; its calls but `take` are posted to its loop.
+
+    The user's side writes `has_answer`, from when on what runs is in the background, and
+    `is_heard`, once user code has been told that the client is gone.
+    """
+
+    is_http: bool
+    is_heard: bool
+    has_answer: bool
+
+    @property
+    def is_gone(self) -> bool: ...
+
+    def complete(self, start: Message, body: Message) -> None: ...
+
+    def open(self, outbound: Channel) -> None: ...
+
+    def pump(self) -> None: ...
+
+    async def take(self) -> Message: ...
+
+    async def pass_on(self, message: Message) -> None: ...
+
+    async def answer(self, start: Message, body: Message) -> None: ...
+
+
+class Bridge:
+    """Owned by the user loop."""
+
+    __slots__ = ("_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
+
+    def __init__(self, client: Client, mailbox: Mailbox, first: Message | None) -> None:
+        self._client = client
+        self._mailbox = mailbox
+        self._first = first
+        self._is_pumping = False
+        self._outbound: Channel | None = None
+        self._start: Message | None = None
+
+    async def receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._mailbox.post(self._client.pump)
+        return await self._client.take()
+
+    async def send(self, message: Message) -> None:
+        if self._outbound is not None:
+            await self._put(message)
+            self._client.has_answer = not message.get("more_body")
+        elif message["type"] == "http.response.start":
+            self._start = message
+            if not _has_length(message):
+                await self._stream()  # it may be all for a while, and the client wants it now
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            if self._start is None:
+                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+            self._mailbox.post(self._client.complete, self._start, message)
+            self._start = None
+            self._client.has_answer = True
+        else:
+            await self._stream()
+            await self._put(message)
+
+    def finish(self) -> None:
+        if self._outbound is not None:
+            self._outbound.finish()
+
+    async def _stream(self) -> None:
+        """From here on the response goes message by message."""
+        self._outbound = channel_for(is_http=self._client.is_http)
+        if self._start is not None:
+            await self._outbound.put(self._start)
+        self._mailbox.post(self._client.open, self._outbound)
+
+    async def _put(self, message: Message) -> None:
+        assert self._outbound is not None
+        try:
+            await self._outbound.put(message, size_of(message))
+        except StreamClosedError:
+            self._client.is_heard = True
+            raise
+
+
+class Direct:
+    """Owned by the loop that both sides live on."""
+
+    __slots__ = ("_chunks", "_client", "_first", "_start")
+
+    def __init__(self, client: Client, first: Message | None) -> None:
+        self._client = client
+        self._first = first
+        self._chunks = 0
+        self._start: Message | None = None
+
+    async def receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        self._client.pump()
+        return await self._client.take()
+
+    async def send(self, message: Message) -> None:
+        if self._client.is_gone:
+            self._client.is_heard = True
+            raise StreamClosedError("the client of this request is gone")
+        if message.get("more_body"):
+            self._client.pump()
+            self._chunks += 1
+            if self._chunks % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        if message["type"] == "http.response.start" and _has_length(message):
+            self._start = message  # what fails before the body can still be answered as such
+        elif self._start is None:
+            await self._client.pass_on(message)
+        else:
+            start, self._start = self._start, None
+            await self._client.answer(start, message)
+
+    def finish(self) -> None:
+        """Nothing is on its way."""
+
+
+def _has_length(start: Message) -> bool:
+    """Whether the body of a response is on its way, so that both can travel together."""
+    return b"content-length" in [name for name, _ in start.get("headers", ())]

@@ -1,0 +1,421 @@
+"""One request between the server's loop and the replica's.
+
+    the server's loop                                the user loop
+    respond()  <-- complete response: one post ----- Bridge.send()     start and body together
+               <-- Channel ------------------------- Bridge.send()     a stream, item by item
+    Listener   --- Channel ------------------------> Bridge.receive()  body, messages, disconnect
+
+If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
+`Direct` stands where `Bridge` does. With a deadline the call has a task of its own even then: the
+server's must be free to answer on time, while a thread runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextvars import copy_context
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.asgi import route_template
+from ingress.base.types import RequestMetadata
+from ingress.calls.call import Call, Runner
+from ingress.calls.channel import Channel, EndOfStream
+from ingress.calls.loops import mailbox_of, runs_here
+from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
+from ingress.http.body import NO_BODY, Body
+from ingress.http.bridge import Bridge, Direct
+from ingress.http.listener import Listener
+from ingress.http.messages import joined, with_request_id
+from ingress.replicas.router import Router
+from ingress.replicas.user_code import UserCode
+from ingress.watchdog.pressure import GIL_PRESSURE
+
+
+class Exchange(Call):
+    """A request's call, as the server's loop sees it; what runs elsewhere is in `Bridge`.
+
+    Every field below belongs to the server's loop. Other threads reach it by `_post` only, in
+    order: a response is there before the end of its call.
+    """
+
+    __slots__ = (
+        "_assigned_here", "_cut_by", "_disconnected", "_ended", "_event", "_expects_more", "_first",
+        "_has_left", "_is_closed", "_is_complete", "_is_forwarding", "_is_stopped", "_kind",
+        "_listener", "_outbound", "_receive", "_response", "_send", "_task", "_template", "_thread",
+        "_told", "body", "has_answer", "is_heard", "is_http", "loop", "router", "scope", "started",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        metadata: RequestMetadata,
+        router: Router,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: Body | None = None,
+    ) -> None:
+        super().__init__(metadata, self._work, copy_context())
+        self.router = router
+        self.scope = scope
+        self.is_http = scope["type"] == "http"
+        self._receive = receive if body is None else body.receive
+        self._send = send
+        self.body = body
+        self.loop = asyncio.get_running_loop()
+        self._thread = get_ident()
+        self._first: Message | None = NO_BODY if self.is_http else None
+        self._expects_more = body is not None or not self.is_http
+        # Here, although most requests never need them: two threads write, see docs/concurrency.md.
+        self.started = self._is_complete = False  # the answer
+        self.has_answer = False  # all of it has left user code on a loop of its own
+        self._assigned_here = self._ended = self._is_forwarding = False
+        self._is_stopped = self._is_closed = self._has_left = False
+        self._cut_by: RayServeException | None = None
+        self._disconnected = self.is_heard = False  # the client
+        self._template = self._kind = ""
+        self._event: asyncio.Future[None] | None = None
+        self._response: tuple[Message, Message] | None = None
+        self._listener: Listener | None = None
+        self._outbound: Channel | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._told: int | None = None
+
+    @property
+    def listener(self) -> Listener:
+        """Made at first use, which may be on either loop: most requests never need it."""
+        if self._listener is None:
+            with self._lock:
+                if self._listener is None:
+                    self._listener = Listener(
+                        self._receive,
+                        is_http=self.is_http,
+                        passes_on=self._expects_more,
+                        on_gone=self._on_disconnect,
+                    )
+        return self._listener
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer has begun and has no known end: a stream or a WebSocket."""
+        return self.started and not self._is_complete
+
+    @property
+    def deadline(self) -> float | None:
+        """What its children have to keep to; not those of a background task."""
+        return None if self.has_answer or self._is_complete else self.metadata.deadline
+
+    async def respond(self) -> None:
+        """Have the request served and send the answer. Raises what the call failed with."""
+        body = self.body
+        if body is not None or self.metadata.deadline is not None:
+            self._task = asyncio.current_task()
+        try:
+            if body is not None:
+                # Before it takes a slot: a slow upload must not hold one.
+                self._first = await body.read_ahead()
+                self._expects_more = body.is_open
+                if not body.is_open and self.metadata.deadline is None:
+                    self._task = None  # it may run in the server's own
+            self.router.assign(self)
+            await self._answer()
+        except asyncio.CancelledError:
+            self.cancel()
+            if self._cut_by is not None:
+                assert self._task is not None
+                if self._task.uncancel():  # not only us
+                    raise
+            elif not self._disconnected and not self._is_stopped:  # else it was us who cancelled
+                raise
+        except BaseException as error:
+            # The server refused a message, or the body came to a bad end: the work did not fail.
+            self._disconnected = isinstance(error, OSError)
+            self.cancel()
+            if not self._disconnected:
+                raise
+        finally:
+            self._has_left = True
+            if self._assigned_here and self.runner is not None:
+                self.runner.release(self)  # it was given a slot, and cancelled before it resumed
+            if self._listener is not None:
+                self._listener.stop()
+        await self._conclude()
+
+    async def _conclude(self) -> None:
+        """Raise what the client has yet to be told, now that there is nothing more to send."""
+        if not self._disconnected:
+            self._raise(self.error)
+
+    def _raise(self, failure: BaseException | None) -> None:
+        is_stopped = self._is_stopped and self._cut_by is None
+        if is_stopped and isinstance(failure, RequestCancelledError):
+            if self._is_complete:
+                return  # it was a background task
+            raise DeploymentUnavailableError(
+                f"{self.metadata.deployment} was stopped before it answered; send the request "
+                "again if that is safe."
+            )
+        if failure is not None:
+            raise failure
+        if self._cut_by is not None:  # the work has ended, its answer was on the way
+            raise self._cut_by
+
+    def was_ended_by(self, error: Exception) -> bool:
+        """Whether it failed because of its client, or its application stops, at no fault."""
+        if self._cut_by is not None:
+            return isinstance(error, type(self._cut_by))
+        return self._is_stopped and isinstance(error, DeploymentUnavailableError)
+
+    async def again(self, error: Exception) -> Exchange | None:
+        """Return the next attempt, after a pause, or `None` if this failure is final."""
+        return None
+
+    async def _answer(self) -> None:
+        """Send what comes from the replica until the call has ended."""
+        while True:
+            if self._assigned_here:
+                self._assigned_here = False
+                await self._serve_here()
+            elif self._response is not None:
+                (start, body), self._response = self._response, None
+                await self.answer(start, body)
+            elif self._outbound is not None and not self._is_forwarding:
+                self._is_forwarding = True
+                await self._forward(self._outbound)
+            elif self._ended:
+                return
+            else:
+                self._event = self.loop.create_future()
+                await self._event
+
+    def start(self, runner: Runner) -> None:
+        """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
+        self.runner = runner
+        if self._task is None and runner.loop is self.loop:
+            self._post(self._assign_here)
+        elif GIL_PRESSURE.is_high:
+            # By way of this loop, which so has a turn between two calls that compute: otherwise
+            # threads that compute start each other, and leave it one turn in as many as they are.
+            self._post(runner.submit, self)
+        else:
+            runner.submit(self)
+
+    def current_route(self) -> str:
+        """Return prefix and path template of the endpoint, once that is found. Thread-safe."""
+        if not self._template:
+            path = route_template(self.scope)
+            if path is None:
+                return self.metadata.route
+            self._template = self.metadata.route.rstrip("/") + path
+        return self._template
+
+    def kind(self) -> str:
+        """Return the HTTP method and the path template, also before the route is found."""
+        if not self._kind and "method" in self.scope:
+            self._kind = f"{self.scope['method']} {self.router.templates.find(self.scope)}"
+        return self._kind
+
+    def tell(self, code: int) -> None:
+        """Let user code see its client as gone, because the application stops. Thread-safe.
+
+        `code` is what a WebSocket is closed with.
+        """
+        self._post(self._tell, code)
+
+    def stop(self) -> None:
+        """Cancel it, because the application stops. Thread-safe."""
+        self._is_stopped = True
+        self.cancel()
+
+    def expire(self) -> None:
+        """Answer that its deadline has passed, or cut what has begun. Thread-safe."""
+        self._post(self._expire)
+
+    def _expire(self) -> None:
+        self._cut(self._timeout())
+
+    def _cut(self, error: RayServeException) -> None:
+        """End it with this error of its client's, wherever it is."""
+        if self._is_complete or self._has_left or self._cut_by is not None:
+            return  # a response that is complete was in time; once is enough
+        assert self._task is not None
+        self._cut_by = error
+        # It may wait for the body, for the client to take a chunk, or for the call's end.
+        self._task.cancel()
+        self.cancel(error)
+
+    def _post(self, callback: Any, *args: Any) -> None:
+        if runs_here(self.loop, self._thread):
+            callback(*args)
+        else:
+            mailbox_of(self.loop).post(callback, *args)
+
+    def _wake(self) -> None:
+        if self._event is not None and not self._event.done():
+            self._event.set_result(None)
+
+    def _assign_here(self) -> None:
+        if self._has_left and self.runner is not None:
+            self.runner.release(self)
+            return
+        self._assigned_here = True
+        self._wake()
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
+        if not super().settle(value, error):
+            return False
+        self._post(self._end)
+        return True
+
+    def _end(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def complete(self, start: Message, body: Message) -> None:
+        self._response = start, body
+        self._wake()
+
+    def open(self, outbound: Channel) -> None:
+        self._outbound = outbound
+        if self._is_closed:
+            outbound.close()
+        # A stream's client may leave at any time: read on from the server to notice.
+        self.pump()
+        self._wake()
+
+    async def _forward(self, outbound: Channel) -> None:
+        """Send a stream, message by message, at the client's pace."""
+        while True:
+            try:
+                messages = await outbound.get_many()
+            except EndOfStream:
+                return
+            await self._deliver(messages)
+
+    async def _deliver(self, messages: list[Message]) -> None:
+        for message in joined(messages):
+            await self.pass_on(message)
+
+    async def pass_on(self, message: Message) -> None:
+        """Send one message of a response to the client."""
+        self.started = True
+        if message["type"] == "http.response.start":
+            await self._send(with_request_id(message, self.metadata.request_id))
+            return
+        if not message.get("more_body"):
+            self._complete_now()
+        await self._send(message)
+
+    async def answer(self, start: Message, body: Message) -> None:
+        """Send the start of a response and its body, or the first part of that."""
+        self.started = True
+        await self._send(with_request_id(start, self.metadata.request_id))
+        if not body.get("more_body"):
+            self._complete_now()
+        await self._send(body)
+
+    def _complete_now(self) -> None:
+        self._is_complete = True
+        if self.metadata.deadline is not None:
+            self.answered_at = monotonic()
+
+    # The client: what it sends, and whether it is there.
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody takes what user code sends."""
+        return self._disconnected or self._has_left
+
+    def watch(self, now: float) -> None:
+        """See whether the client has left, or its body stands still. Called again and again."""
+        if self.body and (late := self.body.timeout(now, self.metadata.request_id)):
+            self._cut(late)
+        elif self.queue is not None and not self._ended:
+            self.listener.watch()  # before it is in the queue it reads its body itself
+
+    def pump(self) -> None:
+        """Begin to read from the server: for user code, and to see the client leave."""
+        if not self._ended:
+            self.listener.start()
+
+    async def take(self) -> Message:
+        """Return the next message for user code; at the end that the client is gone, for ever."""
+        message = await self.listener.take()
+        if message["type"].endswith(".disconnect"):
+            self.is_heard = True
+        return message
+
+    def _on_disconnect(self) -> None:
+        """Stop a request whose client is gone; what runs after the response runs on."""
+        if self._ended or self._is_complete or self._disconnected:
+            return
+        if self.body and self.body.error:
+            self._cut(self.body.error)
+            return
+        self._disconnected = self.is_interrupted = True
+        self._stop_work()
+
+    def _stop_work(self) -> None:
+        self.cancel()
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        # Not before: user code whose `send` failed cleans up, and its cancellation must not come
+        # in the middle of that.
+        self._post(self._close)
+
+    def _close(self) -> None:
+        """Have what user code sends from now on fail."""
+        self._is_closed = True
+        if self._outbound is not None:
+            self._outbound.close()
+
+    def _tell(self, code: int) -> None:
+        if self._told is None and not self._ended:
+            self._told = code
+            self.listener.end(code)
+
+    # Serving on this very loop.
+
+    async def _serve_here(self) -> None:
+        assert self.runner is not None
+        if not self.runner.admit(self):
+            return
+        try:
+            await self.runner.serve(self)
+        except asyncio.CancelledError:
+            # Us, the server, or the replica, which ends and cancels whatever task its calls run in.
+            if not self.runner.is_ending or not self.settle(error=self.runner.gone()):
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            if task.uncancel():
+                raise  # not only the replica
+        except Exception as error:
+            self.runner.fail(self, error)
+        else:
+            self.settle()
+
+    # The user's side.
+
+    async def _work(self, user_code: UserCode) -> None:
+        """What the replica runs, in a task on its loop."""
+        if runs_here(self.loop, self._thread):
+            side: Bridge | Direct = Direct(self, self._first)
+        else:
+            side = Bridge(self, mailbox_of(self.loop), self._first)
+        try:
+            await user_code.http(self.scope, side.receive, side.send)
+        finally:
+            # Let go of: whatever copies the context of the request holds its call, as the server's
+            # keep-alive timer does, and must not hold all that frameworks keep in a scope.
+            if self.is_interrupted or sys.exception() is not None:
+                self.current_route()  # kept, for the record of it
+            if self.metadata.deadline is not None:
+                self.kind()  # kept, for the estimate of the next ones
+            self.scope = {}
+            side.finish()

@@ -1,0 +1,61 @@
+"""ASGI messages on their way: how much they weigh, what they carry, and what ends a WebSocket."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from starlette.types import Message
+
+from ingress.calls.channel import Channel
+
+WEBSOCKET_MESSAGES = 32  # in each direction
+WEBSOCKET_BYTES = 1024 * 1024
+
+# How a WebSocket is closed that user code has not closed itself: RFC 6455, 7.4.1, and its registry.
+# Source of the first: Ray 2.60.0, proxy.py.
+NORMAL = 1000  # its handler returned
+GOING_AWAY = 1001  # its application stops
+INTERNAL_ERROR = 1011  # its handler raised
+SERVICE_RESTART = 1012  # its application is being replaced
+TRY_AGAIN_LATER = 1013  # its application starts, or has no room
+
+
+def channel_for(*, is_http: bool) -> Channel:
+    """Return the channel for one direction of a request or a WebSocket."""
+    return Channel() if is_http else Channel(WEBSOCKET_MESSAGES, WEBSOCKET_BYTES)
+
+
+def size_of(message: Message) -> int:
+    return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
+
+
+def joined(messages: list[Message]) -> list[Message]:
+    """Join neighbouring chunks of a body: what is there already goes out as one.
+
+    A server's work is by the message, not by the byte. No chunk waits for another here.
+    """
+    if len(messages) == 1:
+        return messages
+    result: list[Message] = []
+    for is_chunk, group in groupby(messages, _is_chunk):
+        found = list(group)
+        if is_chunk and len(found) > 1:
+            body = b"".join([each.get("body", b"") for each in found])
+            found = [{"type": "http.response.body", "body": body, "more_body": True}]
+        result += found
+    return result
+
+
+def with_request_id(start: Message, request_id: str) -> Message:
+    """Return the start of a response with the request's id among its headers, if it has none."""
+    headers = list(start.get("headers", ()))
+    for name, _ in headers:
+        if name == b"x-request-id":
+            break
+    else:
+        headers.append((b"x-request-id", request_id.encode()))
+    return {**start, "headers": headers}
+
+
+def _is_chunk(message: Message) -> bool:
+    return bool(message.get("more_body")) and message["type"] == "http.response.body"

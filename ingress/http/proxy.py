@@ -1,0 +1,386 @@
+"""HTTP and WebSocket in, responses out.
+
+    path -> route (longest prefix) -> metadata -> Exchange -> Router -> ... -> response
+    /-/healthz, /-/routes             answered here
+
+Source of paths, texts and headers: Ray 2.60.0, proxy.py and proxy_router.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import monotonic
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.asgi import ASGI
+from ingress.asgi.responses import error_response, refusal, refusal_of, send_refusal
+from ingress.base.types import RequestMetadata, new_request_id
+from ingress.calls.call import CURRENT_CALL
+from ingress.calls.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.calls.retries import RetryBudget
+from ingress.declaration.declaration import Application
+from ingress.http import peer
+from ingress.http.attempts import Attempt, RequestLimits, client_deadline
+from ingress.http.body import Body, answer_and_close
+from ingress.http.exchange import Exchange
+from ingress.http.messages import (
+    GOING_AWAY,
+    NORMAL,
+    SERVICE_RESTART,
+    TRY_AGAIN_LATER,
+    with_request_id,
+)
+from ingress.http.origin import is_local
+from ingress.http.websocket import WebSocketExchange
+from ingress.logs import log_failure, logger
+from ingress.replicas.router import Router
+
+HEALTHZ = "/-/healthz"
+ROUTES = "/-/routes"
+
+SWEEP_S = 0.025
+STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
+
+_SOON = {"retry-after": "1"}  # of what starts
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where requests under one prefix go. `prefix` is "/" or begins, and does not end, with it.
+
+    `router` is `None` while the application starts.
+    """
+
+    prefix: str
+    app_name: str
+    router: Router | None
+
+
+class RouteTable:
+    """Prefix to application, longest first. Replaced as a whole, so any thread may read it.
+
+    `starting` has the names of the applications that start, by their prefixes.
+    """
+
+    __slots__ = ("_ordered", "is_ready", "routes")
+
+    def __init__(
+        self,
+        routers: Mapping[str, Router] | None = None,
+        starting: Mapping[str, str] | None = None,
+    ) -> None:
+        self.routes = {
+            prefix: Route(prefix, name, None) for prefix, name in (starting or {}).items()
+        }
+        for prefix, router in (routers or {}).items():
+            self.routes[prefix] = Route(prefix, router.deployment_id.app_name, router)
+        self.is_ready = bool(routers)
+        self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
+
+    def match(self, path: str) -> Route | None:
+        """Return the route of a path: its prefix is followed by the end or a slash."""
+        for route in self._ordered:
+            prefix = route.prefix
+            if prefix == "/" or path == prefix or path.startswith(prefix + "/"):
+                return route
+        return None
+
+
+class HTTPProxy:
+    """An ASGI application. Runs on whichever loop calls it, so several may at once."""
+
+    __slots__ = (
+        "_budget",
+        "_in_flight",
+        "_swept",
+        "is_draining",
+        "is_leaving",
+        "limits",
+        "table",
+    )
+
+    def __init__(self) -> None:
+        self.table = RouteTable()
+        self.limits = RequestLimits()
+        self.is_leaving = False  # a lame duck: it serves, and its health check says to go elsewhere
+        self.is_draining = False
+        self._budget = RetryBudget()
+        # Added to and taken from on any loop; `drain` reads it.
+        self._in_flight: set[Exchange] = set()
+        self._swept: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        root_path: str = scope.get("root_path", "")
+        if root_path and (path + "/").startswith(root_path + "/"):
+            path = path[len(root_path) :] or "/"
+        if path.startswith("/-/") and scope["type"] == "http":
+            response = self._builtin(path, scope)
+            if response is not None:
+                await response(scope, receive, _with_request_id(send, _request_id(scope)))
+                return
+        route = self.table.match(path)
+        if route is None or (router := route.router) is None or self.is_draining:
+            await self._refuse(path, route, scope, receive, send)
+            return
+
+        has_id = has_body = False
+        length = b""
+        model_id = ""
+        limits = self.limits
+        timeout_s = limits.timeout_s
+        headers = scope["headers"]
+        for name, value in headers:
+            if name in _INTERESTING:
+                if name == b"x-request-id":
+                    has_id = True
+                elif name == b"content-length":
+                    has_body = value != b"0"
+                    length = value
+                elif name == b"transfer-encoding":
+                    has_body = True
+                elif name == TIMEOUT_HEADER:
+                    timeout_s = earlier(timeout_s, value)
+                else:
+                    model_id = value.decode("latin-1")
+        if has_id:  # it may be unfit, or one of several
+            request_id = _request_id(scope)
+            headers = [pair for pair in headers if pair[0] != b"x-request-id"]
+        else:
+            request_id = new_request_id()
+        headers = [*headers, (b"x-request-id", request_id.encode())]
+        inner = {**scope, "asgi": ASGI, "headers": headers}
+        if "router" in inner:  # a parent's that mounts us; links are made by the app's own
+            del inner["router"]
+            inner.pop("app_root_path", None)
+        if route.prefix != "/":
+            inner["root_path"] = root_path + route.prefix
+        now = 0.0 if timeout_s is None else monotonic()
+        deadline = None if timeout_s is None else now + timeout_s
+        if not has_body and scope["type"] == "http":
+            refused = router.turns_away(deadline)
+            if refused is not None:
+                await send_refusal(refused, request_id, send)
+                return
+        body = None
+        if has_body and scope["type"] == "http":
+            body = Body(receive, limits.http, length)
+            if body.error is not None:
+                send = _with_request_id(send, request_id)
+                await answer_and_close(refusal(body.error), scope, receive, send)
+                return
+        metadata = RequestMetadata(
+            request_id,
+            router.deployment_id,
+            route=route.prefix,
+            multiplexed_model_id=model_id,
+            is_http_request=True,
+            deadline=deadline,
+        )
+        following: Exchange | None
+        if limits.retried_methods and scope.get("method") in limits.retried_methods:
+            self._budget.deposit()
+            following = Attempt(
+                metadata,
+                router,
+                inner,
+                receive,
+                send,
+                body,
+                timeout_s=limits.timeout_s,
+                budget=self._budget,
+                last_deadline=client_deadline(inner, now),
+            )
+        else:
+            kind = Exchange if scope["type"] == "http" else WebSocketExchange
+            following = kind(metadata, router, inner, receive, send, body)
+        if timeout_s is not None:
+            following.started_at = now
+        while following is not None:
+            exchange, following = following, None
+            self._in_flight.add(exchange)
+            if exchange.loop not in self._swept:
+                self._swept.add(exchange.loop)
+                exchange.loop.call_later(SWEEP_S, self._sweep, exchange.loop)
+            deadline = exchange.metadata.deadline
+            if deadline is not None:
+                deadlines_of(exchange.loop).add(exchange, deadline)
+            try:
+                await exchange.respond()
+            except ClientDisconnect:
+                pass
+            except Exception as error:
+                following = await exchange.again(error)
+                if following is None:
+                    is_told = (
+                        await self._cut(error, exchange, receive)
+                        if exchange.started
+                        else await answer(
+                            error, exchange, scope, receive, _with_request_id(send, request_id)
+                        )
+                    )
+                    # As Starlette does, for whoever wraps us. The server would do no more than
+                    # log it, and close a connection that others may want to go on using.
+                    if not (is_told or await _is_logged(error, exchange, receive)):
+                        raise
+            finally:
+                self._in_flight.discard(exchange)
+                if deadline is not None:
+                    deadlines_of(exchange.loop).discard(exchange)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have those that run for longer than a sweep watch for their clients to leave.
+
+        Most requests are over before anybody looks: they cost no task, and no timer, for this.
+        """
+        now = monotonic()
+        before = now - SWEEP_S
+        mine = [exchange for exchange in list(self._in_flight) if exchange.loop is loop]
+        for exchange in mine:
+            if exchange.started_at <= before:
+                exchange.watch(now)
+        if mine:
+            loop.call_later(SWEEP_S, self._sweep, loop)
+        else:
+            self._swept.discard(loop)
+
+    async def _cut(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
+        """Cut a response that has begun. Returns False if the server has to, as at an error."""
+        if not (exchange.is_http and exchange.was_ended_by(error) and await peer.cut(receive)):
+            return False
+        token = CURRENT_CALL.set(exchange)  # the record is about it
+        logger.warning(
+            "request %s to %s was cut: %s",
+            exchange.metadata.request_id,
+            exchange.current_route(),
+            error,
+        )
+        CURRENT_CALL.reset(token)
+        return True
+
+    async def drain(self, router: Router, timeout_s: float, *, is_replaced: bool = False) -> None:
+        """Let an application's requests end, and cancel those that do not. On any loop.
+
+        A stream has no end of its own to wait for: it is told that its client is gone, and
+        cancelled after `STREAM_GRACE_S`. `is_replaced` is for the code WebSockets are closed with.
+        """
+        code = SERVICE_RESTART if is_replaced else GOING_AWAY
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        grace = loop.time() + min(STREAM_GRACE_S, timeout_s)
+        while in_flight := [each for each in list(self._in_flight) if each.router is router]:
+            now = loop.time()
+            for exchange in in_flight:
+                if now >= deadline or (now >= grace and exchange.is_stream):
+                    exchange.stop()
+                elif exchange.is_stream:
+                    exchange.tell(code)
+            if now >= deadline:
+                return
+            await asyncio.sleep(0.01)
+
+    def _builtin(self, path: str, scope: Scope) -> Response | None:
+        if path == HEALTHZ:
+            if self.is_leaving or self.is_draining:
+                return PlainTextResponse("This node is being drained.", 503)
+            if self.table.is_ready:
+                return PlainTextResponse("success")
+            if self.table.routes:
+                return PlainTextResponse("starting", 503, _SOON)
+            return PlainTextResponse("Route table is not populated yet.", 503)
+        if path == ROUTES and is_local(scope):
+            apps = {
+                prefix: route.app_name
+                for prefix, route in self.table.routes.items()
+                if route.router is not None
+            }
+            return Response(json.dumps(apps), media_type="application/json")
+        return None
+
+    async def _refuse(
+        self, path: str, route: Route | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer a request that goes to no application: to none, or to one that cannot answer."""
+        is_denied = scope["type"] == "websocket"
+        if self.is_draining:
+            code, status, headers = GOING_AWAY, 503, {"connection": "close"}
+            text = "This node is being drained."
+        elif route is not None:
+            code, status, headers = TRY_AGAIN_LATER, 503, _SOON
+            text = f"Application '{route.app_name}' is starting."
+            # Else the handshake is answered with 403, which no client tries again.
+            is_denied = is_denied and "websocket.http.response" not in scope.get("extensions", {})
+        else:
+            code, status, headers = NORMAL, 404, {}
+            text = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
+        if is_denied:
+            await send({"type": "websocket.close", "code": code, "reason": text[:100]})
+            return
+        response = PlainTextResponse(text, status, headers)
+        await response(scope, receive, _with_request_id(send, _request_id(scope)))
+
+
+async def _is_logged(error: Exception, exchange: Exchange, receive: Receive) -> bool:
+    """Log a failure that nobody but the server would hear of; cut what had begun. Else `False`."""
+    if not isinstance(peer.called_app(receive), HTTPProxy | Application):
+        return False
+    log_failure(exchange, error)
+    if not peer.has_answer(receive):
+        await peer.cut(receive)
+    return True
+
+
+async def answer(
+    error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+) -> bool:
+    """Tell the client that its request failed. Returns False if that needs a look."""
+    if not exchange.is_http:
+        reason = refusal_of(error)
+        if reason is not None:
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
+        return reason is not None
+    response = error_response(error)
+    if exchange.body is not None and exchange.body.is_open:
+        await answer_and_close(response, scope, receive, send)
+    else:
+        await response(scope, receive, send)
+    return response.status_code != 500
+
+
+_INTERESTING = frozenset(
+    (
+        b"content-length",
+        b"serve-multiplexed-model-id",
+        b"serve_multiplexed_model_id",
+        b"transfer-encoding",
+        TIMEOUT_HEADER,
+        b"x-request-id",
+    )
+)
+
+
+def _request_id(scope: Scope) -> str:
+    """Return the first fit id that the client sent, or a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return new_request_id()
+
+
+def _with_request_id(send: Send, request_id: str) -> Send:
+    async def send_with_request_id(message: Message) -> None:
+        if message["type"].endswith("http.response.start"):  # a WebSocket's that is refused too
+            message = with_request_id(message, request_id)
+        await send(message)
+
+    return send_with_request_id

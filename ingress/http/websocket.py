@@ -1,0 +1,95 @@
+"""A WebSocket between the server's loop and the replica's: an exchange without an end of its own.
+
+    ends because                 user code gets                    the client gets
+    its handler returned                                           1000, if it has not closed
+    its handler raised                                             1011
+    the client left              websocket.disconnect; cancelled
+                                 if it does not listen
+    the application stops        websocket.disconnect              1001; 1012 if it is replaced
+
+Once it is accepted it has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; RFC 6455, 7.4.1.
+"""
+
+from __future__ import annotations
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.base.types import RequestMetadata
+from ingress.exceptions import is_told
+from ingress.http.body import Body
+from ingress.http.exchange import Exchange
+from ingress.http.messages import INTERNAL_ERROR, NORMAL
+from ingress.replicas.router import Router
+
+# How long a handler whose client is gone may take, to notice and to clean up.
+HEARING_S = 0.25
+CLEANUP_S = 5.0
+
+
+class WebSocketExchange(Exchange):
+    """Owned by the server's loop."""
+
+    __slots__ = ("_is_accepted",)
+
+    def __init__(
+        self,
+        metadata: RequestMetadata,
+        router: Router,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: Body | None = None,
+    ) -> None:
+        super().__init__(metadata, router, scope, receive, send, body)
+        self._is_accepted = False
+
+    @property
+    def deadline(self) -> float | None:
+        """The calls its handler makes have none."""
+        return None
+
+    def _expire(self) -> None:
+        if not self.started:
+            super()._expire()
+
+    async def _conclude(self) -> None:
+        failure = self.error
+        is_over = self._disconnected or self._told is not None
+        if failure is not None and is_over and is_told(failure):
+            failure = None  # what it made of being told, or that it did not listen
+        if self._is_accepted and not self._is_complete and not self._disconnected:
+            code = self._told or (NORMAL if failure is None else INTERNAL_ERROR)
+            try:
+                await self._send({"type": "websocket.close", "code": code})
+            except OSError:
+                pass  # the client was quicker
+        self._raise(failure)
+
+    async def pass_on(self, message: Message) -> None:
+        self.started = True
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+        self._is_complete = message["type"] == "websocket.close"
+        await self._send(message)
+
+    async def _deliver(self, messages: list[Message]) -> None:
+        try:
+            await super()._deliver(messages)
+        except OSError:
+            self._on_disconnect()  # its handler hears of it when it sends or receives
+
+    def _stop_work(self) -> None:
+        self._close()
+        self.loop.call_later(HEARING_S, self._cancel_unless_heard)
+
+    def _cancel_unless_heard(self) -> None:
+        """Cancel a handler that goes on as if its client were there.
+
+        Race with one that hears of it on its own loop just now: it is cancelled while it cleans up,
+        as the handler of a request always is.
+        """
+        if not self._ended:
+            if self.is_heard:
+                self.loop.call_later(CLEANUP_S, self.cancel)
+            else:
+                self.cancel()

@@ -1,0 +1,244 @@
+"""How many native threads each call may have: BLAS, OpenMP and the like.
+
+    cores / (replicas x calls of a replica that compute at once)        at least 1
+
+Such libraries have as many threads as there are cores, for every call. Two calls at once on two
+cores are then four threads that wait, spinning, for each other. The libraries read environment
+variables when they are loaded, for the whole process: `ingress run` sets those that are not set.
+
+    calls at once    as many as its lanes and the serial thread have threads, if there are any
+                     else as many as the replica has cores, if a `def` runs in its threadpool
+                     else 1, on its event loop
+    a replica's cores    `ray_actor_options={"num_cpus": n}`, else an equal part of what is left
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ingress.base.settings import NATIVE_THREADS, OMP_NUM_THREADS, Settings
+from ingress.batching.batching import Batcher
+from ingress.declaration.build import BuiltApplication, BuiltDeployment
+from ingress.execution.execution import ExecutionMode, Role, plan
+from ingress.execution.lanes import lanes_of
+from ingress.replicas.user_code import public_methods
+
+FOLLOW_OMP = ("BLIS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Those whose libraries read `OMP_NUM_THREADS` where their own is not set."""
+
+_READ_AT_IMPORT = {"cv2", "jax", "numexpr", "numpy", "sklearn", "tensorflow", "torch"}
+_SELDOM = {"check_health", "reconfigure"}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one deployment may take. `cores` are those of one replica, as `calls` are."""
+
+    deployment: str
+    replicas: int
+    calls: int
+    cores: float
+
+    @property
+    def threads(self) -> int:
+        """How many native threads each call is worth."""
+        return max(1, int(self.cores / self.calls))
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadBudget:
+    """The native threads of an application's process.
+
+    `explicit` are the variables that are set, whose values it leaves alone.
+    """
+
+    cores: float
+    shares: tuple[Share, ...]
+    explicit: Mapping[str, str]
+
+    @property
+    def fair(self) -> int:
+        """How many threads a call should have: what the deployment with the least can give it."""
+        return min((share.threads for share in self.shares if share.cores), default=1)
+
+    @property
+    def threads(self) -> int:
+        """How many threads a call has: the variable, where it is set to a number."""
+        given = self.explicit.get(OMP_NUM_THREADS, "")
+        return int(given) if given.isdecimal() and int(given) else self.fair
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that are to be set, before anything that reads them is imported."""
+        follows = FOLLOW_OMP if OMP_NUM_THREADS in self.explicit else ()
+        missing = (name for name in NATIVE_THREADS if name not in (*self.explicit, *follows))
+        return dict.fromkeys(missing, str(self.fair))
+
+    def already_read(self) -> list[str]:
+        """Return what has been imported with more threads than it should have.
+
+        Nothing on Windows, where no process can take the place of another.
+        """
+        if sys.platform == "win32" or self.threads >= int(self.cores):
+            return []
+        return sorted(_READ_AT_IMPORT & sys.modules.keys())
+
+    @property
+    def runnable(self) -> int:
+        """How many threads compute if every call that may does."""
+        calls = sum(share.replicas * share.calls for share in self.shares if share.cores)
+        return calls * self.threads
+
+    @property
+    def warning(self) -> str | None:
+        """What to say if there are more threads than cores and fewer would do, else `None`."""
+        if self.threads <= self.fair or self.runnable <= self.cores:
+            return None
+        return (
+            f"{self.product} ({OMP_NUM_THREADS}) are {self.runnable} runnable threads on "
+            f"{self.cores:g} cores; set {OMP_NUM_THREADS}={self.fair}, or leave it to `ingress run`"
+        )
+
+    @property
+    def summary(self) -> str:
+        """The whole sum in one line, and who sees to it."""
+        whose = "" if OMP_NUM_THREADS in self.explicit else ", set by `ingress run`"
+        setting = f"{OMP_NUM_THREADS}={self.threads}{whose}"
+        return f"{_count(f'{self.cores:g}', 'core')}: {self.product} ({setting})"
+
+    @property
+    def product(self) -> str:
+        """What is multiplied: replicas, their calls, the threads of each."""
+        calls = " + ".join(
+            f"{_count(share.replicas, 'replica')} of {share.deployment} x "
+            f"{_count(share.calls, 'call')}"
+            for share in self.shares
+            if share.cores
+        )
+        if sum(share.cores > 0 for share in self.shares) != 1:
+            calls = f"({calls})"
+        return f"{calls} x {_count(self.threads, 'native thread')}"
+
+
+def thread_budget(
+    built: BuiltApplication, settings: Settings, *, processes: int = 1, cores: float | None = None
+) -> ThreadBudget:
+    """Divide the cores, by default those this process may use, among the deployments."""
+    cores = available_cores() if cores is None else cores
+    counts = [each.deployment.config.replica_count * processes for each in built.deployments]
+    asked = [_cores_asked(each) for each in built.deployments]
+    taken = sum(count * each for count, each in zip(counts, asked, strict=True) if each)
+    others = sum(count for count, each in zip(counts, asked, strict=True) if each is None)
+    # What asks for more than there is gets its part of what there is; who does not ask gets a core.
+    scale = min(1.0, max(1.0, cores - (others > 0)) / taken) if taken else 1.0
+    left = max(1.0, cores - taken * scale) / others if others else 0.0
+    shares = []
+    for each, count, own in zip(built.deployments, counts, asked, strict=True):
+        share = left if own is None else own * scale
+        shares.append(Share(each.name, count, _calls_at_once(each, settings, share), share))
+    return ThreadBudget(cores, tuple(shares), settings.native_threads)
+
+
+def start_again() -> NoReturn:
+    """Replace this process by one with the environment that is set by now.
+
+    How many replicas there are is known when the user's module has been imported, and NumPy with
+    it, as often as not. The variables are there the second time, so there is no third.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def available_cores(root: Path = Path("/")) -> float:
+    """Return how many cores this process may use: of its affinity, and of its cgroups' quotas."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min([float(count), *_quotas(root)])
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the cores that each cgroup above this process allows. Source: Linux, cgroups(7)."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            for folder in _and_above(mounts, path):
+                quota, _, period = _read(folder / "cpu.max").partition(" ")
+                yield from _quotient(quota, period)
+        elif "cpu" in controllers.split(","):
+            for folder in _and_above(mounts / controllers, path):
+                quota = _read(folder / "cpu.cfs_quota_us")
+                yield from _quotient(quota, _read(folder / "cpu.cfs_period_us"))
+
+
+def _and_above(mount: Path, path: str) -> Iterable[Path]:
+    """Return a cgroup's folder and those above it; in a container the last may be all there is."""
+    below = Path(path.lstrip("/"))
+    return (mount / each for each in (below, *below.parents))
+
+
+def _quotient(quota: str, period: str) -> Iterator[float]:
+    try:
+        cores = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max", or no such file
+        return
+    if cores > 0:  # -1 is no limit
+        yield cores
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cores_asked(built: BuiltDeployment) -> float | None:
+    config = built.deployment.config
+    return config.num_cpus if "num_cpus" in config.ray_actor_options else None
+
+
+def _calls_at_once(built: BuiltDeployment, settings: Settings, cores: float) -> int:
+    """Return how many calls of a replica may compute at once."""
+    config = built.deployment.config
+    cls = built.deployment.func_or_class
+    lanes = lanes_of(cls, config.max_ongoing_requests, config.lanes)
+    if named := sum(lanes.limits.values()) + lanes.is_serial:
+        return named
+    flag = settings.run_sync_in_threadpool
+    no_pool: Any = None
+    calls = 1
+    for func, role, at_most in _called(built):
+        made = plan(func, role, sync_in_threadpool=flag, pool=no_pool, lanes=lanes)
+        if made.mode is ExecutionMode.THREADPOOL:
+            calls = max(calls, at_most or lanes.limit)
+    return max(1, min(calls, int(cores)))
+
+
+def _called(built: BuiltDeployment) -> Iterator[tuple[Any, Role, int | None]]:
+    """Yield what requests call, its role, and how many of its calls run at once, if it says so."""
+    target: Any = built.deployment.func_or_class
+    funcs = [target]
+    if inspect.isclass(target):
+        names = {*public_methods(target), "__call__"} - _SELDOM
+        funcs = [getattr(target, name) for name in names if name in dir(target)]
+    for func in funcs:
+        if isinstance(batcher := getattr(func, "__ingress_batcher__", None), Batcher):
+            handler = batcher.handler
+            yield handler.func, Role.BATCH, handler.max_concurrent_batches
+        elif not built.is_asgi:
+            yield func, Role.METHOD, None
+    if built.bound_app is not None:
+        for route in built.bound_app.routes():
+            yield route.func, Role.ENDPOINT, None
+
+
+def _count(number: int | str, what: str) -> str:
+    return f"{number} {what}{'' if str(number) == '1' else 's'}"

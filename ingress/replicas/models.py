@@ -1,0 +1,399 @@
+"""The models that a replica has loaded: those used last, and those in use.
+
+    get(id) -> not there -> waits for room -> loads -> ready -> evicted: `__del__`, gone
+               there: the one that is ready, or the one that is being loaded
+
+A cache belongs to one function that loads, of one object. Each of its models is a `Call`, settled
+with the model once that is loaded: all requests for one id wait for one load. A model is in use as
+long as a request runs that has asked for it, and is then not evicted. Never more than
+`max_num_models_per_replica` are loaded, being loaded or being unloaded at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine
+from contextvars import Context, copy_context
+from itertools import islice
+from typing import Any
+
+from ingress.base.types import RequestMetadata
+from ingress.calls.call import CURRENT_CALL, Call, current_users
+from ingress.calls.cycles import check_cycle
+from ingress.calls.loops import mailbox_of, run_on
+from ingress.context import REPLICA, ReplicaContext
+from ingress.exceptions import ReplicaUnavailableError
+from ingress.execution.execution import Role
+from ingress.logs import logger
+from ingress.replicas.user_code import MakePlan, spare_second_del
+
+Loader = Callable[..., Any]
+
+
+class Models:
+    """All models of one replica. Owned by its user loop; `ids` is read from everywhere.
+
+    `running` are the calls the replica runs. `in_use` has those of them that asked for a model.
+    """
+
+    __slots__ = (
+        "_caches", "_running", "_tasks", "ids", "in_use", "is_stopped", "loop", "make_plan",
+        "replica",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        replica: ReplicaContext,
+        make_plan: MakePlan,
+        running: Collection[Call],
+    ) -> None:
+        self.loop, self.replica, self.make_plan = loop, replica, make_plan
+        self.ids: frozenset[str] = frozenset()
+        self.in_use: dict[Call, set[_Model]] = {}
+        self.is_stopped, self._running = False, running
+        self._caches: dict[tuple[Any, ...], _Cache] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        replica._models = self
+
+    async def get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
+        """Return a model, loaded if need be. On any loop; raises what loading it raised."""
+        return await run_on(self.loop, self._get(func, owner, model_id, limit))
+
+    async def _get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
+        # The cache holds the owner, so that no other object ever has its `id`.
+        key = (func, *map(id, owner))
+        cache = self._caches.get(key)
+        if cache is None:
+            cache = self._caches[key] = _Cache(self, func, owner, limit)
+        return await cache.get(model_id)
+
+    def use(self, model: _Model, calls: Collection[Call]) -> None:
+        """Keep a model for as long as these calls run."""
+        for call in calls:
+            # Else nobody will say when it ends, because it has ended.
+            is_own = isinstance(call, _Model) or call.members is not None
+            if call in self._running or (is_own and not call.settled):
+                model.users.add(call)
+                self.in_use.setdefault(call, set()).add(model)
+
+    def end(self, call: Call) -> None:
+        """Let go of the models of a call that has ended."""
+        for model in self.in_use.pop(call, ()):
+            model.users.discard(call)
+            model.cache.make_room()
+
+    def publish(self) -> None:
+        """Let the router see what is here now."""
+        self.ids = frozenset(each for cache in self._caches.values() for each in cache.staying())
+
+    def start(
+        self, work: Coroutine[Any, Any, None], context: Context | None = None
+    ) -> asyncio.Task[None]:
+        """Run `work` in a task of ours, by default as nobody's request."""
+        if context is None:
+            context = Context()
+            context.run(REPLICA.set, self.replica)
+        task = self.loop.create_task(work, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """End what is being loaded and unload every model, side by side; load no more."""
+        self.is_stopped = True
+        for cache in self._caches.values():
+            cache.empty()
+        try:
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            for task in self._tasks:  # out of time
+                task.cancel()
+            self._caches.clear()
+
+
+class _Model(Call):
+    """One model of a cache, from the first request for it until it is gone; `value` is the model.
+
+    `waiting` has the calls of each request that waits for it: one, those of a batch and itself,
+    or none. `users` are the calls that got it and still run.
+    """
+
+    __slots__ = (
+        "behind", "cache", "gone", "has_room", "id", "is_leaving", "lets_pass", "passed", "room",
+        "task", "users", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, cache: _Cache, model_id: str, metadata: RequestMetadata) -> None:
+        super().__init__(metadata, None, Context())
+        self.queue, self.cache, self.id = cache, cache, model_id
+        self.has_room = self.is_leaving = self.lets_pass = False
+        self.behind = 0  # how many requests for other models stand behind it
+        self.task: asyncio.Task[None] | None = None
+        self.waiting: list[tuple[Call, ...]] = []
+        self.users: set[Call] = set()
+        self.room, self.passed, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.settled and self.error is None and not self.is_leaving
+
+    def requesters(self) -> set[Call]:
+        return {call for calls in self.waiting for call in calls}
+
+    def go(self) -> None:
+        """Wait for room no more, and let those behind go on."""
+        self.room.set()
+        self.passed.set()
+
+    async def stand_behind(self) -> None:
+        self.behind += 1
+        waiter = self.begin_wait()
+        try:
+            await self.passed.wait()
+        finally:
+            self.behind -= 1
+            self.end_wait(waiter)
+
+    def leave(self) -> None:
+        """Give it to nobody any more; who asks for it waits until it is gone."""
+        self.is_leaving = True
+        self.gone.clear()
+
+
+class _Cache:
+    """The models that one function loaded for one object. Owned by the user loop.
+
+    It is also the `call.Queue` its loads wait in for room; that side of it is thread-safe.
+    """
+
+    __slots__ = ("_limit", "_models", "_owner", "_plan", "_replica", "_taken", "_waiting")
+
+    def __init__(self, replica: Models, func: Loader, owner: list[Any], limit: int) -> None:
+        self._replica, self._owner = replica, owner
+        self._plan = replica.make_plan(func, Role.METHOD)
+        self._limit = limit  # -1 for none
+        self._models: OrderedDict[str, _Model] = OrderedDict()  # last used, last
+        self._taken = 0  # models with room: loaded, being loaded or being unloaded
+        # The loads that wait for room, the first one first, and the calls whose end would make it.
+        # Race with `withdraw`, in another thread: who pops a load decides what becomes of it.
+        self._waiting: dict[_Model, frozenset[Call]] = {}
+
+    async def get(self, model_id: str) -> Any:
+        """Return the model; use it for the calls that ask, wait for it, or load it."""
+        calls = current_users()
+        while True:
+            model = self._models.get(model_id) or self._begin(model_id)
+            if model.is_leaving:
+                await model.gone.wait()  # one load or unload of a model at a time
+            elif self._waiting and (load := self._ahead(model, calls)) is not None:
+                await load.stand_behind()
+            elif model.is_ready:
+                if not self._waiting:
+                    self._models.move_to_end(model_id)
+                self._replica.use(model, calls)
+                return model.value
+            else:
+                await self._wait_for(model, calls)
+
+    async def _wait_for(self, model: _Model, calls: tuple[Call, ...]) -> None:
+        """Wait until a model is loaded. Raises what loading it raised."""
+        model.waiting.append(calls)
+        self.make_room()  # what only we use may make room for it, now that we wait
+        try:
+            await model.wait()
+        finally:
+            model.waiting.remove(calls)
+            if not model.waiting and not model.settled:  # nobody wants it any more
+                self._cancel(model)
+        # Not the model: for a task of no running request it may have been evicted by now.
+        model.outcome()
+
+    def _ahead(self, model: _Model, calls: Collection[Call]) -> _Model | None:
+        """Return the load that `calls` stand behind if they ask for this model now.
+
+        As many models as loads wait are given to nobody new, those used longest ago: otherwise one
+        that always has requests would never make room. Who has a model already gets all that are
+        there, because two that wait for what the other has are a deadlock.
+        """
+        if any(call in self._replica.in_use or isinstance(call, _Model) for call in calls):
+            return None
+        waiting = list(self._waiting)
+        loads = [each for each in waiting if not (each.lets_pass or each.passed.is_set())]
+        ready = (each for each in self._models.values() if each.is_ready)
+        return loads[0] if model in islice(ready, len(loads)) else None
+
+    def staying(self) -> list[str]:
+        return [model.id for model in self._models.values() if not model.is_leaving]
+
+    def empty(self) -> None:
+        """Begin to unload all there is."""
+        for model in list(self._models.values()):
+            if model.is_ready:
+                model.leave()
+                self._replica.start(self._evict(model))
+            elif not model.is_leaving:
+                self._cancel(model)
+        self._replica.publish()
+
+    # Loading.
+
+    def _begin(self, model_id: str) -> _Model:
+        if self._replica.is_stopped:
+            raise ReplicaUnavailableError(f"{self._plan.name} was called when its replica stopped.")
+        call = CURRENT_CALL.get(None)
+        metadata = RequestMetadata(
+            "" if call is None else call.metadata.request_id,
+            self._replica.replica.replica_id.deployment_id,
+            method_name=self._plan.name,
+            route="" if call is None else call.current_route(),
+            multiplexed_model_id=model_id,
+            app_name="" if call is None else call.app_name,
+        )
+        model = self._models[model_id] = _Model(self, model_id, metadata)
+        # As a call of its own: that of a request may be cancelled while others wait for the model.
+        context = copy_context()
+        context.run(CURRENT_CALL.set, model)
+        model.task = self._replica.start(self._load(model), context)
+        # Not in the task, which ends without having begun if it is cancelled soon enough.
+        model.task.add_done_callback(lambda _: self._on_load_ended(model))
+        self._replica.publish()
+        return model
+
+    async def _load(self, model: _Model) -> None:
+        try:
+            await self._wait_for_room(model)
+            if model.settled:
+                return
+            value = await self._plan.run(*self._owner, model.id)
+        except Exception as error:
+            logger.exception("Failed to load model %.200r with %s", model.id, self._plan.name)
+            model.settle(error=error)
+        else:
+            # Before one of them goes on: it must not be evicted in between.
+            self._replica.use(model, model.requesters())
+            if model.settle(value) and model.is_leaving:  # it did not listen to its cancellation
+                model.is_leaving = False
+                model.gone.set()
+                self._replica.publish()
+
+    def _on_load_ended(self, model: _Model) -> None:
+        self._replica.end(model)
+        model.go()
+        # If it was cancelled: the replica stops, or nobody wanted it.
+        model.settle(error=ReplicaUnavailableError(f"The load of model {model.id!r} was stopped."))
+        if model.error is not None:
+            self._forget(model)
+        else:
+            self.make_room()  # it may have been wanted for less long than others have waited
+
+    def _cancel(self, model: _Model) -> None:
+        assert model.task is not None
+        model.leave()
+        model.task.cancel()
+        self._replica.publish()
+
+    def _forget(self, model: _Model) -> None:
+        """Take a model out that was not loaded, or is unloaded, and pass on its room."""
+        del self._models[model.id]
+        model.gone.set()
+        self._replica.publish()
+        if model.has_room:
+            self._taken -= 1
+            self.make_room()
+
+    # Room.
+
+    async def _wait_for_room(self, model: _Model) -> None:
+        """Wait until the model may be loaded, or is settled as one that never can be."""
+        self._waiting[model] = frozenset()
+        model.when_settled(lambda _: mailbox_of(self._replica.loop).post(model.go))
+        self.make_room()
+        try:
+            await model.room.wait()
+        finally:
+            self._waiting.pop(model, None)
+
+    def make_room(self) -> None:
+        """Give what room there is to the loads that wait, the first of them first."""
+        for load in list(self._waiting):
+            if self._limit < 0 or self._taken < self._limit:
+                if self._waiting.pop(load, None) is not None:
+                    self._taken += 1
+                    load.has_room = True
+                    load.go()
+            elif (victim := self._victim(load)) is not None:
+                if self._waiting.pop(load, None) is not None:
+                    victim.leave()
+                    self._replica.publish()
+                    self._replica.start(self._evict(victim, load))
+            else:
+                self._waiting[load] = self._holders(load)
+                check_cycle(load)
+
+    def _victim(self, load: _Model) -> _Model | None:
+        """Return the model used longest ago of those that nobody uses.
+
+        Else of those that only requests use that wait for this very load: who asks for more models
+        than there is room for gives up one of their own.
+        """
+        ready = [model for model in self._models.values() if model.is_ready]
+        idle = (model for model in ready if not model.users)
+        requesters = load.requesters()
+        return next(idle, None) or next((m for m in ready if m.users <= requesters), None)
+
+    def _holders(self, load: _Model) -> frozenset[Call]:
+        """Return the calls of which one must end before there can be room."""
+        holders: set[Call] = set()
+        for model in self._models.values():
+            if model.is_ready:
+                holders |= model.users
+            elif model.has_room:
+                holders.add(model)  # it is being loaded or unloaded, and will have ended
+        return frozenset(holders - load.requesters())
+
+    async def _evict(self, model: _Model, load: _Model | None = None) -> None:
+        """Unload a model, and give its room to a load if that still wants it."""
+        await self._unload(model)
+        if load is not None and not load.is_leaving and not load.settled:
+            model.has_room, load.has_room = False, True
+            load.go()
+        self._forget(model)
+
+    async def _unload(self, model: _Model) -> None:
+        """Run a model's `__del__`, once."""
+        value, model.value = model.value, None
+        if not hasattr(type(value), "__del__"):
+            return
+        try:
+            await self._replica.make_plan(value.__del__, Role.UNLOAD).run()
+        except Exception:
+            logger.exception("Failed to unload model %.200r of %s", model.id, self._plan.name)
+        finally:
+            spare_second_del(value)
+
+    # What others see of a load that waits for room. Thread-safe.
+
+    def holders(self, call: Call) -> frozenset[Call] | None:
+        return self._waiting.get(call)  # type: ignore[call-overload, no-any-return]
+
+    def withdraw(self, call: Call) -> bool:
+        assert isinstance(call, _Model)
+        if call.behind:  # let them have what is there: it may be one of them that all wait for
+            call.lets_pass = True
+            mailbox_of(self._replica.loop).post(call.passed.set)
+            return False
+        return self._waiting.pop(call, None) is not None
+
+    def check_cycle(self, call: Call) -> None:
+        check_cycle(call)
+
+    def describe_cycle(self, call: Call, chain: str) -> str:
+        model_id = call.metadata.multiplexed_model_id
+        return (
+            f"Model {model_id!r:.200} can never be loaded: max_num_models_per_replica={self._limit}"
+            f", and those that are there are used by requests that wait for it, in the cycle "
+            f"{chain}. Raise max_num_models_per_replica of {self._plan.name}, or break the cycle."
+        )
