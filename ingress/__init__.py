@@ -15,7 +15,7 @@ from ingress.api import (
     status,
 )
 from ingress.asgi import ingress
-from ingress.base import absent as _absent
+from ingress.base import unsupported as _unsupported
 from ingress.batching.batching import batch
 from ingress.calls.call import cancellation
 from ingress.config import (
@@ -79,4 +79,4 @@ __all__ = [
     "status",
 ]
 
-__getattr__ = _absent.teller(__name__)
+__getattr__ = _unsupported.teller(__name__)

@@ -11,8 +11,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never
 
-from ingress.base.absent import refuse
 from ingress.base.signals import Stopped, StopSignals
+from ingress.base.unsupported import refuse
 from ingress.config import HTTPOptions
 from ingress.context import get_replica_context
 from ingress.declaration.declaration import Application, Deployment
@@ -31,7 +31,7 @@ def start(
     http_options: HTTPOptions | dict[str, Any] | None = None,
     *,
     engine: str | None = None,
-    **absent: Never,
+    **unsupported: Never,
 ) -> None:
     """Start the HTTP server before any application. It then stays until `shutdown`.
 
@@ -39,7 +39,7 @@ def start(
     process, or "ray"; by default what `INGRESS_ENGINE` says. Raises `RuntimeError` if the address
     cannot be bound, or the engine cannot be used.
     """
-    refuse("serve.start", absent)
+    refuse("serve.start", unsupported)
     if isinstance(http_options, dict):
         http_options = HTTPOptions(**http_options)
     elif not isinstance(http_options, HTTPOptions | None):
@@ -57,7 +57,7 @@ def run(
     route_prefix: str | None = "/",
     *,
     engine: str | None = None,
-    **absent: Never,
+    **unsupported: Never,
 ) -> DeploymentHandle:
     """Start an application and return a handle to it once all its replicas are ready.
 
@@ -68,7 +68,7 @@ def run(
     `INGRESS_ENGINE` says. Raises `RuntimeError`, from what user code raised, if a replica does not
     start; also if the application is deleted, replaced or shut down while it starts.
     """
-    refuse("serve.run", absent)
+    refuse("serve.run", unsupported)
     _check_target(target)
     _check_name(name)
     _check_route_prefix(route_prefix)
@@ -89,21 +89,21 @@ class RunTarget:
         target: Application,
         name: str = "default",
         route_prefix: str | None = "/",
-        **absent: Never,
+        **unsupported: Never,
     ) -> None:
-        refuse("serve.RunTarget", absent)
+        refuse("serve.RunTarget", unsupported)
         self.target, self.name, self.route_prefix = target, name, route_prefix
 
 
 def run_many(
-    targets: Sequence[RunTarget], blocking: bool = False, **absent: Never
+    targets: Sequence[RunTarget], blocking: bool = False, **unsupported: Never
 ) -> list[DeploymentHandle]:
     """Start several applications, one after another, and return their handles.
 
     Those that run already stay if one of them does not start. Raises as `run`, and `ValueError`
     before anything starts if two have one name.
     """
-    refuse("serve.run_many", absent)
+    refuse("serve.run_many", unsupported)
     names = [each.name for each in targets]
     if len({*names}) < len(names):
         raise ValueError(f"applications must have different names, got {names}; name each")

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
 
-from ingress.base.absent import teller
 from ingress.base.options import (
     ClassPath,
     Fraction,
@@ -34,6 +33,7 @@ from ingress.base.options import (
     is_number,
 )
 from ingress.base.settings import HTTPLimits
+from ingress.base.unsupported import teller
 
 NOT_ACTED_ON: frozenset[str] = frozenset(
     {

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingress.base.absent import absent_member, teller
 from ingress.base.types import ReplicaID
+from ingress.base.unsupported import absent_member, teller
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ExecutionPlan, Role
 

@@ -30,10 +30,10 @@ from __future__ import annotations
 
 from starlette import requests, websockets  # not their classes: these here are ours
 
-from ingress.base.absent import teller
+from ingress.base.unsupported import teller
 
 
-def is_told(error: BaseException) -> bool:
+def is_cancellation(error: BaseException) -> bool:
     """Whether it is only what we tell user code when nobody wants its answer any more.
 
     Nobody need hear of that when it comes back; nor of a group of nothing else, as task groups

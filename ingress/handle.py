@@ -18,9 +18,9 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
 
-from ingress.base.absent import absent_member, absent_method, refuse, teller
 from ingress.base.options import is_number
 from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.base.unsupported import absent_member, absent_method, refuse, teller
 from ingress.calls.call import CURRENT_CALL, Call, Queue
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import running_loop
@@ -134,11 +134,11 @@ class DeploymentHandle:
         method_name: str | None = None,
         stream: bool | None = None,
         multiplexed_model_id: str | None = None,
-        **absent: Never,
+        **unsupported: Never,
     ) -> DeploymentHandle:
         """Return a handle with other options; what is not given stays as it is."""
-        if absent:
-            refuse("handle.options", absent)
+        if unsupported:
+            refuse("handle.options", unsupported)
         given: dict[str, Any] = {"method_name": method_name, "stream": stream}
         given["multiplexed_model_id"] = multiplexed_model_id
         for name in ("method_name", "multiplexed_model_id"):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ingress.base.absent import absent_member, teller
 from ingress.base.counters import LaneLoad, Latency
+from ingress.base.unsupported import absent_member, teller
 from ingress.config import LoggingConfig as LoggingConfig  # there in Ray Serve
 
 

@@ -56,7 +56,7 @@ class FakeReplica:
     def context(self) -> ReplicaContext:
         raise AssertionError("a fake replica runs no user code")
 
-    def gone(self) -> Exception:
+    def gone_error(self) -> Exception:
         raise AssertionError("a fake replica stays")
 
     def admit(self, call: Call) -> bool:

@@ -21,8 +21,8 @@ from typing import Any
 
 from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.calls.retries import RetryBudget
-from ingress.http.attempts import Attempt
 from ingress.http.exchange import Exchange
+from ingress.http.retrying import Attempt
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.router import Router
 

@@ -364,24 +364,24 @@ def test_the_composition_calls_model_and_summarizer_at_the_same_time() -> None:
 def test_echo_handles_others_while_one_awaits() -> None:
     visits = Visits()
 
-    class Watched(class_of("echo")):  # type: ignore[misc]
+    class LoopProbe(class_of("echo")):  # type: ignore[misc]
         async def __call__(self, request: Any) -> Any:
             with visits:
                 return await super().__call__(request)
 
-    with served(bound("echo", Watched)) as it:
+    with served(bound("echo", LoopProbe)) as it:
         assert results([it.handle.remote(None) for _ in range(10)]) == ["ok"] * 10
 
     assert visits.most_inside > 1
 
 
 def blocking(name: str, visits: Visits) -> serve.Application:
-    class Watched(class_of(name)):  # type: ignore[misc]
+    class LoopProbe(class_of(name)):  # type: ignore[misc]
         def __call__(self, request: Any) -> Any:
             with visits:
                 return super().__call__(request)
 
-    return bound(name, Watched)
+    return bound(name, LoopProbe)
 
 
 # "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0 (current default), __call__ runs directly on the user
@@ -414,7 +414,7 @@ def test_with_the_flag_each_def_call_runs_in_a_thread(
     monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
     gate = Gate()
 
-    class Watched(class_of(name)):  # type: ignore[misc]
+    class LoopProbe(class_of(name)):  # type: ignore[misc]
         def __call__(self, request: Any) -> Any:
             gate.wait()
             return super().__call__(request), here()
@@ -422,7 +422,7 @@ def test_with_the_flag_each_def_call_runs_in_a_thread(
         async def ping(self) -> str:
             return here()
 
-    with served(bound(name, Watched)) as it:
+    with served(bound(name, LoopProbe)) as it:
         responses = [it.handle.remote(None) for _ in range(3)]
         gate.wait_for(3)
         assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
@@ -437,7 +437,7 @@ def test_fastapi_endpoints_overlap_each_where_its_def_says(path: str) -> None:
     gate = Gate()
     places = set()
 
-    class Watched(class_of("fastapi_deployment")):  # type: ignore[misc]
+    class LoopProbe(class_of("fastapi_deployment")):  # type: ignore[misc]
         def sync_endpoint(self) -> Any:
             places.add(here())
             gate.wait()
@@ -448,7 +448,7 @@ def test_fastapi_endpoints_overlap_each_where_its_def_says(path: str) -> None:
             await gate.wait_async()
             return await super().async_endpoint()
 
-    with served(bound("fastapi_deployment", Watched)) as it:
+    with served(bound("fastapi_deployment", LoopProbe)) as it:
         responses = it.send(path, count=3)
         gate.wait_for(3)
         gate.open()
@@ -504,13 +504,13 @@ def test_heavy_numpy_runs_in_several_threads_at_once() -> None:
     gate = Gate()
     places = set()
 
-    class Watched(class_of("numpy_deployment")):  # type: ignore[misc]
+    class LoopProbe(class_of("numpy_deployment")):  # type: ignore[misc]
         def _heavy_numpy(self, array: Any) -> Any:
             places.add(here())
             gate.wait()
             return super()._heavy_numpy(array)
 
-    with served(bound("numpy_deployment", Watched)) as it:
+    with served(bound("numpy_deployment", LoopProbe)) as it:
         responses = it.send(count=3)
         gate.wait_for(3)
         gate.open()
@@ -535,12 +535,12 @@ def test_as_many_requests_as_the_example_says_are_inside_and_the_next_queues(
 ) -> None:
     gate = Gate()
 
-    class Watched(class_of(name)):  # type: ignore[misc]
+    class LoopProbe(class_of(name)):  # type: ignore[misc]
         async def __call__(self, request: Any) -> Any:
             await gate.wait_async()
             return await super().__call__(request)
 
-    with served(bound(name, Watched)) as it:
+    with served(bound(name, LoopProbe)) as it:
         responses = [it.handle.remote(None) for _ in range(limit + 1)]
         gate.wait_for(limit)
         assert it.status().queued == 1
@@ -557,12 +557,12 @@ def test_the_blocking_stream_lets_no_other_request_begin(monkeypatch: pytest.Mon
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
     visits = Visits()
 
-    class Watched(class_of("blocking_stream")):  # type: ignore[misc]
+    class LoopProbe(class_of("blocking_stream")):  # type: ignore[misc]
         def __call__(self, request: Any) -> Iterator[str]:
             with visits:  # the first two chunks are enough
                 yield from islice(super().__call__(request), 2)
 
-    with online(bound("blocking_stream", Watched)) as it:
+    with online(bound("blocking_stream", LoopProbe)) as it:
         with it.client.stream("GET", "/") as response:
             lines = response.iter_lines()
             assert next(lines) == "0"
@@ -581,7 +581,7 @@ def test_the_blocking_stream_lets_no_other_request_begin(monkeypatch: pytest.Mon
 def test_async_streams_go_on_side_by_side() -> None:
     visits = Visits()
 
-    class Watched(class_of("async_stream")):  # type: ignore[misc]
+    class LoopProbe(class_of("async_stream")):  # type: ignore[misc]
         async def __call__(self, request: Any) -> AsyncIterator[str]:
             with visits:
                 async for item in await super().__call__(request):
@@ -590,7 +590,7 @@ def test_async_streams_go_on_side_by_side() -> None:
         async def ping(self) -> str:
             return here()
 
-    with online(bound("async_stream", Watched)) as it:
+    with online(bound("async_stream", LoopProbe)) as it:
         with it.client.stream("GET", "/") as one, it.client.stream("GET", "/") as other:
             lines, others = one.iter_lines(), other.iter_lines()
             assert (next(lines), next(others)) == ("0", "0")
@@ -604,7 +604,7 @@ def test_async_streams_go_on_side_by_side() -> None:
 def test_the_loop_stays_responsive_while_a_thread_computes() -> None:
     gate = Gate()
 
-    class Watched(class_of("offload_cpu")):  # type: ignore[misc]
+    class LoopProbe(class_of("offload_cpu")):  # type: ignore[misc]
         def _compute(self, x: int) -> Any:
             gate.wait()
             return super()._compute(x), here()
@@ -612,7 +612,7 @@ def test_the_loop_stays_responsive_while_a_thread_computes() -> None:
         async def ping(self) -> str:
             return here()
 
-    with served(bound("offload_cpu", Watched)) as it:
+    with served(bound("offload_cpu", LoopProbe)) as it:
         responses = [it.handle.remote(None) for _ in range(2)]
         gate.wait_for(2)
         assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
@@ -626,12 +626,12 @@ def test_the_loop_stays_responsive_while_a_thread_computes() -> None:
 def test_the_model_gets_many_inputs_at_once_and_each_client_its_own_result(name: str) -> None:
     sizes = []
 
-    class Watched(class_of(name)):  # type: ignore[misc]
+    class LoopProbe(class_of(name)):  # type: ignore[misc]
         async def _run_model(self, inputs: list[str]) -> Any:
             sizes.append(len(inputs))
             return await super()._run_model(inputs)
 
-    with served(bound(name, Watched)) as it:
+    with served(bound(name, LoopProbe)) as it:
         numbers = range(32)
         answers = [it.send(f"/?input={number}")[0] for number in numbers]
         texts = [answer.result().text for answer in answers]
@@ -660,11 +660,11 @@ def test_the_vectorized_model_prints_what_its_handle_returned(tmp_path: Path) ->
 def test_two_batches_are_in_flight_at_once() -> None:
     gate = Gate()
 
-    class Watched(class_of("concurrent_batches")):  # type: ignore[misc]
+    class LoopProbe(class_of("concurrent_batches")):  # type: ignore[misc]
         def _compute(self) -> None:
             gate.wait()
 
-    with served(bound("concurrent_batches", Watched)) as it:
+    with served(bound("concurrent_batches", LoopProbe)) as it:
         responses = it.send(count=12)
         gate.wait_for(2)
         gate.open()

@@ -60,13 +60,13 @@ class Hold:
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
         self.ended: list[BaseException | None] = []
-        self.let_go = threading.Event()
+        self.release_references = threading.Event()
 
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
     async def __call__(self, xs: list[Any]) -> list[Any]:
         self.batches.append(xs)
         try:
-            while not self.let_go.is_set():
+            while not self.release_references.is_set():
                 await asyncio.sleep(0.002)
         except BaseException as error:
             self.ended.append(error)
@@ -190,7 +190,7 @@ def test_one_application_started_twice_batches_on_both_loops(separate: str) -> N
         with TestClient(app) as client, ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(client.get, "/") for _ in range(2)]
             wait_until(lambda: made and made[-1].batches)
-            made[-1].let_go.set()
+            made[-1].release_references.set()
             assert [answer.result(PATIENCE_S).status_code for answer in answers] == [200, 200]
     assert len(made) == 2
 
@@ -340,7 +340,7 @@ def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
     port = served(bind(deployment))
     for _ in range(5):
         del made[0].batches[:]
-        made[0].let_go.set()
+        made[0].release_references.set()
         leaver = Connection(port)
         leaver.request("/leaver")
         wait_until(lambda: ongoing() == 1)
@@ -366,7 +366,7 @@ def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
     port = served(bind(deployment))
     for _ in range(5):
         del made[0].batches[:]
-        made[0].let_go.clear()
+        made[0].release_references.clear()
         first, second = Connection(port), Connection(port)
         with first, second:
             first.request("/first")
@@ -379,7 +379,7 @@ def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
             else:
                 leaver.socket.close()
             wait_until(lambda: ongoing() == 1)
-            made[0].let_go.set()
+            made[0].release_references.set()
             assert stays.answer().status == 200
     assert made[0].ended == [None] * 5
     wait_until(lambda: ongoing() == 0)
@@ -431,7 +431,7 @@ def test_a_cancelled_call_leaves_the_batch_it_started_to_the_others(separate: st
     second.cancel()
     with pytest.raises(RequestCancelledError):
         second.result(timeout_s=PATIENCE_S)
-    made[0].let_go.set()
+    made[0].release_references.set()
 
     assert first.result(timeout_s=PATIENCE_S) == "1"
     assert made[0].ended == [None]
@@ -459,11 +459,11 @@ def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
     started: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
 ) -> None:
     set_flags(monkeypatch, "1")
-    entered, let_go = threading.Event(), threading.Event()
+    entered, release_references = threading.Event(), threading.Event()
 
     def body(xs: list[int]) -> list[int]:
         entered.set()
-        let_go.wait(PATIENCE_S)
+        release_references.wait(PATIENCE_S)
         return xs
 
     class Def:
@@ -493,9 +493,9 @@ def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
         for response in responses:
             with pytest.raises(serve.exceptions.ReplicaUnavailableError):
                 response.result(timeout_s=PATIENCE_S)
-        assert not let_go.is_set()
+        assert not release_references.is_set()
     finally:
-        let_go.set()
+        release_references.set()
         thread.join()
 
 

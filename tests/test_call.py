@@ -190,7 +190,7 @@ def test_an_ended_call_keeps_nothing_of_the_call_that_started_it() -> None:
     call = make_call()
     call.work = lambda _, argument=argument: argument
     call.context.run(lambda: CURRENT_CALL.set(make_call()))
-    call.let_go()
+    call.release_references()
     del argument
     gc.collect()
 

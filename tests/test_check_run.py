@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ingress.check.tracing import Trace, traced_class, traced_state
+from ingress.check.write_recording import Trace, traced_class, traced_state
 from tests.servers import INGRESS, PATIENCE_S, environment, write_module
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

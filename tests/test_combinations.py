@@ -50,14 +50,14 @@ def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
 ) -> None:
     deadlines: list[float | None] = []
     outcomes: list[BaseException | str] = []
-    asked, let_go = threading.Event(), threading.Event()
+    asked, release_references = threading.Event(), threading.Event()
 
     @serve.deployment
     class Child:
         async def __call__(self) -> str:
             deadlines.append(serve.get_request_context().deadline)
             asked.set()
-            while not let_go.is_set():
+            while not release_references.is_set():
                 await asyncio.sleep(0.002)
             return "child"
 
@@ -85,7 +85,7 @@ def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
             assert second.answer().status == 408
         else:
             assert asked.wait(PATIENCE_S)
-            let_go.set()
+            release_references.set()
             assert second.answer().status == 200
     wait_until(lambda: outcomes)
     (deadline,) = deadlines
@@ -276,14 +276,14 @@ def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
 def test_an_error_of_one_item_whose_request_has_left_is_logged(
     separate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    began, let_go = threading.Event(), threading.Event()
+    began, release_references = threading.Event(), threading.Event()
 
     @serve.deployment
     class Failing:
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S, per_item_errors=True)
         async def __call__(self, xs: list[int]) -> list[Any]:
             began.set()
-            while not let_go.is_set():
+            while not release_references.is_set():
                 await asyncio.sleep(0.002)
             return [ValueError(x) for x in xs]
 
@@ -292,7 +292,7 @@ def test_an_error_of_one_item_whose_request_has_left_is_logged(
     assert began.wait(PATIENCE_S)
     left.cancel()
     wait_until(lambda: replica().ongoing == 1)
-    let_go.set()
+    release_references.set()
     with pytest.raises(ValueError, match="2"):
         stayed.result(timeout_s=PATIENCE_S)
     (record,) = caplog.records
@@ -301,12 +301,12 @@ def test_an_error_of_one_item_whose_request_has_left_is_logged(
 
 
 def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> None:
-    let_go = threading.Event()
+    release_references = threading.Event()
 
     @serve.deployment
     class Leaf:
         async def __call__(self) -> str:
-            while not let_go.is_set():
+            while not release_references.is_set():
                 await asyncio.sleep(0.002)
             return "leaf"
 
@@ -330,7 +330,7 @@ def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> 
     handle = serve.run(bind(K, bind(Leaf)), route_prefix=None)
     responses = [handle.outer.remote(x) for x in range(2)]
     wait_until(lambda: serve.status().applications["default"].deployments["K"].queued == 1)
-    let_go.set()
+    release_references.set()
     assert [each.result(timeout_s=PATIENCE_S) for each in responses] == ["leaf"] * 2
 
 
@@ -404,7 +404,7 @@ def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408(separa
 
 def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) -> None:
     unloaded: list[str] = []
-    began, let_go, seen = threading.Event(), threading.Event(), threading.Event()
+    began, release_references, seen = threading.Event(), threading.Event(), threading.Event()
     at_the_end: list[list[str]] = []
 
     class Model:
@@ -424,7 +424,7 @@ def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) 
         async def batched(self, xs: list[int]) -> list[int]:
             await self.load("a")
             began.set()
-            while not let_go.is_set():
+            while not release_references.is_set():
                 await asyncio.sleep(0.002)
             at_the_end.append(list(unloaded))
             seen.set()
@@ -442,7 +442,7 @@ def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) 
     other = handle.other.remote()
     with pytest.raises(TimeoutError):
         other.result(timeout_s=0.1)
-    let_go.set()
+    release_references.set()
     assert other.result(timeout_s=PATIENCE_S) == "b"
     assert at_the_end == [[]]
     assert unloaded == ["a"]

@@ -57,7 +57,7 @@ BEGUN = {
 KINDS = {
     *("Exchange", "Attempt", "WebSocketExchange", "Call", "Invocation", "DeploymentResponse"),
     *("DeploymentResponseGenerator", "BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
-    *("Channel", "Listener", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
+    *("Channel", "ClientReader", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
     *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn", "HTTPProxy"),
     *("ReplicaContext", "ReplicaApp", "RouteIndex", "Lifted", "EventLoopThread", "LocalEngine"),
 }

@@ -232,7 +232,7 @@ async def test_routes_are_told_to_clients_of_the_same_process() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("server", "is_told"),
+    ("server", "is_cancellation"),
     [
         (("127.0.0.1", 80), True),
         (("::1", 80), True),
@@ -242,7 +242,7 @@ async def test_routes_are_told_to_clients_of_the_same_process() -> None:
     ],
 )
 async def test_routes_are_told_by_a_loopback_server_only(
-    server: tuple[str, int | None], is_told: bool
+    server: tuple[str, int | None], is_cancellation: bool
 ) -> None:
     application = named("a")
 
@@ -254,7 +254,7 @@ async def test_routes_are_told_by_a_loopback_server_only(
         answer = await client.get("/-/routes")
     await application.aclose()
 
-    assert (answer.json() == {"/": "default"}) == is_told
+    assert (answer.json() == {"/": "default"}) == is_cancellation
 
 
 # The request's id.

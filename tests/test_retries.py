@@ -373,12 +373,12 @@ class TurnedAwayMachine(RuleBasedStateMachine):
         self.router.add(replica.real)
 
     @precondition(lambda self: self.replicas)
-    @rule(which=st.randoms(use_true_random=False), is_told=st.booleans())
-    def retire(self, which: random.Random, is_told: bool) -> None:
+    @rule(which=st.randoms(use_true_random=False), is_cancellation=st.booleans())
+    def retire(self, which: random.Random, is_cancellation: bool) -> None:
         """End a replica; the router may be told at once, or never."""
         replica = which.choice(self.replicas)
         replica.is_ending = True
-        if is_told:
+        if is_cancellation:
             self.replicas.remove(replica)
             self.retired.append(replica)
             self.router.remove(replica.real)

@@ -724,16 +724,16 @@ def test_a_cycle_that_is_seen_once_only_was_none() -> None:
             self.looks += 1
             return frozenset([waiter]) if self.looks == 1 else None
 
-        def check_cycle(self, call: Call) -> None:
+        def check_deadlock(self, call: Call) -> None:
             pass
 
-        def describe_cycle(self, call: Call, chain: str) -> str:
+        def describe_deadlock(self, call: Call, chain: str) -> str:
             return chain
 
     router.assign(waiter)
     child.queue = MovesOn()
     thread = blocked_by(waiter, child)
-    router.check_cycle(waiter)
+    router.check_deadlock(waiter)
 
     assert not child.settled
     child.settle("in time")

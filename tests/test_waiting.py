@@ -31,8 +31,8 @@ from ingress.exceptions import (
     ReplicaUnavailableError,
     RequestCancelledError,
 )
-from ingress.http.attempts import RequestLimits
 from ingress.http.proxy import HTTPProxy, RouteTable
+from ingress.http.retrying import RequestLimits
 from ingress.replicas.router import Router
 from tests.fakes import FakeReplica
 from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until

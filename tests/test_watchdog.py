@@ -34,10 +34,10 @@ from ingress.base.types import DeploymentID, ReplicaID
 from ingress.calls.loops import EventLoopThread
 from ingress.context import ReplicaContext
 from ingress.watchdog import WATCHDOG, StallReason
-from ingress.watchdog.patrol import Patrol
+from ingress.watchdog.loop_probe import LoopProbe, Runner, Sample
 from ingress.watchdog.records import StallLog
+from ingress.watchdog.sampler import Sampler
 from ingress.watchdog.stacks import Place, Stack
-from ingress.watchdog.watched import Runner, Sample, Watched
 from tests.servers import (
     INGRESS,
     PATIENCE_S,
@@ -615,7 +615,7 @@ def test_a_look_leaves_no_frames_to_the_garbage_collector() -> None:
     def frames() -> int:
         return sum(type(each) is FrameType for each in gc.get_objects())
 
-    patrol = Patrol(0.1, StallLog())
+    patrol = Sampler(0.1, StallLog())
     patrol.look([])
     gc.collect()
     gc.disable()
@@ -628,7 +628,7 @@ def test_a_look_leaves_no_frames_to_the_garbage_collector() -> None:
         gc.enable()
 
 
-def seen(loop: Watched, *places: Place | None) -> None:
+def seen(loop: LoopProbe, *places: Place | None) -> None:
     """Give a loop what was seen of it: the user's code there, or that it was idle."""
     for number, place in enumerate(places, 1):
         stack = Stack((), place or Place("", 0, ""), "M.m", is_users=place is not None)
@@ -637,7 +637,7 @@ def seen(loop: Watched, *places: Place | None) -> None:
 
 def test_a_loop_that_is_busy_with_nothing_in_particular_does_not_stand_still() -> None:
     with asyncio.Runner() as runner:
-        loop = Watched(runner.get_loop())
+        loop = LoopProbe(runner.get_loop())
         seen(loop, *(Place("users.py", number, f"M.m{number}") for number in range(5)))
         assert loop.judge(1.0, []) == (None, None)
         seen(loop, *(Place("users.py", 7, "M.m7") for _ in range(6)))  # one more than all others
@@ -651,7 +651,7 @@ def test_a_loop_that_waits_while_nobody_computes_has_been_forgotten_by_the_syste
     place = Place("users.py", 1, "M.crunch")
     computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
     with asyncio.Runner() as runner:
-        loop = Watched(runner.get_loop())
+        loop = LoopProbe(runner.get_loop())
         seen(loop, None, None, None, place)
         assert loop.judge(1.0, []) == (None, None)
         stall, _ = loop.judge(1.0, [computed])
@@ -664,7 +664,7 @@ def test_a_loop_that_lost_the_gil_in_the_middle_of_its_work_is_not_to_blame() ->
     place = Place("users.py", 1, "M.crunch")
     computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
     with asyncio.Runner() as runner:
-        loop = Watched(runner.get_loop())
+        loop = LoopProbe(runner.get_loop())
         seen(loop, Place("users.py", 9, "M.innocent"))
         blamed, _ = loop.judge(1.0, [computed])
         loop.starved_s = 0.9

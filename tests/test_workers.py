@@ -209,7 +209,7 @@ def test_a_second_signal_ends_workers_at_once(
         server.wait_for("slow began")
         workers = workers_of(server)
         SENDERS[how](server, number)
-        wait_until(partial(is_told, server))
+        wait_until(partial(is_cancellation, server))
         SENDERS[how](server, number)
         began = time.monotonic()
 
@@ -219,7 +219,7 @@ def test_a_second_signal_ends_workers_at_once(
         assert "Traceback" not in server.output
 
 
-def is_told(server: ServerProcess) -> bool:
+def is_cancellation(server: ServerProcess) -> bool:
     """Whether it drains: uvicorn says so, once."""
     return "Shutting down" in server.output
 

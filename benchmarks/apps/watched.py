@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from benchmarks.apps import ours
 from ingress.base.settings import Settings
 from ingress.watchdog import WATCHDOG
-from ingress.watchdog.watched import Owner
+from ingress.watchdog.loop_probe import Owner
 
 SLICE_S = 0.05
 SETTLE_S = 0.0125

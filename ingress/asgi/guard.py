@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.calls.scopes import OnceScope
+from ingress.calls.cancel_scopes import OnceScope
 from ingress.exceptions import StreamClosedError
 from ingress.execution.execution import contain, contained, raise_instead
 

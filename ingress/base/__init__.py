@@ -3,7 +3,8 @@
     settings     environment variables, read into one frozen object; start here
     options      the base class of the options in `ingress.config`
     types        identities, and the metadata of a request
-    signals, standard_streams, garbage, counters, absent
+    signals, standard_streams, counters,
+    gc_freeze, unsupported
 
 It imports nothing of the package.
 """

@@ -27,7 +27,7 @@ from ingress.context import REPLICA, ReplicaContext
 from ingress.exceptions import (
     RayServeException,
     UserCodeExit,
-    is_told,
+    is_cancellation,
 )
 from ingress.execution import execution
 from ingress.execution.execution import Kind, Role
@@ -309,7 +309,7 @@ class BatchQueue:
 
     def _log_late(self, items: list[Item], error: BaseException) -> None:
         """Log an error if all whose it is have left: nobody else will hear of it."""
-        if all(item.has_left for item in items) and not is_told(error):
+        if all(item.has_left for item in items) and not is_cancellation(error):
             ids = [item.call.metadata.request_id for item in items if item.call is not None]
             logger.warning(
                 "%s failed after the requests of its batch had left: %s",

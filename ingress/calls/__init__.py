@@ -3,7 +3,7 @@
     call         the request: its state, its answer, its cancellation; start here
     loops        a thread with an event loop, and `Mailbox`, the one way to call into it
     channel      a bounded stream from one loop or thread to another
-    deadlines, cycles, scopes, retries
+    deadlines, deadlocks, cancel_scopes, retries
 
 It imports `exceptions` and `base`.
 """

@@ -31,9 +31,9 @@ class Queue(Protocol):
 
     def holders(self, call: Call) -> frozenset[Call] | None: ...
 
-    def check_cycle(self, call: Call) -> None: ...
+    def check_deadlock(self, call: Call) -> None: ...
 
-    def describe_cycle(self, call: Call, chain: str) -> str: ...
+    def describe_deadlock(self, call: Call, chain: str) -> str: ...
 
 
 class Runner(Protocol):
@@ -48,7 +48,7 @@ class Runner(Protocol):
     @property
     def context(self) -> ReplicaContext: ...
 
-    def gone(self) -> Exception: ...
+    def gone_error(self) -> Exception: ...
 
     def admit(self, call: Call) -> bool: ...
 
@@ -258,7 +258,7 @@ class Call:
         """Return the route as far as it is known by now, a template such as "/items/{id}"."""
         return self.metadata.route
 
-    def let_go(self) -> None:
+    def release_references(self) -> None:
         """Forget what only the run needed, once it has ended.
 
         Otherwise a call that starts another as its last act, and that one the next, would keep all
@@ -314,7 +314,7 @@ class Call:
             # after it has queued the call, so one of the two sees both.
             self.is_awaited = True
             if self.queue is not None:
-                self.queue.check_cycle(self)
+                self.queue.check_deadlock(self)
         return waiter
 
     def end_wait(self, waiter: Call | None) -> None:
@@ -325,7 +325,7 @@ class Call:
                 other = next(iter(waiter.waits_for), None)
             # This may have been the one that could still be answered.
             if other is not None and other.queue is not None:
-                other.queue.check_cycle(other)
+                other.queue.check_deadlock(other)
 
 
 def when_all_settled(calls: Sequence[Call], then: Callable[[], Any]) -> None:

@@ -24,7 +24,14 @@ from time import monotonic
 from typing import Any, ClassVar
 
 from ingress.asgi import BoundApp
-from ingress.check.tracing import CONTAINERS, Line, Trace, Writes, traced_class, traced_state
+from ingress.check.write_recording import (
+    CONTAINERS,
+    Line,
+    Trace,
+    Writes,
+    traced_class,
+    traced_state,
+)
 from ingress.context import ReplicaContext
 from ingress.execution.execution import ExecutionPlan, Kind, Role
 from ingress.replicas.user_code import MakePlan, UserCode
@@ -44,7 +51,7 @@ _SWITCH_INTERVAL_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class LoopProbe:
     """What a rehearsal is to decide: `attribute` of the instances of whom these functions are."""
 
     functions: tuple[str, ...]
@@ -95,7 +102,7 @@ class RehearsingUserCode(UserCode):
 
     __slots__ = ("_deadline", "_recordings", "_state")
 
-    watched: ClassVar[tuple[Watched, ...]] = ()
+    watched: ClassVar[tuple[LoopProbe, ...]] = ()
     outcome: ClassVar[Outcome] = Outcome()
     _turn: ClassVar[threading.Lock] = threading.Lock()  # the switch interval is the process's
 

@@ -2,7 +2,7 @@
 
     commands     the commands and their options; start here
     serving      what `run` does; worker, workers: its processes
-    target, terminal, tracing
+    target, terminal, trace_command
 
 It may import every other folder; none imports it.
 """

@@ -62,7 +62,7 @@ def work(config: uvicorn.Config, port: SharedPort, pipe: Connection) -> None:
     except Exception:
         cause.lines.append(traceback.format_exc())
     if not server.started:
-        server.tell("\n".join(cause.lines))
+        server.report("\n".join(cause.lines))
         sys.exit(STARTUP_FAILURE)
 
 
@@ -77,9 +77,9 @@ class Worker(UvicornServer):
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
-        self.tell(self.started)
+        self.report(self.started)
 
-    def tell(self, what: bool | str) -> None:
+    def report(self, what: bool | str) -> None:
         with self._lock:
             try:
                 self._pipe.send(what)
@@ -89,7 +89,7 @@ class Worker(UvicornServer):
     def beat(self) -> None:
         """Tell the supervisor that this process lives, until either ends."""
         while not self._pipe.poll(BEAT_S):  # there is nothing to read but the end
-            self.tell(self.started)
+            self.report(self.started)
         _end(self.config)
 
     @contextmanager

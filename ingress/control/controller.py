@@ -36,8 +36,8 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ReplicaDetails,
 )
+from ingress.timeline.instrumentation import TracedReplica, TracedRouter
 from ingress.timeline.recorder import Recorder
-from ingress.timeline.taps import TracedReplica, TracedRouter
 
 LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
 

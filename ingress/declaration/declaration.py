@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.base.absent import absent_member
+from ingress.base.unsupported import absent_member
 from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.execution.lanes import check_lanes
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingress.base.garbage import SettledObjects
+from ingress.base.gc_freeze import SettledObjects
 from ingress.base.types import DeploymentID
 from ingress.control.controller import Controller, RunningApplication
 from ingress.declaration.build import BuiltApplication

@@ -8,8 +8,8 @@ from ingress.base.settings import Settings
 from ingress.calls.loops import run_blocking
 from ingress.config import HTTPOptions
 from ingress.engines.engine_threads import EngineThreads
-from ingress.http.attempts import RequestLimits
 from ingress.http.proxy import HTTPProxy
+from ingress.http.retrying import RequestLimits
 from ingress.http.server import HTTPServer
 
 logger = logging.getLogger("ingress")

@@ -25,8 +25,8 @@ from ingress.engines.engine_threads import EngineThreads
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentHandle, DeploymentResponse
-from ingress.http.attempts import RequestLimits
 from ingress.http.proxy import HTTPProxy
+from ingress.http.retrying import RequestLimits
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus

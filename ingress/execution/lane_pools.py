@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 
 from ingress.base.counters import LaneLoad
-from ingress.calls import cycles
+from ingress.calls import deadlocks
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import Home
 from ingress.execution.execution import SERIAL_LANE, Lanes
@@ -110,7 +110,7 @@ class LanePool(WorkerPool):
         if self._open.pop(work, _ABSENT) is not None:
             return False
         self.leave(work)
-        work.let_go()
+        work.release_references()
         return True
 
     def leave(self, work: _LaneWork) -> None:
@@ -126,7 +126,7 @@ class LanePool(WorkerPool):
         # Race with one that a thread has begun, before we knew of its place, and that waits by now:
         # whoever has looked for a cycle has not found it inside.
         if self._behind and (turn := next(iter(self._behind)).turn) is not None:
-            cycles.check_cycle(turn)
+            deadlocks.check_deadlock(turn)
 
     def _end(self, turn: _Turn | None) -> None:
         if turn is not None and self._turns.pop(turn, _ABSENT) is None:
@@ -150,10 +150,10 @@ class LanePool(WorkerPool):
         self.mailbox.post(call.end)  # a thread was quicker
         return False
 
-    def check_cycle(self, call: Call) -> None:
-        cycles.check_cycle(call)
+    def check_deadlock(self, call: Call) -> None:
+        deadlocks.check_deadlock(call)
 
-    def describe_cycle(self, call: Call, chain: str) -> str:
+    def describe_deadlock(self, call: Call, chain: str) -> str:
         return (
             f"Lane {self._lane!r} can never run the request: its limit of {self._limit} is reached "
             f"by requests that wait for it, in the cycle {chain}. Raise the limit, or do not wait "
@@ -207,7 +207,7 @@ class _LaneWork(Work):
         """Be done without having begun. On the loop."""
         self.error = error
         self.finish()
-        self.let_go()
+        self.release_references()
 
 
 class _Turn(Call):

@@ -27,7 +27,7 @@ from anyio._core._eventloop import claim_worker_thread, threadlocals
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import Home, Mailbox
-from ingress.exceptions import StreamClosedError, is_told
+from ingress.exceptions import StreamClosedError, is_cancellation
 from ingress.execution.unreadable import readable
 
 logger = logging.getLogger("ingress")
@@ -187,7 +187,7 @@ class WorkerPool:
                     raise
                 _Visitors(work.scope, self.loop).cancel()
             await work.really_done()
-            if work.error is not None and not is_told(work.error):
+            if work.error is not None and not is_cancellation(work.error):
                 _log_late(work.error)
             raise
         if work.error is not None:
@@ -291,7 +291,7 @@ class Work:
         if not self.done.done():
             self.done.set_result(None)
 
-    def let_go(self) -> None:
+    def release_references(self) -> None:
         """Forget what only the run would have needed."""
         self.func, self.context = _nothing, Context()
 
@@ -363,7 +363,7 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
     except BaseException as raised:
         if error is None:
             error = readable(raised)
-    is_news = error is not None and not is_told(error)
+    is_news = error is not None and not is_cancellation(error)
     if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)
 

@@ -22,7 +22,7 @@ from ingress.exceptions import (
     RequestBodyTooLargeError,
     StreamClosedError,
 )
-from ingress.http.peer import transport_of
+from ingress.http.uvicorn_connection import transport_of
 
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _DIGITS = 18  # of a content-length, which may have thousands
@@ -52,7 +52,7 @@ class Body:
 
     @property
     def transport(self) -> Any:
-        """Uvicorn's, for `peer`, which looks for it where `receive` is a method."""
+        """Uvicorn's, for `uvicorn_connection`, which looks for it where `receive` is a method."""
         return transport_of(self._receive)
 
     async def receive(self) -> Message:

@@ -1,13 +1,13 @@
 """One request between the server's loop and the replica's.
 
-    the server's loop                                the user loop
-    respond()  <-- complete response: one post ----- Bridge.send()     start and body together
-               <-- Channel ------------------------- Bridge.send()     a stream, item by item
-    Listener   --- Channel ------------------------> Bridge.receive()  body, messages, disconnect
+    the server's loop                              the user loop: `CrossLoopTransport`
+    respond()     <-- complete response: one post  send()     start and body together
+                  <-- Channel -------------------  send()     a stream, item by item
+    ClientReader  --- Channel ------------------>  receive()  body, messages, disconnect
 
 If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
-`Direct` stands where `Bridge` does. With a deadline the call has a task of its own even then: the
-server's must be free to answer on time, while a thread runs on.
+its transport is a `SameLoopTransport`. With a deadline the call has a task of its own even then:
+the server's must be free to answer on time, while a thread runs on.
 """
 
 from __future__ import annotations
@@ -28,26 +28,52 @@ from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
 from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
 from ingress.http.body import NO_BODY, Body
-from ingress.http.bridge import Bridge, Direct
-from ingress.http.listener import Listener
+from ingress.http.client_reader import ClientReader
 from ingress.http.messages import joined, with_request_id
+from ingress.http.transport import CrossLoopTransport, SameLoopTransport
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import UserCode
 from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Exchange(Call):
-    """A request's call, as the server's loop sees it; what runs elsewhere is in `Bridge`.
+    """A request's call, as the server's loop sees it.
 
     Every field below belongs to the server's loop. Other threads reach it by `_post` only, in
     order: a response is there before the end of its call.
     """
 
     __slots__ = (
-        "_assigned_here", "_cut_by", "_disconnected", "_ended", "_event", "_expects_more", "_first",
-        "_has_left", "_is_closed", "_is_complete", "_is_forwarding", "_is_stopped", "_kind",
-        "_listener", "_outbound", "_receive", "_response", "_send", "_task", "_template", "_thread",
-        "_told", "body", "has_answer", "is_heard", "is_http", "loop", "router", "scope", "started",
+        "_assigned_here",
+        "_client_reader",
+        "_cut_by",
+        "_disconnect_code",
+        "_disconnected",
+        "_ended",
+        "_event",
+        "_expects_more",
+        "_first",
+        "_has_left",
+        "_is_closed",
+        "_is_complete",
+        "_is_forwarding",
+        "_is_stopped",
+        "_kind",
+        "_outbound",
+        "_receive",
+        "_response",
+        "_send",
+        "_task",
+        "_template",
+        "_thread",
+        "body",
+        "has_answer",
+        "is_heard",
+        "is_http",
+        "loop",
+        "router",
+        "scope",
+        "started",
     )  # fmt: skip
 
     def __init__(
@@ -80,24 +106,24 @@ class Exchange(Call):
         self._template = self._kind = ""
         self._event: asyncio.Future[None] | None = None
         self._response: tuple[Message, Message] | None = None
-        self._listener: Listener | None = None
+        self._client_reader: ClientReader | None = None
         self._outbound: Channel | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._told: int | None = None
+        self._disconnect_code: int | None = None
 
     @property
-    def listener(self) -> Listener:
+    def client_reader(self) -> ClientReader:
         """Made at first use, which may be on either loop: most requests never need it."""
-        if self._listener is None:
+        if self._client_reader is None:
             with self._lock:
-                if self._listener is None:
-                    self._listener = Listener(
+                if self._client_reader is None:
+                    self._client_reader = ClientReader(
                         self._receive,
                         is_http=self.is_http,
                         passes_on=self._expects_more,
                         on_gone=self._on_disconnect,
                     )
-        return self._listener
+        return self._client_reader
 
     @property
     def is_stream(self) -> bool:
@@ -122,7 +148,7 @@ class Exchange(Call):
                 if not body.is_open and self.metadata.deadline is None:
                     self._task = None  # it may run in the server's own
             self.router.assign(self)
-            await self._answer()
+            await self._send_until_ended()
         except asyncio.CancelledError:
             self.cancel()
             if self._cut_by is not None:
@@ -141,8 +167,8 @@ class Exchange(Call):
             self._has_left = True
             if self._assigned_here and self.runner is not None:
                 self.runner.release(self)  # it was given a slot, and cancelled before it resumed
-            if self._listener is not None:
-                self._listener.stop()
+            if self._client_reader is not None:
+                self._client_reader.stop()
         await self._conclude()
 
     async def _conclude(self) -> None:
@@ -174,7 +200,7 @@ class Exchange(Call):
         """Return the next attempt, after a pause, or `None` if this failure is final."""
         return None
 
-    async def _answer(self) -> None:
+    async def _send_until_ended(self) -> None:
         """Send what comes from the replica until the call has ended."""
         while True:
             if self._assigned_here:
@@ -182,7 +208,7 @@ class Exchange(Call):
                 await self._serve_here()
             elif self._response is not None:
                 (start, body), self._response = self._response, None
-                await self.answer(start, body)
+                await self.send_response(start, body)
             elif self._outbound is not None and not self._is_forwarding:
                 self._is_forwarding = True
                 await self._forward(self._outbound)
@@ -219,12 +245,12 @@ class Exchange(Call):
             self._kind = f"{self.scope['method']} {self.router.templates.find(self.scope)}"
         return self._kind
 
-    def tell(self, code: int) -> None:
+    def disconnect(self, code: int) -> None:
         """Let user code see its client as gone, because the application stops. Thread-safe.
 
         `code` is what a WebSocket is closed with.
         """
-        self._post(self._tell, code)
+        self._post(self._disconnect, code)
 
     def stop(self) -> None:
         """Cancel it, because the application stops. Thread-safe."""
@@ -310,7 +336,7 @@ class Exchange(Call):
             self._complete_now()
         await self._send(message)
 
-    async def answer(self, start: Message, body: Message) -> None:
+    async def send_response(self, start: Message, body: Message) -> None:
         """Send the start of a response and its body, or the first part of that."""
         self.started = True
         await self._send(with_request_id(start, self.metadata.request_id))
@@ -335,16 +361,16 @@ class Exchange(Call):
         if self.body and (late := self.body.timeout(now, self.metadata.request_id)):
             self._cut(late)
         elif self.queue is not None and not self._ended:
-            self.listener.watch()  # before it is in the queue it reads its body itself
+            self.client_reader.watch()  # before it is in the queue it reads its body itself
 
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to see the client leave."""
         if not self._ended:
-            self.listener.start()
+            self.client_reader.start()
 
     async def take(self) -> Message:
         """Return the next message for user code; at the end that the client is gone, for ever."""
-        message = await self.listener.take()
+        message = await self.client_reader.take()
         if message["type"].endswith(".disconnect"):
             self.is_heard = True
         return message
@@ -374,10 +400,10 @@ class Exchange(Call):
         if self._outbound is not None:
             self._outbound.close()
 
-    def _tell(self, code: int) -> None:
-        if self._told is None and not self._ended:
-            self._told = code
-            self.listener.end(code)
+    def _disconnect(self, code: int) -> None:
+        if self._disconnect_code is None and not self._ended:
+            self._disconnect_code = code
+            self.client_reader.end(code)
 
     # Serving on this very loop.
 
@@ -389,7 +415,7 @@ class Exchange(Call):
             await self.runner.serve(self)
         except asyncio.CancelledError:
             # Us, the server, or the replica, which ends and cancels whatever task its calls run in.
-            if not self.runner.is_ending or not self.settle(error=self.runner.gone()):
+            if not self.runner.is_ending or not self.settle(error=self.runner.gone_error()):
                 raise
             task = asyncio.current_task()
             assert task is not None
@@ -405,9 +431,9 @@ class Exchange(Call):
     async def _work(self, user_code: UserCode) -> None:
         """What the replica runs, in a task on its loop."""
         if runs_here(self.loop, self._thread):
-            side: Bridge | Direct = Direct(self, self._first)
+            side: CrossLoopTransport | SameLoopTransport = SameLoopTransport(self, self._first)
         else:
-            side = Bridge(self, mailbox_of(self.loop), self._first)
+            side = CrossLoopTransport(self, mailbox_of(self.loop), self._first)
         try:
             await user_code.http(self.scope, side.receive, side.send)
         finally:

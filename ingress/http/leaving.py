@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import Any
 
-from ingress.http.peer import has_unread
+from ingress.http.uvicorn_connection import has_unread
 
 _CLOSE = (b"connection", b"close")
 
@@ -52,7 +52,7 @@ def is_listening(server: Any) -> bool:
     return any(each.is_serving() for each in getattr(server, "servers", ()))
 
 
-def refuse_handshakes(listener: socket.socket) -> None:
+def refuse_handshakes(client_reader: socket.socket) -> None:
     """Have the kernel ignore whoever asks for a connection, as if the packet were lost.
 
     To close a socket that listens resets the connections that wait there to be accepted, with the
@@ -64,7 +64,7 @@ def refuse_handshakes(listener: socket.socket) -> None:
     program = b"".join(struct.pack("HBBI", *line) for line in _NO_SYN)
     code = ctypes.create_string_buffer(program)
     try:
-        listener.setsockopt(
+        client_reader.setsockopt(
             socket.SOL_SOCKET,
             _SO_ATTACH_FILTER,
             struct.pack("HP", len(_NO_SYN), ctypes.addressof(code)),

@@ -27,8 +27,7 @@ from ingress.calls.call import CURRENT_CALL
 from ingress.calls.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
-from ingress.http import peer
-from ingress.http.attempts import Attempt, RequestLimits, client_deadline
+from ingress.http import uvicorn_connection
 from ingress.http.body import Body, answer_and_close
 from ingress.http.exchange import Exchange
 from ingress.http.messages import (
@@ -39,6 +38,7 @@ from ingress.http.messages import (
     with_request_id,
 )
 from ingress.http.origin import is_local
+from ingress.http.retrying import Attempt, RequestLimits, client_deadline
 from ingress.http.websocket import WebSocketExchange
 from ingress.logs import log_failure, logger
 from ingress.replicas.router import Router
@@ -222,16 +222,16 @@ class HTTPProxy:
             except Exception as error:
                 following = await exchange.again(error)
                 if following is None:
-                    is_told = (
+                    is_answered = (
                         await self._cut(error, exchange, receive)
                         if exchange.started
-                        else await answer(
+                        else await send_error(
                             error, exchange, scope, receive, _with_request_id(send, request_id)
                         )
                     )
                     # As Starlette does, for whoever wraps us. The server would do no more than
                     # log it, and close a connection that others may want to go on using.
-                    if not (is_told or await _is_logged(error, exchange, receive)):
+                    if not (is_answered or await _is_logged(error, exchange, receive)):
                         raise
             finally:
                 self._in_flight.discard(exchange)
@@ -256,7 +256,11 @@ class HTTPProxy:
 
     async def _cut(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
         """Cut a response that has begun. Returns False if the server has to, as at an error."""
-        if not (exchange.is_http and exchange.was_ended_by(error) and await peer.cut(receive)):
+        if not (
+            exchange.is_http
+            and exchange.was_ended_by(error)
+            and await uvicorn_connection.cut(receive)
+        ):
             return False
         token = CURRENT_CALL.set(exchange)  # the record is about it
         logger.warning(
@@ -284,7 +288,7 @@ class HTTPProxy:
                 if now >= deadline or (now >= grace and exchange.is_stream):
                     exchange.stop()
                 elif exchange.is_stream:
-                    exchange.tell(code)
+                    exchange.disconnect(code)
             if now >= deadline:
                 return
             await asyncio.sleep(0.01)
@@ -332,15 +336,15 @@ class HTTPProxy:
 
 async def _is_logged(error: Exception, exchange: Exchange, receive: Receive) -> bool:
     """Log a failure that nobody but the server would hear of; cut what had begun. Else `False`."""
-    if not isinstance(peer.called_app(receive), HTTPProxy | Application):
+    if not isinstance(uvicorn_connection.called_app(receive), HTTPProxy | Application):
         return False
     log_failure(exchange, error)
-    if not peer.has_answer(receive):
-        await peer.cut(receive)
+    if not uvicorn_connection.is_answer_complete(receive):
+        await uvicorn_connection.cut(receive)
     return True
 
 
-async def answer(
+async def send_error(
     error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
 ) -> bool:
     """Tell the client that its request failed. Returns False if that needs a look."""

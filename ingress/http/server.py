@@ -105,22 +105,22 @@ def check_address(host: str, port: int) -> int:
 
     Raises `RuntimeError` if it cannot.
     """
-    with _bind(host, port) as listener:
-        return int(listener.getsockname()[1])
+    with _bind(host, port) as listening:
+        return int(listening.getsockname()[1])
 
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(2048)  # uvicorn's backlog; now, so that a second server is refused at once
+        listening.bind((host, port))
+        listening.listen(2048)  # uvicorn's backlog; now, so that a second server is refused at once
     except OSError as error:
-        listener.close()
+        listening.close()
         raise RuntimeError(
             f"Failed to bind to address '{host}:{port}': {error.strerror}; stop what listens "
             "there, or choose another port"
         ) from error
-    listener.setblocking(False)
-    return listener
+    listening.setblocking(False)
+    return listening

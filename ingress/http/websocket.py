@@ -15,7 +15,7 @@ from __future__ import annotations
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.base.types import RequestMetadata
-from ingress.exceptions import is_told
+from ingress.exceptions import is_cancellation
 from ingress.http.body import Body
 from ingress.http.exchange import Exchange
 from ingress.http.messages import INTERNAL_ERROR, NORMAL
@@ -54,11 +54,11 @@ class WebSocketExchange(Exchange):
 
     async def _conclude(self) -> None:
         failure = self.error
-        is_over = self._disconnected or self._told is not None
-        if failure is not None and is_over and is_told(failure):
+        is_over = self._disconnected or self._disconnect_code is not None
+        if failure is not None and is_over and is_cancellation(failure):
             failure = None  # what it made of being told, or that it did not listen
         if self._is_accepted and not self._is_complete and not self._disconnected:
-            code = self._told or (NORMAL if failure is None else INTERNAL_ERROR)
+            code = self._disconnect_code or (NORMAL if failure is None else INTERNAL_ERROR)
             try:
                 await self._send({"type": "websocket.close", "code": code})
             except OSError:

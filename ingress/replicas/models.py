@@ -20,7 +20,7 @@ from typing import Any
 
 from ingress.base.types import RequestMetadata
 from ingress.calls.call import CURRENT_CALL, Call, current_users
-from ingress.calls.cycles import check_cycle
+from ingress.calls.deadlocks import check_deadlock
 from ingress.calls.loops import mailbox_of, run_on
 from ingress.context import REPLICA, ReplicaContext
 from ingress.exceptions import ReplicaUnavailableError
@@ -331,7 +331,7 @@ class _Cache:
                     self._replica.start(self._evict(victim, load))
             else:
                 self._waiting[load] = self._holders(load)
-                check_cycle(load)
+                check_deadlock(load)
 
     def _victim(self, load: _Model) -> _Model | None:
         """Return the model used longest ago of those that nobody uses.
@@ -387,10 +387,10 @@ class _Cache:
             return False
         return self._waiting.pop(call, None) is not None
 
-    def check_cycle(self, call: Call) -> None:
-        check_cycle(call)
+    def check_deadlock(self, call: Call) -> None:
+        check_deadlock(call)
 
-    def describe_cycle(self, call: Call, chain: str) -> str:
+    def describe_deadlock(self, call: Call, chain: str) -> str:
         model_id = call.metadata.multiplexed_model_id
         return (
             f"Model {model_id!r:.200} can never be loaded: max_num_models_per_replica={self._limit}"

@@ -22,10 +22,10 @@ from ingress.asgi import BoundApp
 from ingress.base.counters import Latency
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.cancel_scopes import cancel_once
 from ingress.calls.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
-from ingress.calls.scopes import cancel_once
 from ingress.context import REPLICA, ReplicaContext
-from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_told
+from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
 from ingress.execution import execution
 from ingress.execution.lane_pools import ReplicaPools
 from ingress.execution.lanes import lanes_of
@@ -250,9 +250,9 @@ class Replica:
         self.release(call)
         if not call.settled:
             if self._reassign is None:
-                call.settle(error=self.gone())
+                call.settle(error=self.gone_error())
             else:
-                self._reassign(call, self.gone())
+                self._reassign(call, self.gone_error())
 
     async def _run(self, call: Call) -> None:
         # Race with `stop`, which does not wait for us for ever: whoever takes the call out of here
@@ -265,7 +265,9 @@ class Replica:
             # Settled already if the caller asked for it; otherwise the replica is being stopped,
             # or user code cancelled its own task.
             ending = self.state in _ENDING
-            call.settle(error=self.gone() if ending else UserCodeExit(error, str(self.replica_id)))
+            call.settle(
+                error=self.gone_error() if ending else UserCodeExit(error, str(self.replica_id))
+            )
         except Exception as error:
             self.fail(call, error)
         else:
@@ -275,7 +277,7 @@ class Replica:
         """Settle a call with what its work raised, or log that if it has its answer."""
         # A `CancelledError` is what we caused even where the guard took it for user code's own:
         # AnyIO's groups may take our cancellation off their task's count, see `OnceScope.__exit__`.
-        is_ours = is_told(error) or isinstance(error.__cause__, asyncio.CancelledError)
+        is_ours = is_cancellation(error) or isinstance(error.__cause__, asyncio.CancelledError)
         if not call.settle(error=error) and not is_ours:
             logger.warning(
                 "%s: request %s failed after it was cancelled",
@@ -309,7 +311,7 @@ class Replica:
             if self._models.in_use:
                 self._models.end(call)
             self.release(call)
-            call.let_go()
+            call.release_references()
 
     def release(self, call: Call) -> None:
         """Give a call's slot back: its work has really ended, or will never begin."""
@@ -365,7 +367,7 @@ class Replica:
         await asyncio.to_thread(self._join, deadline)
         for call in list(self._calls):  # a loop that was left behind changes it
             if (task := self._calls.get(call)) is not None:
-                call.settle(error=self.gone())
+                call.settle(error=self.gone_error())
                 call.interrupt()
             elif self._calls.pop(call, _ABSENT) is None:
                 self._turn_away(call)  # the loop ended or hangs before the call's first step
@@ -410,7 +412,7 @@ class Replica:
             elif isinstance(call, Call):
                 call.interrupt()
 
-    def gone(self) -> ReplicaUnavailableError:
+    def gone_error(self) -> ReplicaUnavailableError:
         """Return what a call is told that we do not answer because we end."""
         return ReplicaUnavailableError(
             f"Replica {self.replica_id} of {self.replica_id.deployment_id} was stopped before it "

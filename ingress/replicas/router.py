@@ -29,7 +29,7 @@ from ingress.asgi import RouteTemplates
 from ingress.base.types import DeploymentID
 from ingress.calls import retries
 from ingress.calls.call import Call
-from ingress.calls.cycles import check_cycle
+from ingress.calls.deadlocks import check_deadlock
 from ingress.config import BackpressureConfig
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
 from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
@@ -114,7 +114,7 @@ class Router:
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
         elif call.is_awaited:
-            self.check_cycle(call)
+            self.check_deadlock(call)
         # Replicas that are held for calls with a deadline only.
         if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
             for replica in list(self._held):
@@ -184,7 +184,7 @@ class Router:
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
         elif call.is_awaited:
-            self.check_cycle(call)
+            self.check_deadlock(call)
 
     def release(self, replica: Replica, call: Call) -> None:
         """Take back the slot of a call whose work has ended, and hand it to the next."""
@@ -286,11 +286,11 @@ class Router:
         with self._lock:
             return frozenset(self._holders) if call in self._waiting else None
 
-    def check_cycle(self, call: Call) -> None:
+    def check_deadlock(self, call: Call) -> None:
         """Fail a call that can never start, see `cycles`."""
-        check_cycle(call)
+        check_deadlock(call)
 
-    def describe_cycle(self, call: Call, chain: str) -> str:
+    def describe_deadlock(self, call: Call, chain: str) -> str:
         name = self.deployment_id.name
         return (
             f"This call of '{name}' can never start: all slots of '{name}' are held by calls that "

@@ -1,7 +1,8 @@
 """A timeline of what requests did: where each ran, and what it waited for.
 
     recorder   the last requests, and each stretch of time that one ran in a thread
-    taps       the router, replica and worker threads that tell it; made only where one records
+    instrumentation
+               the router, replica and worker threads that feed it, made only where one records
     chrome     the same as Chrome Trace Event JSON, for Perfetto and chrome://tracing
     picture    the same as SVG
     client     the requests that `ingress trace` makes

@@ -5,8 +5,8 @@
     after 100 ms   it is a stall: a record, a count in `serve.status()`, and in `serve.stalls()`
 
     thread         the one thread that does it, for all loops that user code lives on
-    patrol         what it does each time
-    watched        one loop: its heartbeats, what was seen of it, and whose fault that is
+    sampler        what it does each time
+    loop_probe     one loop: its heartbeats, what was seen of it, and whose fault that is
     stacks         what a thread is doing, read from its frames
     clocks         what the system knows of threads: who ran, who waited for the GIL
     records        what is remembered and logged

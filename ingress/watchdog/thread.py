@@ -11,10 +11,10 @@ from time import localtime, monotonic, strftime
 from types import FrameType
 
 from ingress.base.signals import handling
-from ingress.watchdog.patrol import Patrol
+from ingress.watchdog.loop_probe import LoopProbe, Owner
 from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import QUIET_S, Stall, StallLog
-from ingress.watchdog.watched import Owner, Watched
+from ingress.watchdog.sampler import Sampler
 
 logger = logging.getLogger("ingress")
 
@@ -42,7 +42,7 @@ class Watchdog:
 
     def _forget_threads(self) -> None:
         self._lock = threading.Lock()
-        self._loops: dict[asyncio.AbstractEventLoop, Watched] = {}
+        self._loops: dict[asyncio.AbstractEventLoop, LoopProbe] = {}
         self._thread: threading.Thread | None = None
         self._running = threading.Lock()
         self._is_stopping = False
@@ -55,10 +55,10 @@ class Watchdog:
         The first one's threshold holds for all.
         """
         with self._lock:
-            watched = self._loops.get(loop)
-            if watched is None:
-                watched = self._loops[loop] = Watched(loop)
-            watched.owners[owner] = None
+            probe = self._loops.get(loop)
+            if probe is None:
+                probe = self._loops[loop] = LoopProbe(loop)
+            probe.owners[owner] = None
             if self._thread is None or self._is_stopping:
                 # Held until the thread is to stop: to wait for it takes half of what an `Event`
                 # takes, which is most of what the watchdog costs.
@@ -77,15 +77,15 @@ class Watchdog:
     def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
         """Watch a loop no more, unless others live on it. Without effect if it is not watched."""
         with self._lock:
-            watched = self._loops.get(loop)
-            if watched is None or owner not in watched.owners:
+            probe = self._loops.get(loop)
+            if probe is None or owner not in probe.owners:
                 return
-            if len(watched.owners) > 1:
-                del watched.owners[owner]
+            if len(probe.owners) > 1:
+                del probe.owners[owner]
             else:  # it keeps its last one: it may stand still, and that is yet to be told
-                self._let_go(loop)
+                self._stop_watching(loop)
 
-    def _let_go(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
         del self._loops[loop]
         if not self._loops:
             self._is_stopping = True
@@ -101,12 +101,12 @@ class Watchdog:
     def stalls(self) -> list[Stall]:
         """Return what stood still lately, the latest last, and after it what does so now."""
         found = list(self._log.recent)
-        for watched in list(self._loops.values()):
-            asked_at = watched.asked_at
-            if asked_at is not None and watched.answered_at is None:
+        for probe in list(self._loops.values()):
+            asked_at = probe.asked_at
+            if asked_at is not None and probe.answered_at is None:
                 stood_s = monotonic() - asked_at
                 if stood_s >= self._threshold_s:
-                    stall, _ = watched.judge(stood_s, [], is_over=False)
+                    stall, _ = probe.judge(stood_s, [], is_over=False)
                     found += [stall] if stall is not None else []
         return found
 
@@ -123,26 +123,26 @@ class Watchdog:
     ) -> None:
         if previous is not None:
             previous.join()  # it may be in the middle of its last look
-        patrol = Patrol(threshold_s, self._log)
+        sampler = Sampler(threshold_s, self._log)
         pause_s = 0.0
         while not running.acquire(timeout=pause_s):
             try:
-                pause_s = patrol.look(self._open_loops())
+                pause_s = sampler.look(self._open_loops())
                 if self._is_asked:
                     self._is_asked = False
                     logger.warning("%s", self._report())
             except Exception:
                 logger.exception("the watchdog of event loops failed; it goes on in a minute")
                 pause_s = QUIET_S
-        patrol.look([])  # what stands still now is left behind
+        sampler.look([])  # what stands still now is left behind
         GIL_PRESSURE.relax()
 
-    def _open_loops(self) -> list[Watched]:
+    def _open_loops(self) -> list[LoopProbe]:
         for loop in list(self._loops):
             if loop.is_closed():  # by its owner, without a word to us
                 with self._lock:
                     if loop in self._loops:
-                        self._let_go(loop)
+                        self._stop_watching(loop)
         return list(self._loops.values())
 
     def _report(self) -> str:

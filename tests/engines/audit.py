@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import ingress
-from ingress.base.absent import MEMBERS, NAMES, PARAMETERS
+from ingress.base.unsupported import MEMBERS, NAMES, PARAMETERS
 from ingress.config import NOT_ACTED_ON, DeploymentConfig
 
 MODULES = ("config", "context", "exceptions", "handle", "schema")

@@ -55,12 +55,12 @@ class Outcome:
 class Attack:
     """The clients. `port` changes when the server had to be started again."""
 
-    def __init__(self, requests: int, *, is_told: bool = False) -> None:
+    def __init__(self, requests: int, *, is_cancellation: bool = False) -> None:
         self.outcome = Outcome()
         self.port = 0
         self._requests = requests
         self._numbers = itertools.count()
-        self._is_told = is_told
+        self._is_told = is_cancellation
 
     async def run(self, folder: Path) -> Outcome:
         with ExitStack() as servers:
@@ -129,13 +129,13 @@ class Attack:
         return head.split()[1].decode()
 
 
-def attack(requests: int, *, is_told: bool = False) -> Outcome:
+def attack(requests: int, *, is_cancellation: bool = False) -> Outcome:
     """Make so many requests and return what became of them."""
     with tempfile.TemporaryDirectory() as folder:
-        return uvloop.run(Attack(requests, is_told=is_told).run(Path(folder)))
+        return uvloop.run(Attack(requests, is_cancellation=is_cancellation).run(Path(folder)))
 
 
 if __name__ == "__main__":
-    outcome = attack(int(sys.argv[1]), is_told=True)
+    outcome = attack(int(sys.argv[1]), is_cancellation=True)
     print(*outcome.deaths, sep="\n", end="")
     sys.exit(min(1, len(outcome.deaths)))

@@ -122,7 +122,7 @@ class Server:
 
     def unread(self) -> int:
         """For how many clients nothing is read any more, because nobody takes what they sent."""
-        listeners = [each._listener for each in list(local_engine().http.proxy._in_flight)]
+        listeners = [each._client_reader for each in list(local_engine().http.proxy._in_flight)]
         inbound = [each._inbound for each in listeners if each is not None]
         return sum(each._wake_producer is not None for each in inbound)
 

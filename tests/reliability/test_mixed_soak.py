@@ -256,8 +256,8 @@ def is_expected(record: logging.LogRecord) -> bool:
     """Whether it is what the server says of an answer that was cut."""
     error = record.exc_info[1] if record.exc_info else None
     is_cut = record.name == "uvicorn.error" and isinstance(error, CUTS)
-    is_told = record.name == "ingress" and str(record.msg).endswith("was cut: %s")
-    return is_cut or is_told or record.levelno <= logging.INFO
+    is_cancellation = record.name == "ingress" and str(record.msg).endswith("was cut: %s")
+    return is_cut or is_cancellation or record.levelno <= logging.INFO
 
 
 @pytest.fixture

@@ -146,10 +146,10 @@ class RemoteRouter:
     def holders(self, call: Call) -> None:
         """Say that it goes on by itself, for all we know: who holds what is elsewhere."""
 
-    def check_cycle(self, call: Call) -> None:
+    def check_deadlock(self, call: Call) -> None:
         """A cycle through several processes is not seen."""
 
-    def describe_cycle(self, call: Call, chain: str) -> str:
+    def describe_deadlock(self, call: Call, chain: str) -> str:
         return chain
 
     def _begin(self, call: Call) -> None:
@@ -169,7 +169,7 @@ class RemoteRouter:
         del self._tasks[call]
         # Race with a cancellation before the task's first step, of which not one line then runs.
         call.settle(error=RequestCancelledError(call.metadata.request_id))
-        call.let_go()
+        call.release_references()
 
     async def _run(self, call: Call) -> None:
         metadata = call.metadata

@@ -41,7 +41,7 @@ from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.body import Body
 from ingress.http.exchange import Exchange
-from ingress.http.proxy import answer
+from ingress.http.proxy import send_error
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
@@ -215,7 +215,7 @@ class RayReplica:
         except ClientDisconnect:
             pass
         except Exception as error:
-            if exchange.started or not await answer(error, exchange, scope, receive, send):
+            if exchange.started or not await send_error(error, exchange, scope, receive, send):
                 raise portable(error) from error.__cause__  # Ray logs it, and cuts what had begun
         finally:
             if deadline is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.garbage import SETTLE_S
+from ingress.base.gc_freeze import SETTLE_S
 from tests.servers import PATIENCE_S, set_flags
 
 ALIVE: list[weakref.ref[Any]] = []

@@ -13,10 +13,10 @@ from starlette.types import Message, Receive
 
 from ingress.calls.channel import EndOfStream
 from ingress.http.messages import channel_for, size_of
-from ingress.http.peer import has_left
+from ingress.http.uvicorn_connection import has_left
 
 
-class Listener:
+class ClientReader:
     """Owned by the server's loop; `take` is for user code, on whichever loop that is.
 
     `passes_on` says whether user code wants what comes: after the whole of a body, only the

@@ -16,10 +16,10 @@ from ingress.base.counters import Latency
 from ingress.context import REPLICA
 from ingress.watchdog import stacks
 from ingress.watchdog.clocks import ENOUGH_WAITS, GILWait, ThreadClocks
+from ingress.watchdog.loop_probe import LoopProbe, Runner
 from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import StallLog
 from ingress.watchdog.stacks import Stack
-from ingress.watchdog.watched import Runner, Watched
 
 _LONG = 50  # times the threshold; then a stall is logged while it lasts, and again at its end
 _LOOKS = 4  # in the time of the threshold, while requests are in flight; else half as many
@@ -34,7 +34,7 @@ _HOLDS = 0.1  # of the time of a stall that threads must have run, of the longes
 Frames = Mapping[int, FrameType]
 
 
-class Patrol:
+class Sampler:
     """Owned by the watchdog's thread."""
 
     __slots__ = (
@@ -51,10 +51,10 @@ class Patrol:
         self._gil = GILWait()
         self._due = inf
         self._cost_s = 0.0
-        self._standing: set[Watched] = set()
-        self._loops: list[Watched] = []
+        self._standing: set[LoopProbe] = set()
+        self._loops: list[LoopProbe] = []
 
-    def look(self, loops: list[Watched]) -> float:
+    def look(self, loops: list[LoopProbe]) -> float:
         """Look at each loop. Returns how many seconds to wait until the next time."""
         self._loops = loops
         cost_s = thread_time()
@@ -96,7 +96,7 @@ class Patrol:
         next_s = min(each.see_at for each in self._standing) - now
         return min(max(next_s, _SHORTEST_PAUSE_S), self._look_s)
 
-    def _look_at(self, loop: Watched, frames: Frames) -> None:
+    def _look_at(self, loop: LoopProbe, frames: Frames) -> None:
         if loop.asked_at is not None:
             now = monotonic()
             answered_at = loop.answered_at  # once: it may come at any time
@@ -106,8 +106,8 @@ class Patrol:
                     loop.see(frames.get(loop.thread_id))
                     loop.see_at = now + max(_SAMPLE_S, stood_s / 20)
                 self._standing.add(loop)
-                if stood_s >= _LONG * self._threshold_s and not loop.is_told:
-                    loop.is_told = True
+                if stood_s >= _LONG * self._threshold_s and not loop.was_reported:
+                    loop.was_reported = True
                     self._report(loop, frames, stood_s, is_over=False)
                 return
             self._end(loop, frames, answered_at or now)
@@ -116,7 +116,7 @@ class Patrol:
             loop.begin(self._clocks)
             loop.ask()
 
-    def _end(self, loop: Watched, frames: Frames, until: float) -> None:
+    def _end(self, loop: LoopProbe, frames: Frames, until: float) -> None:
         """A heartbeat was answered, or never will be."""
         self._standing.discard(loop)
         assert loop.asked_at is not None
@@ -142,7 +142,7 @@ class Patrol:
                 each.samples = []
 
     def _report(
-        self, loop: Watched, frames: Frames, took_s: float, *, is_over: bool = True
+        self, loop: LoopProbe, frames: Frames, took_s: float, *, is_over: bool = True
     ) -> None:
         """Tell of a loop that did not turn."""
         runners = self._runners(frames, loop.clocks, took_s)
@@ -155,7 +155,7 @@ class Patrol:
         self._conclude(loop, runners, took_s, is_over=is_over)
 
     def _conclude(
-        self, loop: Watched, runners: list[Runner], took_s: float, *, is_over: bool = True
+        self, loop: LoopProbe, runners: list[Runner], took_s: float, *, is_over: bool = True
     ) -> None:
         """Remember, count and log a stall."""
         stall, best = loop.judge(took_s, runners, is_over=is_over)

@@ -72,7 +72,7 @@ class Runner:
     stack: Stack
 
 
-class Watched:
+class LoopProbe:
     """`_beat` runs on the loop, all else in the watchdog's thread.
 
     While a heartbeat is under way `asked_at` is when it was sent, by `monotonic`. `clocks` are how
@@ -81,8 +81,20 @@ class Watched:
     """
 
     __slots__ = (
-        "_mailbox", "_waits_in", "answered_at", "asked_at", "clocks", "is_told", "loop", "owners",
-        "samples", "see_at", "starved_s", "thread_id", "waited", "was_logged",
+        "_mailbox",
+        "_waits_in",
+        "answered_at",
+        "asked_at",
+        "clocks",
+        "loop",
+        "owners",
+        "samples",
+        "see_at",
+        "starved_s",
+        "thread_id",
+        "waited",
+        "was_logged",
+        "was_reported",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -96,7 +108,7 @@ class Watched:
         self.waited = 0
         self.starved_s = 0.0
         self.see_at = 0.0
-        self.is_told = False
+        self.was_reported = False
         self.was_logged = False
         self.clocks: dict[int, float] = {}
         self._mailbox = mailbox_of(loop)
@@ -117,7 +129,7 @@ class Watched:
         self.waited = 0
         self.starved_s = 0.0
         self.see_at = 0.0
-        self.is_told = False
+        self.was_reported = False
         self.was_logged = False
         self.clocks = clocks
 

@@ -80,7 +80,7 @@ def called_app(receive: Any) -> Any:
     return app
 
 
-def has_answer(receive: Any) -> bool:
+def is_answer_complete(receive: Any) -> bool:
     """Whether the server has been given the whole of the response."""
     return bool(getattr(getattr(receive, "__self__", None), "response_complete", False))
 

@@ -18,7 +18,7 @@ from ingress.exceptions import RequestCycleError
 _Graph = dict[Call, tuple[bool, frozenset[Call]]]
 
 
-def check_cycle(call: Call) -> None:
+def check_deadlock(call: Call) -> None:
     """Fail a call that can never go on. Thread-safe.
 
     Called when a call begins to wait for another, or stands in a queue while one waits for it:
@@ -42,7 +42,7 @@ def check_cycle(call: Call) -> None:
     assert loser.queue is not None
     if loser.queue.withdraw(loser):
         chain = _chain(loser, graph, stuck)
-        loser.settle(error=RequestCycleError(loser.queue.describe_cycle(loser, chain)))
+        loser.settle(error=RequestCycleError(loser.queue.describe_deadlock(loser, chain)))
 
 
 def _waits(call: Call) -> _Graph:

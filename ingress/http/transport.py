@@ -3,9 +3,10 @@
     the user loop                              the server's loop
     send()     one complete response           -> Exchange.complete, start and body together
                a stream, item by item          -> a Channel, which Exchange.open gets
-    receive()  body, messages, disconnect      <- the channel that the Listener fills
+    receive()  body, messages, disconnect      <- the channel that the ClientReader fills
 
-`Bridge` is for user code on a loop of its own. On the server's there is nothing to cross: `Direct`.
+`CrossLoopTransport` is for user code on a loop of its own, `SameLoopTransport` for user code on the
+server's.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Client(Protocol):
 
     async def pass_on(self, message: Message) -> None: ...
 
-    async def answer(self, start: Message, body: Message) -> None: ...
+    async def send_response(self, start: Message, body: Message) -> None: ...
 
 
-class Bridge:
+class CrossLoopTransport:
     """Owned by the user loop."""
 
     __slots__ = ("_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
@@ -108,7 +109,7 @@ class Bridge:
             raise
 
 
-class Direct:
+class SameLoopTransport:
     """Owned by the loop that both sides live on."""
 
     __slots__ = ("_chunks", "_client", "_first", "_start")
@@ -141,7 +142,7 @@ class Direct:
             await self._client.pass_on(message)
         else:
             start, self._start = self._start, None
-            await self._client.answer(start, message)
+            await self._client.send_response(start, message)
 
     def finish(self) -> None:
         """Nothing is on its way."""

@@ -1,4 +1,4 @@
-"""`ingress.calls.scopes`: a cancellation comes once, and is counted where it was asked for."""
+"""`calls.cancel_scopes`: a cancellation comes once, and is counted where it was asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import anyio
 
-from ingress.calls.scopes import OnceScope
+from ingress.calls.cancel_scopes import OnceScope
 
 
 def test_what_anyio_cancels_in_a_child_is_not_taken_off_its_parents_cancellations() -> None:
