@@ -6,8 +6,8 @@
     for i in $(seq 64); do curl -s "http://127.0.0.1:8000/?input=$i" & done; wait
 
 The handler gets a list of up to 32 requests and returns a list of as many results; each client gets
-its own. It runs on the event loop: a model that computes there blocks the whole batch and
-everybody else, see `batched_model_offload`.
+its own. The handler runs on the event loop: a model that computes there blocks the whole batch and
+all other requests, see `batched_model_offload`.
 """
 
 import ingress as serve

@@ -19,7 +19,7 @@ class Generator:
     async def __call__(self, requests):
         wanted = [int(r.query_params["words"]) for r in requests]
         for step in range(max(wanted)):
-            await asyncio.sleep(0.1)  # the model's next step, for all of them at once
+            await asyncio.sleep(0.1)  # one step of the model for all clients
             yield [f"word{step}," if step < words else StopIteration for words in wanted]
 
 

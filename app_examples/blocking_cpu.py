@@ -1,4 +1,4 @@
-"""Counter-example: with a `def` on the event loop, `max_ongoing_requests` is no concurrency.
+"""Counter-example: with a `def` on the event loop, `max_ongoing_requests` gives no concurrency.
 
     ingress run app_examples.blocking_cpu:app
 

@@ -7,8 +7,8 @@
     curl 'http://127.0.0.1:8000/analyse?text=A+fine+day.+Then+it+rained.'
     {"score":1,"summary":"A fine day."}
 
-`/tokens` awaits one call. `/analyse` makes three: the tokens are not awaited but passed on to the
-model, which gets them when they are there; the summarizer works at the same time.
+`/tokens` awaits one call. `/analyse` makes three: it passes the tokens to the model without an
+`await`, and the model gets them when they are ready; the summarizer runs at the same time.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Tokenizer:
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=8)
 class Model:
-    """Scores the mood of a text. Scaled apart from the others, as the slowest one."""
+    """Scores the mood of a text. As the slowest deployment it is scaled separately."""
 
     def __init__(self, good: set[str], bad: set[str]):
         self.good = good

@@ -5,7 +5,7 @@
     curl http://127.0.0.1:8000/sync     "ok"
     curl http://127.0.0.1:8000/async    "ok"
 
-Each takes a second, and so do many at a time, of either kind, at every flag value.
+One request takes a second, and so do many at a time, of either kind, at every flag value.
 """
 
 import asyncio

@@ -5,7 +5,7 @@
     curl http://127.0.0.1:8000/    ok
     time (for i in $(seq 200); do curl -s http://127.0.0.1:8000/ & done; wait)
 
-200 requests are in flight at once; by default it would be 100. A `DeprecationWarning` names the
+200 requests are in flight at once; the default is 100. A `DeprecationWarning` names the
 option to use instead.
 """
 

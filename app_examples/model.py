@@ -4,7 +4,7 @@
 
     2
 
-The guide's sample ends in `handle =` and `ray.get(...)`: here it is `serve.run` and `.result()`.
+The guide's sample ends in `handle =` and `ray.get(...)`; this one in `serve.run` and `.result()`.
 `__call__` is a `def` and runs on the event loop, so a warning asks whether it may run in a thread.
 """
 

@@ -11,8 +11,8 @@
     curl -H 'serve_multiplexed_model_id: fr' 'http://127.0.0.1:8000/greet?name=Ada'
     "Bonjour, Ada"
 
-The first request for a model waits while it is loaded, the next ones do not. The third model takes
-the room of the one that was not used for longest: `curl http://127.0.0.1:8000/loaded` says now
+The first request for a model waits for its load, the next ones do not. The third model evicts the
+least recently used one: `curl http://127.0.0.1:8000/loaded` now answers
 `["en","fr"]`. With more replicas, a request goes to one that has its model.
 """
 
@@ -28,7 +28,7 @@ api = FastAPI(title="Greeters")
 
 
 class Greeter:
-    """Stands for a model that takes its time to load and is large."""
+    """Stands for a large model that is slow to load."""
 
     def __init__(self, language: str, loaded: list[str]):
         self.greeting = GREETINGS[language]
@@ -37,7 +37,7 @@ class Greeter:
         loaded.append(language)
 
     def __del__(self):
-        # Called once, when the model is evicted: the place to free memory of a GPU, say.
+        # Called once, when the model is evicted: free the memory of a GPU here, for instance.
         self.loaded.remove(self.language)
 
 

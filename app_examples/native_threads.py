@@ -1,4 +1,4 @@
-"""A lane for what computes, and for each of its calls its share of the cores in native threads.
+"""A lane for calls that compute, each with its share of the cores as native threads.
 
     ingress run app_examples.native_threads:app
 
@@ -7,14 +7,14 @@
 
 NumPy's linear algebra has threads of its own, by default one for every core, for every call. Here
 two calls compute at a time, so `ingress run` gives each of them half of the cores; it prints the
-product. It sets `OMP_NUM_THREADS` and its like before NumPy is imported, unless you have:
+product. It sets `OMP_NUM_THREADS` and the like before NumPy is imported, unless you have set them:
 
     OMP_NUM_THREADS=2 ingress run app_examples.native_threads:app
 
-warns on two cores. `/health` is not in the lane: it has a thread at once, however many wait there.
+warns on two cores. `/health` is not in the lane: it gets a thread at once, however many calls wait.
 
 Measured on two cores, 16 clients: 150 answers of /rank in a second with one native thread for each
-of two calls, as `ingress run` has it, and 10 to 60 with two, when four threads spin for two cores.
+of two calls, as `ingress run` sets it, and 10 to 60 with two, when four threads spin on two cores.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Ray tasks inside a deployment: processes of their own, so not one GIL for all.
+"""Ray tasks inside a deployment: separate processes, each with its own GIL.
 
     python -m pip install -e ".[ray]"
     ingress run app_examples.ray_parallel:app --engine ray
@@ -6,8 +6,8 @@
     curl http://127.0.0.1:8000/    {"results":[1,4,9,16]}
 
 The guide's note: "While you can spawn Ray tasks from Ray Serve deployments, this approach isn't
-recommended because it lacks tooling for observability and debugging." Of the guide's samples this
-is the one that needs Ray itself, which it imports; `ingress` does not, so it runs on either engine.
+recommended because it lacks tooling for observability and debugging." Of the guide's samples
+only this one needs Ray, which it imports. `ingress` does not need it, so it runs on either engine.
 """
 
 import asyncio

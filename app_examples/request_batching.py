@@ -4,7 +4,7 @@
 
     [0, 2, 4, 6, 8, 10, 12, 14]
 
-The guide's sample ends in `handle =` and `ray.get([...])`: here it is `serve.run` and `.result()`.
+The guide's sample ends in `handle =` and `ray.get([...])`; this one in `serve.run` and `.result()`.
 """
 
 import numpy as np

@@ -1,11 +1,11 @@
-"""A connection that only its own thread may touch, in a thread that only this class has.
+"""A database connection that only one thread may use, in a thread that only this class has.
 
     ingress run app_examples.serial:app
 
     curl http://127.0.0.1:8000/    1
 
-`__init__` runs in the thread of the `serial` method, so the connection is at home there. One call
-is in it at a time: nobody comes between the two statements, and the event loop is free meanwhile.
+`__init__` and the `serial` method run in the same thread, which owns the connection. It runs one
+call at a time: no other call comes between the two statements, and the event loop stays free.
 """
 
 import sqlite3

@@ -1,10 +1,10 @@
-"""A slow web server on this machine: what the HTTP examples wait for.
+"""A slow web server on this machine, for the HTTP examples.
 
     python -m app_examples.slow_server
 
     curl http://127.0.0.1:8001/    "slow", after a second
 
-Where the examples look for it is `SLOW_SERVER_URL`, by default http://127.0.0.1:8001/.
+The examples read its address from `SLOW_SERVER_URL`, by default http://127.0.0.1:8001/.
 """
 
 import os
@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 
 def url() -> str:
-    """Return where the slow server is."""
+    """Return the address of the slow server."""
     return os.environ.get("SLOW_SERVER_URL", "http://127.0.0.1:8001/")
 
 
 class SlowServer(ThreadingHTTPServer):
-    """Answers each GET once `wait()` returns; by default after a second."""
+    """Answers each GET once `wait()` has returned; by default after a second."""
 
     daemon_threads = True
 
@@ -38,7 +38,7 @@ class SlowServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         super().server_bind()
-        self.server_name = str(self.server_address[0])  # not by asking the name service
+        self.server_name = str(self.server_address[0])  # avoids a DNS look-up
 
 
 class SlowHandler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ class SlowHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the one who waits for the answer knows."""
+        """Log nothing: the client knows of its request."""
 
 
 @contextmanager

@@ -6,8 +6,8 @@
     curl -N http://127.0.0.1:8000/events    data: {"number":0}, ...
     curl -N http://127.0.0.1:8000/text      0, 1, ...
 
-Each generator has one worker thread from its first line to its last, so it may wait as it likes. It
-stops while its client does not read, and its `finally` runs as soon as the client has left.
+Each generator has one worker thread from its first line to its last, so it may block. It pauses
+while its client does not read, and its `finally` runs as soon as the client has disconnected.
 """
 
 import time

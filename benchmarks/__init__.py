@@ -1,19 +1,19 @@
-"""What `ingress` costs and what it gains, measured side by side with what there is.
+"""Benchmarks: the costs and gains of `ingress`, measured side by side with other servers.
 
 Commands:
 
     make bench           python -m benchmarks           plain FastAPI and Starlette, 6 minutes
     make bench-handles   python -m benchmarks.handles   calls between deployments, in one process
     make bench-peers     python -m benchmarks.peers     Ray Serve, LitServe and BentoML
-    make bench-document  python -m benchmarks.document  docs/benchmarks, from the results there are
-                         python -m benchmarks.steps     what a request costs, step by step
+    make bench-document  python -m benchmarks.document  docs/benchmarks, from the stored results
+                         python -m benchmarks.steps     the cost of a request, step by step
 
 Their modules:
 
-    rows  starts  targets        what is compared with what, and what is required of it
+    rows  starts  targets        comparisons, and their requirements
     apps/  guides                the endpoints, and the guide's own benchmarks, for both sides
-    servers  load  client        a server in a process of its own, and what asks it
-    comparison  results          runs in turn; what they found, and its JSON
+    servers  load  client        a server in a separate process, and its clients
+    comparison  results          runs in turn; their results, as JSON too
     report  charts  document     a table on the terminal, SVG, Markdown
-    command                      what the commands have in common
+    command                      code shared by the commands
 """

@@ -3,14 +3,14 @@
 How to read it: *ratio* is ingress over the baseline, the median of all pairs with the least and the
 greatest. The two runs of a pair follow each other on two servers that were started for the row,
 with the same uvicorn settings (uvloop, httptools, no access log), so that a noisy machine moves
-both; the ratio says more than the requests per second. Latencies are medians of what each run had,
+both; the ratio is more reliable than the requests per second. Latencies are medians over the runs,
 baseline → ingress.
 
     both 0     RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD and ..._ROUTER_IN_SEPARATE_LOOP at 0;
-               otherwise they are as they are: user code has a loop and a thread of its own
+               otherwise they are at their defaults: user code has its own loop and thread
     sync 0, 1  RAY_SERVE_RUN_SYNC_IN_THREADPOOL
 
-With --rows, what is measured is printed and not written.
+With --rows, the results are printed and not written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def one_run(row: Row, server: Server, connections: int, seconds: int) -> Sample:
 
 
 def measure(options: Namespace) -> command.Results:
-    """Yield the lines of the table, one pair of servers at a time."""
+    """Yield the results, one pair of servers at a time."""
     chosen = [row for row in ROWS if row.name in options.rows]
     for (baseline, ours), group in groupby(chosen, lambda row: (row.baseline, row.ours)):
         rows = list(group)

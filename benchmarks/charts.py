@@ -1,7 +1,7 @@
-"""Horizontal bars with whiskers, as SVG that is readable on light and on dark ground.
+"""Horizontal bars with whiskers, as SVG that is readable in light and dark mode.
 
-A bar is a median; its whisker goes from the least to the greatest run. Nothing is left out of the
-scale. The ground is part of the picture: where it is shown may not know what the reader prefers.
+A bar is a median; its whisker goes from the least to the greatest run. The axis is never
+truncated. The picture has its own background, as a page may not know the reader's preference.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from math import ceil, floor, log10
 from benchmarks.results import Figure
 
 WIDTH = 800
-LEFT = 236  # where the bars begin
-RIGHT = 96  # for the value after the longest
+LEFT = 236  # x of the left end of the bars
+RIGHT = 96  # room for the value after the longest bar
 TOP = 62
 BAR = 15
 STEP = 23
@@ -38,9 +38,9 @@ text { fill: #f0f6fc; } .muted { fill: #9198a1; } .ground { fill: #0d1117; }
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar; `kind` is how it is drawn, `required` a mark on it.
+    """One bar; `kind` is its style, `required` a mark on it.
 
-    One without a label belongs to the one before.
+    A bar without a label belongs to the bar before.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Bars over one axis. `one` names what stands at 1, `legend` what the kinds are."""
+    """Bars over one axis. `one` labels the line at 1, `legend` the kinds."""
 
     title: str
     axis: str
@@ -63,7 +63,7 @@ class Chart:
 
 
 def svg(chart: Chart) -> str:
-    """Return the picture. Without bars there is none, and this raises `ValueError`."""
+    """Return the picture. Raises `ValueError` without bars."""
     place, ticks = _scale(chart)
     tops = [TOP]
     for bar in chart.bars[1:]:
@@ -94,7 +94,7 @@ def svg(chart: Chart) -> str:
 
 
 def _scale(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
-    """Return where a value stands, and the values the axis names."""
+    """Return a function from value to x, and the ticks of the axis."""
     values = [each for bar in chart.bars for each in (bar.figure.least, bar.figure.greatest)]
     values += [bar.required for bar in chart.bars if bar.required is not None]
     values += [1.0] if chart.one else []

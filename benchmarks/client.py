@@ -1,10 +1,10 @@
-"""The clients wrk has not, in a process of its own: `python -m benchmarks.client KIND PORT ...`.
+"""Load clients that wrk lacks, in a separate process: `python -m benchmarks.client KIND PORT ...`.
 
     websocket   sends 32 characters and waits for them to come back, again and again
-    leaving     asks, on a connection that stays, and waits for the answer; then asks on a new one,
-                and leaves after a moment without the answer
+    leaving     sends a request on a keep-alive connection and waits for the answer; then sends one
+                on a new connection, and disconnects after a moment without the answer
 
-Prints one line of JSON: round trips per second, median and p99 latency of what was waited for.
+Prints one line of JSON: round trips per second, median and p99 latency of the awaited answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import cast
 import uvloop
 
 STAY_S = 0.002
-"""How long a client that leaves gives the server to begin."""
+"""Seconds after which a leaving client disconnects, so that the server has started."""
 
 TEXT = b"x" * 32
 MASK = b"\x01\x02\x03\x04"
@@ -27,7 +27,7 @@ UPGRADE = (
     b"GET /echo HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
     b"sec-websocket-version: 13\r\nsec-websocket-key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
 )
-# RFC 6455: a client masks what it sends, a server does not.
+# RFC 6455: a client masks its frames, a server does not.
 SENT = (
     bytes([0x81, 0x80 | len(TEXT)])
     + MASK
@@ -42,7 +42,7 @@ ASK_AND_LEAVE = b"GET /leave HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 class Conversation(asyncio.Protocol):
-    """One connection: asks, and waits until what comes back ends as expected."""
+    """One connection: sends a request, and waits until the answer ends as expected."""
 
     def __init__(self) -> None:
         self._received = b""
@@ -55,7 +55,7 @@ class Conversation(asyncio.Protocol):
         return conversation
 
     async def ask(self, request: bytes, ending: bytes) -> bytes:
-        """Return what came back. Raises `ConnectionError` if the server hangs up first."""
+        """Return the answer. Raises `ConnectionError` if the server closes the connection first."""
         if self._transport.is_closing():
             raise ConnectionError("the server has hung up")
         self._received, self._ending = b"", ending

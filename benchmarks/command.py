@@ -1,4 +1,4 @@
-"""What the commands have in common: progress, the table, the files, and how they end."""
+"""Code shared by the commands: progress, the table, the files, and the exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Results = Generator[Result, None, None]
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that has a lower bound."""
+    """Return an argument type with a lower bound."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:
@@ -33,7 +33,7 @@ pairs = at_least(MIN_PAIRS)
 
 
 def require_wrk() -> None:
-    """Leave if it is not there."""
+    """Exit if wrk is not installed."""
     if shutil.which("wrk") is None:
         sys.exit("wrk is missing; get it with `apt-get install wrk`")
 
@@ -46,9 +46,9 @@ def run(
     whole: bool = True,
     others: Mapping[str, str] | None = None,
 ) -> int:
-    """Measure and print; write results/`name`.json and the document if it is the whole of it.
+    """Measure and print; if `whole`, write results/`name`.json and the document.
 
-    Returns the exit code. Servers are ended also if this process is told to end.
+    Returns the exit code. SIGTERM also ends the servers.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False, soft_wrap=True)

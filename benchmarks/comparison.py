@@ -1,4 +1,4 @@
-"""Two things measured in turn, so that what else the machine does hits both."""
+"""Runs of two programs in turn, so that other load on the machine affects both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.servers import BenchmarkError
 def in_turn(
     ours: Callable[[], Sample], baseline: Callable[[], Sample], count: int
 ) -> tuple[list[Sample], list[Sample]]:
-    """Return `count` runs of each; each pair is in the other order than the one before."""
+    """Return `count` runs of each side; the order alternates from pair to pair."""
     if count < MIN_PAIRS:
         raise BenchmarkError(f"{count} pairs are too few for a median; give {MIN_PAIRS} or more")
     runs: tuple[list[Sample], list[Sample]] = ([], [])

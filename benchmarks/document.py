@@ -1,6 +1,6 @@
-"""docs/benchmarks, docs/scaling.md and the README's benchmarks, made from the results there are.
+"""docs/benchmarks, docs/scaling.md and the README's benchmarks, made from the stored results.
 
-Whoever measures on another machine gets the same pages with their figures.
+Results of another machine give the same pages with other figures.
 `python -m benchmarks.document` makes them again without measuring.
 """
 
@@ -69,7 +69,7 @@ Charts = dict[str, Chart]
 
 
 def pages(reports: Mapping[str, Report], readme: str) -> Pages:
-    """Return the text of each page; of the `reports`, by name, not all need be there."""
+    """Return the text of each page; `reports`, by name, may be incomplete."""
     made: Pages = {}
     text = ["# Benchmarks", HOW, _not_met(reports)]
     sections = {"http": _http, "handles": _handles, "peers": _peers, "overload": _overload}
@@ -155,7 +155,7 @@ def _ratios(name: str, results: list[Result], one: str, *, logarithmic: bool = F
 
 
 def _both(name: str, axis: str, results: list[Result], figure: str = "") -> Chart:
-    """Draw a figure of the baseline and of ours; without a name, what the row is about."""
+    """Draw a figure of the baseline and of `ingress`, by default the main figure of the row."""
     bars = []
     for each in results:
         asked = figure or each.main
@@ -172,12 +172,12 @@ def _form(figure: str) -> Callable[[float], str]:
 
 
 def _there(drawn: Charts) -> Charts:
-    """Leave out what has no bars: there was nothing to draw."""
+    """Return the charts that have bars."""
     return {name: chart for name, chart in drawn.items() if chart.bars}
 
 
 def _section(results: list[Result], drawn: Charts) -> list[str]:
-    """Return the pictures, the table, and what its rows are, if that was not said elsewhere."""
+    """Return the pictures, the table, and the descriptions of its rows."""
     if not results:
         return []
     pictures = [f"![{chart.title}]({name}.svg)" for name, chart in _there(drawn).items()]
@@ -192,7 +192,7 @@ def _section(results: list[Result], drawn: Charts) -> list[str]:
 
 
 def _in_readme(http: Report, peers: Report | None, readme: str) -> str:
-    """Return the README with the part between the marks made again."""
+    """Return the README with a new part between the marks."""
     chosen = [each for each in http.results if each.row in SHORT and "32" in each.load]
     chosen += [each for each in peers.results if each.main == "requests_per_s"] if peers else []
     whats = _whats()
@@ -233,7 +233,7 @@ def _not_met(reports: Mapping[str, Report]) -> str:
 
 
 def read() -> dict[str, Report]:
-    """Return the reports that are there."""
+    """Return the stored reports."""
     paths = {
         name: FOLDER / f"{name}.json"
         for name in ("http", "handles", "peers", "overload", "scaling")
@@ -242,7 +242,7 @@ def read() -> dict[str, Report]:
 
 
 def write() -> list[Path]:
-    """Make the pages again; returns where they are."""
+    """Write the pages; return their paths."""
     DOCS.mkdir(parents=True, exist_ok=True)
     made = pages(read(), README.read_text())
     for path, text in made.items():

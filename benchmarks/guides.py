@@ -1,15 +1,15 @@
 """The guide's own benchmarks, on Ray Serve or `ingress`: `python -m benchmarks.guides ingress`.
 
     ensemble   an input goes to ten nodes that each do a little arithmetic; their sum comes back
-    recursive  each deployment calls the next five at once: with ten deployments a request is 480
-               calls, with six it is 32
+    recursive  each deployment calls the next five at once: a request makes 480 calls with ten
+               deployments, 32 with six
     replicas   a no-op on many replicas
 
-4 clients x 20 requests. What differs between the two is the module it is given: `ingress`, or
-`ray.serve`, whose replicas are processes: it gets six deployments x 2 replicas, and 8 replicas.
+4 clients x 20 requests. The argument is the module to use: `ingress`, or `ray.serve`, whose
+replicas are processes, so it runs six deployments x 2 replicas, and 8 replicas.
 
-It answers each line on its standard input, the name of one of these, with a line of JSON that tells
-of one run, and ends with its input.
+For each benchmark name on a line of standard input it runs that benchmark once and prints a line of
+JSON. It ends with its input.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Ensemble:
 
 
 class Recursive:
-    """Returns how many calls one to it is."""
+    """A deployment that returns the number of calls that one call to it makes."""
 
     def __init__(self, *following: Any) -> None:
         self.following = following
@@ -65,7 +65,7 @@ class Recursive:
 
 
 def deployed(serve: Any, cls: type, *args: Any, name: str, replicas: int = 1) -> Any:
-    """Return a bound deployment; its actors reserve no cores, where there are actors."""
+    """Return a bound deployment; on Ray Serve its actors reserve no cores."""
     light = {"ray_actor_options": {"num_cpus": 0}} if serve.__name__ == "ray.serve" else {}
     made = serve.deployment(name=name, num_replicas=replicas, max_ongoing_requests=100, **light)
     return made(cls).bind(*args)
@@ -77,7 +77,7 @@ def ensemble(serve: Any) -> Any:
 
 
 def recursive(serve: Any, deployments: int, replicas: int) -> Any:
-    """Return the first of some deployments, each of which calls up to five that come after it."""
+    """Return the first of a row of deployments, each of which calls up to the next five."""
     nodes: list[Any] = []
     for number in reversed(range(deployments)):
         following = nodes[:FAN_OUT]
@@ -87,7 +87,7 @@ def recursive(serve: Any, deployments: int, replicas: int) -> Any:
 
 
 def application(serve: Any, shape: str) -> Any:
-    """Return one of `SHAPES` as Ray Serve can have it on one machine."""
+    """Return one of `SHAPES` in a size that Ray Serve can run on one machine."""
     if shape == "ensemble":
         return ensemble(serve)
     if shape == "recursive":
@@ -98,7 +98,7 @@ def application(serve: Any, shape: str) -> Any:
 async def clients(
     request: Callable[[], Awaitable[Any]], until: Callable[[int], bool]
 ) -> dict[str, float]:
-    """Have `CLIENTS` clients make requests, each `until` its count says so."""
+    """Run `CLIENTS` clients; each makes requests until `until(count)` is true."""
     latencies: list[float] = []
     errors = 0
 
@@ -152,7 +152,7 @@ def main(module: str, *cluster: str) -> None:
     serve = importlib.import_module(module)
     if cluster:
         importlib.import_module("benchmarks.peers.ray_app").begin(*cluster)
-    # So that `finally` runs.
+    # So that `finally` runs at SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         serve_runs(serve)

@@ -1,9 +1,9 @@
 """Calls by handle in one process, and the guide's own benchmarks.
 
-    call            one no-op deployment, called from a loop of the benchmark's
+    call            one no-op deployment, called from the benchmark's own loop
     chain of n      each deployment awaits the next; the last does nothing
     1,000 replicas  the no-op deployment on 1,000 replicas against one on a single replica, in turn
-    recursive       10 deployments x 100 replicas; each calls the next five at once, so a request is
+    recursive       10 deployments x 100 replicas; each calls the next five at once: a request makes
                     480 calls; 4 clients, one run of a minute
     ensemble        one input to 10 nodes that each do a little arithmetic, and their sum; 4 clients
                     x 20 requests
@@ -32,7 +32,7 @@ from benchmarks.results import Result, Sample
 from benchmarks.servers import rss_mb
 from ingress.handle import DeploymentHandle
 
-CALLS = 8_000  # in one run of a rate
+CALLS = 8_000  # per run
 
 
 class Noop:
@@ -61,7 +61,7 @@ def chain(length: int) -> Any:
 
 
 async def call(handle: DeploymentHandle, in_flight: int, calls: int = CALLS) -> Sample:
-    """Call with that many at a time."""
+    """Make calls, a number of them at a time."""
 
     async def client() -> None:
         for _ in range(calls // in_flight):

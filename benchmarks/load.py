@@ -1,4 +1,4 @@
-"""One run of load on a server: what wrk found, or a client of ours in a process of its own."""
+"""One run of load on a server, by wrk or by a client of `benchmarks` in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.results import Sample
 from benchmarks.servers import JSON, ROOT, BenchmarkError, Request, Server
 
 PATIENCE_S = 20.0
-"""How much longer than its run a client may take."""
+"""Seconds that a client may take beyond its run."""
 
 POST = b"""wrk.method = "POST"
 wrk.headers["content-type"] = "%b"
@@ -22,7 +22,7 @@ _UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
 
 
 def wrk(server: Server, request: Request, connections: int, seconds: int) -> Sample:
-    """Ask as fast as answers come. Raises `BenchmarkError` if one of them is not a success."""
+    """Run wrk, closed-loop. Raises `BenchmarkError` if an answer is not a success."""
     url = f"http://127.0.0.1:{server.port}{request.path}"
     command = ["wrk", "--latency", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "10s"]
     with tempfile.NamedTemporaryFile("wb", suffix=".lua") as script:
@@ -41,7 +41,7 @@ def wrk(server: Server, request: Request, connections: int, seconds: int) -> Sam
 
 
 def client(kind: str, server: Server, connections: int, seconds: int) -> Sample:
-    """Have a client of `benchmarks.client` ask."""
+    """Run a client of `benchmarks.client`."""
     command = [sys.executable, "-m", "benchmarks.client", kind]
     command += [str(server.port), str(connections), str(seconds)]
     rate, p50_ms, p99_ms = json.loads(output_of(command, server, seconds))
@@ -50,7 +50,7 @@ def client(kind: str, server: Server, connections: int, seconds: int) -> Sample:
 
 
 def parse(printed: str) -> Sample:
-    """Return what `wrk --latency` printed."""
+    """Parse the output of `wrk --latency`."""
     rate = re.search(r"Requests/sec:\s+([\d.]+)", printed)
     latency = dict(re.findall(r"^\s+(50|99)%\s+([\d.]+\w+) *$", printed, re.MULTILINE))
     if rate is None or len(latency) != 2:
@@ -63,7 +63,7 @@ def parse(printed: str) -> Sample:
 
 
 def output_of(command: list[str], server: Server, seconds: int) -> str:
-    """Return what a client printed. Raises `BenchmarkError` if it fails or does not end."""
+    """Return the output of a client. Raises `BenchmarkError` if it fails or does not end."""
     name = command[0] if command[0] == "wrk" else " ".join(command[1:4])
     try:
         ran = subprocess.run(

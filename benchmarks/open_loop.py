@@ -1,13 +1,13 @@
-"""A client whose requests do not wait for each other, in a process of its own.
+"""An open-loop client, whose requests do not wait for each other, in a separate process.
 
     python -m benchmarks.open_loop PORT PATH RATE SECONDS DEADLINE_S
 
-It sends RATE requests a second at even distances, each on a connection that has nothing else to
-do, and counts an answer from the moment when its request was due. DEADLINE_S goes into
-`x-request-timeout-seconds`; 0 sends no header, and counts each 200 as good.
+It sends RATE requests a second at even intervals, each on an idle connection, and counts a latency
+from the moment when its request was due. DEADLINE_S goes into `x-request-timeout-seconds`; 0 sends
+no header, and counts each 200 as good.
 
-Prints one line of JSON: for each second the good answers (200, in time); how often each
-status came, 0 for a connection that failed; median and p99 latency of the good ones in ms.
+Prints one line of JSON: for each second the good answers (200, in time); the count of each
+status, 0 for a connection that failed; median and p99 latency of the good answers in ms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import cast
 import uvloop
 
 PATIENCE_S = 5.0
-"""How long answers are waited for after the last request."""
+"""Seconds to wait for answers after the last request."""
 
 
 class Connection(asyncio.Protocol):

@@ -1,10 +1,10 @@
-"""What is answered in time when more is asked than can be done, and what it was before.
+"""Goodput under overload, compared with an earlier version.
 
 The server's deployment sleeps for 50 ms in 10 slots, so it can answer 200 requests a second on any
 machine. A client sends requests at a steady rate, whether they are answered or not, each with a
-deadline of one second. Goodput is how many of them are answered with 200 within that second.
+deadline of one second. Goodput is the number of them answered with 200 within that second.
 
-`--before PATH` is another checkout of this project, to be compared with.
+`--before PATH` is another checkout of this project, for the comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ APP = "benchmarks.apps.overload:sleeping"
 CAPACITY = 200  # requests a second
 LOADS = (1.0, 2.0, 5.0)
 DEADLINE_S = 1
-WARM_UP_S = 2  # until the queue is as long as it gets; not counted
+WARM_UP_S = 2  # until the queue has its full length; not counted
 BASELINE = "order of arrival alone"
 
 
@@ -45,7 +45,7 @@ def server(checkout: Path) -> Iterator[Server]:
 
 
 def sample(running: Server, factor: float, seconds: int) -> Sample:
-    """Ask at a rate, and return what came back in time."""
+    """Send requests at a rate, and return goodput and latencies."""
     asked = [running.port, "/", CAPACITY * factor, seconds + WARM_UP_S, DEADLINE_S]
     client = [sys.executable, "-m", "benchmarks.open_loop", *map(str, asked)]
     found = json.loads(load.output_of(client, running, seconds + WARM_UP_S))

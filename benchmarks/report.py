@@ -11,12 +11,12 @@ from benchmarks import targets
 from benchmarks.results import Report, Result
 from benchmarks.targets import Target
 
-WIDTH = 156  # columns of text the table takes
+WIDTH = 156  # width of the table in characters
 COLUMNS = ("baseline", "ingress", "ratio [min-max]", "p50 ms", "p99 ms", "required")
 
 
 def shown(name: str, value: float) -> str:
-    """Return a figure with the unit that its name ends with."""
+    """Return a figure with the unit at the end of its name."""
     if name.endswith("_added"):
         return f"{'+' if value >= 0 else '-'}{shown(name.removesuffix('_added'), abs(value))}"
     for ending, form in (
@@ -53,12 +53,12 @@ def verdict(target: Target, result: Result) -> str:
     median = result.figures[target.figure].median
     found = shown(target.figure, median)
     if found == shown(target.figure, target.required):
-        found = f"{median:.5g}"  # so near that it would read as met
+        found = f"{median:.5g}"  # so close that the rounded figure would look met
     return f"{requirement(target)}: NOT MET, {found}"
 
 
 def cells(result: Result) -> list[str]:
-    """Return the text for each of `COLUMNS`; what there is not is empty."""
+    """Return the text for each of `COLUMNS`; missing figures are empty."""
     main, figures = result.main, result.figures
     ours = figures[main]
     baseline = ratio = ""
@@ -89,7 +89,7 @@ def cells(result: Result) -> list[str]:
 
 
 def table(report: Report) -> Table:
-    """Return all results; those with the same baseline stand together."""
+    """Return the table of all results, grouped by baseline."""
     made = Table(title=f"ingress on {report.machine}", box=SIMPLE_HEAD)
     made.add_column("", no_wrap=True)
     for column in COLUMNS:

@@ -1,8 +1,8 @@
-"""What was measured: every run, medians over all of them, and their JSON.
+"""Results: every run, medians over all runs, and their JSON.
 
-A `Sample` is one run: its figures by name, with the unit in the name; the first is the one a row is
-about. Of two runs that followed each other, ours and the one it is compared with, come three more
-of each figure: `baseline_<name>`, `<name>_ratio` (ours / baseline) and `<name>_added`.
+A `Sample` is one run: its figures by name, with the unit in the name; the first is the main figure
+of the row. A pair of consecutive runs, of `ingress` and the baseline, adds three figures for each:
+`baseline_<name>`, `<name>_ratio` (ingress / baseline) and `<name>_added`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from benchmarks.servers import ROOT, BenchmarkError
 Sample = Mapping[str, float]
 FOLDER = ROOT / "benchmarks" / "results"
 LIBRARIES = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools", "anyio")
-MIN_PAIRS = 5  # fewer say nothing about the spread
+MIN_PAIRS = 5  # fewer do not show the spread
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure over all runs."""
+    """Median and range of one figure over all runs."""
 
     median: float
     least: float
@@ -43,9 +43,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of a table: what was run, how, and every run of it.
+    """One line of a table: row, setup, load and all runs.
 
-    `setup` is empty where everything has its default. Raises `BenchmarkError` if it is a comparison
+    `setup` is empty if all settings have their defaults. Raises `BenchmarkError` for a comparison
     of fewer than `MIN_PAIRS` pairs.
     """
 
@@ -66,7 +66,7 @@ class Result:
 
     @property
     def main(self) -> str:
-        """The name of the figure the row is about."""
+        """The name of the main figure of the row."""
         return next(iter(self.runs[0]))
 
     @cached_property
@@ -99,13 +99,13 @@ class Result:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Result:
-        del value["figures"]  # for readers; the runs say it
+        del value["figures"]  # for readers; derived from the runs
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All results of one command, and where they are from."""
+    """All results of one command, with machine and versions."""
 
     date: str
     machine: str

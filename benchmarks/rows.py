@@ -1,6 +1,6 @@
-"""What `python -m benchmarks` compares with what. `benchmarks.apps` has the endpoints.
+"""The comparisons of `python -m benchmarks`. `benchmarks.apps` has the endpoints.
 
-A row without connections is measured on fresh processes; `benchmarks.starts` does it.
+`benchmarks.starts` measures rows without connections, on new processes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ingress.base.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An app of `benchmarks.apps`, and how it is served. `label` names it as the baseline.
+    """An app of `benchmarks.apps`, and the way to serve it. `label` names it as the baseline.
 
-    By uvicorn; with `workers` given, by `ingress run` in so many processes.
+    uvicorn serves it; with `workers`, `ingress run` does in so many processes.
     """
 
     label: str
@@ -38,7 +38,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request, and the two that answer it alike, with so many connections at a time."""
+    """One request, two apps that give the same answer, and the numbers of connections."""
 
     name: str
     what: str

@@ -1,12 +1,12 @@
-"""From one process to worker processes to a local Ray cluster: what each step costs and gives.
+"""Costs and gains from one process to worker processes to a local Ray cluster.
 
     1 process     ingress run app
     2 workers     ingress run app --workers 2
     local Ray     ingress run app --engine ray, with two replicas, each a process
 
-Each answers three requests: a no-op `async def`, a `def` that computes for some milliseconds in
-Python, and an `async def` that waits for 50 ms as one does for another server. Memory is that of
-all processes while they answer; pages that processes share count in each of them.
+Each answers three kinds of requests: a no-op `async def`, a `def` that computes for some
+milliseconds in Python, and an `async def` that waits for 50 ms, as for another server. Memory is
+the sum of all processes under load; pages that processes share count in each of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROXY = "ProxyActor"  # the process of Ray Serve's HTTP server, one for each nod
 
 
 def server(setup: str) -> Server:
-    """Return the server of a setup; it is ready when the no-op answers."""
+    """Return the server of a setup, which is ready when its no-op answers."""
 
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "1"}
     return ingress_run(setup, APP, SETUPS[setup], REQUESTS["no-op"][0], env, START_S, 30.0)

@@ -1,4 +1,4 @@
-"""docs/scaling.md, made from what `benchmarks.scaling` measured and a model of the rest."""
+"""docs/scaling.md, made from the results of `benchmarks.scaling` and a model for larger setups."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SETUPS = ("1 process", "2 workers", "local Ray")
 WORK_MS = (0.1, 1.0, 10.0, 100.0)
 
 PAGE = Path(__file__).parent / "scaling.md"
-"""The text, with the places of the figures."""
+"""The template of the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The processor time of a request on its way, in ms, for each setup; from its no-op rate.
+    """The processor time of a request in ms for each setup, without user code; from its no-op rate.
 
-    Of `cluster` the part of `proxy` is in one process for each node.
+    The part `proxy` of `cluster` runs in one process for each node.
     """
 
     one: float

@@ -1,6 +1,6 @@
-"""Programs in processes of their own, servers on loopback among them, and how they end.
+"""Programs in separate processes, such as servers on loopback, and their end.
 
-Whatever a benchmark starts is ended by its own process id, and so is every process it started.
+A benchmark ends each process it started, and their child processes, by process id.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ JSON = "application/json"
 
 
 class BenchmarkError(Exception):
-    """What stops a benchmark; its text is for the terminal."""
+    """An error that stops a benchmark; its text is for the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked, and the body of the answer. With a body it is a POST of JSON, else a GET."""
+    """A request, and the body of its answer. With a body it is a POST of JSON, else a GET."""
 
     path: str
     answer: bytes
@@ -44,9 +44,9 @@ class Request:
 
 
 class Program:
-    """A process of ours, and those it starts; a context manager that ends all of them.
+    """A process and its child processes; a context manager that ends all of them.
 
-    What it says goes to a file without a name, and is told if it fails.
+    The output goes to an unnamed file, and is part of the error if the process fails.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Program:
         self._stop_s = stop_s
 
     def wait_until_ready(self) -> None:
-        """Return once it is of use, or raise `BenchmarkError` after `start_s`."""
+        """Return once the process is ready, or raise `BenchmarkError` after `start_s`."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class Program:
         return self._log
 
     def failed(self, what: str) -> BenchmarkError:
-        """Return the error with the end of what it said."""
+        """Return the error with the end of the output."""
         ended = self.process.poll()
         after = "" if ended is None else f" and ended with {ended}"
         self._log.seek(0)
@@ -109,27 +109,27 @@ class Program:
         return BenchmarkError(f"{self.name} {what}{after}" + (f":\n{said}" if said else ""))
 
     def rss_mb(self) -> float:
-        """Return the resident memory of the process and of those it started."""
+        """Return the resident memory of the process and its child processes."""
         return rss_mb([self.process.pid, *(pid for pid, _ in _descendants(self.process.pid))])
 
     def cpu_s(self, name: str) -> float:
-        """Return the processor time so far of those it started whose command has this in it."""
+        """Return the processor time so far of the child processes whose command contains a text."""
         found = 0.0
         for pid, _ in _descendants(self.process.pid):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_text()
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except FileNotFoundError:  # it has ended since
+            except FileNotFoundError:  # it has ended meanwhile
                 continue
             if name in command:
                 found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return found
 
     def _stop(self) -> None:
-        # Before it ends: what it leaves behind has no parent to be found by.
+        # Before it ends: afterwards its child processes have no parent to be found by.
         family = _descendants(self.process.pid)
         assert self.process.stdin is not None
-        self.process.stdin.close()  # which is the end for one that reads it
+        self.process.stdin.close()  # which ends a program that reads it
         self.process.terminate()
         try:
             self.process.wait(self._stop_s)
@@ -149,8 +149,8 @@ class Program:
 class Server(Program):
     """A command that serves HTTP on the port it is given.
 
-    It is ready when it answers the `request` as expected; how long that took is its
-    `first_answer_s`.
+    It is ready when it answers the `request` as expected; `first_answer_s` is the time until
+    then.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Server(Program):
 
 
 def uvicorn(app: str, request: Request, env: Mapping[str, str] | None = None) -> Server:
-    """Return a server of `benchmarks.apps.<app>`; all of them are run alike."""
+    """Return a server of `benchmarks.apps.<app>`; all have the same settings."""
     return Server(
         app,
         lambda port: [
@@ -239,7 +239,7 @@ def ingress_run(
     start_s: float = START_S,
     stop_s: float = STOP_S,
 ) -> Server:
-    """Return a server of `benchmarks.apps.<app>`, as `ingress run` with these options serves it."""
+    """Return a server of `benchmarks.apps.<app>` by `ingress run` with these options."""
     run = [sys.executable, "-c", "from ingress.cli.commands import main; main()", "run"]
     target = f"benchmarks.apps.{app}"
     return Server(
@@ -260,7 +260,7 @@ def rss_mb(pids: Sequence[int]) -> float:
 
 
 def _processes() -> list[tuple[int, int, str]]:
-    """Return id, parent and beginning of every process; an id alone may be used again."""
+    """Return pid, parent and start time of every process; a pid alone may be reused."""
     command = ["ps", "-A", "-o", "pid=,ppid=,lstart="]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = (line.split(maxsplit=2) for line in ran.stdout.splitlines())
@@ -268,7 +268,7 @@ def _processes() -> list[tuple[int, int, str]]:
 
 
 def _descendants(pid: int) -> set[tuple[int, str]]:
-    """Return id and beginning of the processes that one has started, and those they have."""
+    """Return pid and start time of all descendants of a process."""
     found: set[tuple[int, str]] = set()
     processes = _processes()
     parents = {pid}

@@ -1,7 +1,7 @@
-"""What the stall watchdog takes: one server under load that has it look, or not, in turn.
+"""The cost of the stall watchdog: one server under load, with the watchdog on and off in turn.
 
-Two servers, or two runs of a second, differ by ten times what it takes. Neighbouring slices of the
-same run differ as much, but there are hundreds of them.
+Two servers, or two runs of a second, differ by ten times that cost. Neighbouring slices of one run
+differ as much, but there are hundreds of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SLICES = {
 }
 CONNECTIONS = 32
 TIMES = 100
-"""So many slices for one run of the others."""
+"""Number of slices for each run of other rows."""
 SLICE_S = 0.075
-"""Longer than it takes to ask for one, on a busy machine too."""
+"""Upper estimate of the time of a slice, also on a busy machine."""
 
 
 def measure(names: set[str], pairs: int) -> Iterator[Result]:
-    """Yield the result if it is asked for."""
+    """Yield the result if the row is asked for."""
     if "watchdog" not in names:
         return
     count = pairs * TIMES
@@ -36,7 +36,7 @@ def measure(names: set[str], pairs: int) -> Iterator[Result]:
     with WATCHED.server(ASYNC) as server, ThreadPoolExecutor() as other:
         load.wrk(server, ASYNC, CONNECTIONS, 1)
         loading = other.submit(load.wrk, server, ASYNC, CONNECTIONS, seconds)
-        one_slice(server, watched=1)  # by then wrk is there
+        one_slice(server, watched=1)  # until wrk has started
         runs = in_turn(partial(one_slice, server, 1), partial(one_slice, server, 0), count)
         if loading.done():
             raise BenchmarkError(f"watchdog: {count} pairs took more than {seconds} s")

@@ -1,4 +1,4 @@
-"""What is paid before the first request: importing, starting, memory. Fresh processes, in turn."""
+"""The cost before the first request: import, start, memory. Measured on new processes, in turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print((perf_counter() - begin) * 1e3)
 
 
 def measure(names: set[str], pairs: int) -> Iterator[Result]:
-    """Yield the results of those that are asked for."""
+    """Yield the results of the rows asked for."""
     if "import" in names:
         runs, baseline = in_turn(
             partial(time_import, "ingress"), partial(time_import, "fastapi"), pairs
@@ -58,7 +58,7 @@ def start(make: Callable[[], Server]) -> Sample:
 
 
 def time_import(name: str) -> Sample:
-    """Return how long a fresh interpreter takes for it, files warm."""
+    """Return the time of an import in a new interpreter, with its files in the page cache."""
     command = [sys.executable, "-c", TIMED_IMPORT.format(name=name)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -1,16 +1,16 @@
-"""What a request costs, step by step: `python -m benchmarks.steps`.
+"""The cost of a request, step by step: `python -m benchmarks.steps`.
 
 Requests go through uvicorn's own HTTP protocol (httptools) in this process, with a transport that
-throws away what is written, so that neither the kernel nor a client is in the figures. Each
-connection sends its next request when it has its answer. A figure is the processor's time of all
-threads per request, in us: the median of the runs, which go round the apps in turn.
+discards all output, so that the figures include neither the kernel nor a client. Each connection
+sends its next request after each answer. A figure is the processor time of all threads per request,
+in us: the median of the runs, which take the apps in turn.
 
     uvicorn           an ASGI function that sends "hello"
     Starlette route   the same by a route, one of ten
-    n routes          the last of so many, each with a path parameter
+    n routes          the last of n routes, each with a path parameter
 
-`both 0` is user code on the server's loop, `default` on a loop and thread of its own. The rest are
-the apps of `python -m benchmarks`.
+`both 0` runs user code on the server's loop, `default` on a separate loop and thread. The other
+apps are those of `python -m benchmarks`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from benchmarks.servers import ROOT
 
 RESULTS = FOLDER / "steps.json"
 IN_FLIGHT = (32, 1)
-REQUESTS = 2_000  # in one run
+REQUESTS = 2_000  # per run
 WARM_UP = 200
 ROUTES = (10, 100, 1000)
 FLAGS = {
@@ -74,7 +74,7 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Load:
-    """Connections that each send a request when they have their answer, until enough are sent."""
+    """Connections that each send a request after each answer, until enough are sent."""
 
     def __init__(self, request: bytes, count: int) -> None:
         self.request = request
@@ -139,7 +139,7 @@ async def cost_us(config: Config, target: str, in_flight: int, count: int) -> fl
 
 @asynccontextmanager
 async def started(app: Any) -> AsyncIterator[None]:
-    """Run an app's lifespan round the block."""
+    """Run an app's lifespan around a `with` block."""
     inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
@@ -207,7 +207,7 @@ async def measure(side: str, runs: int) -> dict[str, dict[str, float]]:
         for name, app in there.items():
             configs[name] = Config(app, http="httptools", lifespan="off", access_log=False)
             configs[name].load()
-        for run in range(runs + 1):  # the first is to warm up
+        for run in range(runs + 1):  # the first run is for warm-up
             for name, in_flight in product(there, IN_FLIGHT):
                 count = REQUESTS if run else WARM_UP
                 us = await cost_us(configs[name], STEPS[name], in_flight, count)
@@ -217,7 +217,7 @@ async def measure(side: str, runs: int) -> dict[str, dict[str, float]]:
 
 
 def in_child(side: str, runs: int) -> dict[str, dict[str, float]]:
-    """Measure in a process of its own, because an application reads its flags once."""
+    """Measure in a separate process, because an application reads its flags once."""
     command = [sys.executable, "-m", "benchmarks.steps", "--runs", str(runs), "--side", side]
     env = {**os.environ, **FLAGS[side]}
     ran = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)

@@ -1,6 +1,6 @@
-"""What is required of each row, and what would be good. Measured here, asserted nowhere.
+"""The requirement and the goal of each row. They are reported, not asserted.
 
-A requirement that is not met is printed as such: a benchmark tells, it does not fail.
+A benchmark does not fail if a requirement is not met; it prints that.
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ TARGETS = (
 
 
 def of(result: Result) -> list[Target]:
-    """Return what is required of a result; most have nothing, some have two."""
+    """Return the requirements of a result; most results have none, some have two."""
     place = (result.row, result.load, result.setup)
     return [each for each in TARGETS if (each.row, each.load, each.setup) == place]

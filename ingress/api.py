@@ -1,4 +1,4 @@
-"""`serve.run` and friends: one line each, to the current engine."""
+"""The public functions of `serve`; each delegates to the current engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ingress.watchdog import WATCHDOG, Stall
 
 logger = logging.getLogger("ingress")
 
-LAME_DUCK_S = 0.2  # between the signal and the refusal of new requests
+LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 
 
 def start(
@@ -33,11 +33,11 @@ def start(
     engine: str | None = None,
     **unsupported: Never,
 ) -> None:
-    """Start the HTTP server before any application. It then stays until `shutdown`.
+    """Start the HTTP server before any application. The server runs until `shutdown`.
 
-    `http_options` say where `run` listens; `host=None` means no HTTP. `engine` is "local" for this
-    process, or "ray"; by default what `INGRESS_ENGINE` says. Raises `RuntimeError` if the address
-    cannot be bound, or the engine cannot be used.
+    `http_options` set the address that `run` listens on; `host=None` disables HTTP. `engine` is
+    "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. Raises `RuntimeError` if
+    the address cannot be bound, or the engine cannot be used.
     """
     refuse("serve.start", unsupported)
     if isinstance(http_options, dict):
@@ -61,12 +61,13 @@ def run(
 ) -> DeploymentHandle:
     """Start an application and return a handle to it once all its replicas are ready.
 
-    It is served over HTTP under `route_prefix`, `None` for not at all. An application of the same
-    name is replaced: it stops when the new one is ready, and is ended at once if it still starts.
-    `blocking` returns on Ctrl-C or SIGTERM, after shutting everything down. `engine` is "local" for
-    this process, or "ray"; by default that which runs applications already, else what
-    `INGRESS_ENGINE` says. Raises `RuntimeError`, from what user code raised, if a replica does not
-    start; also if the application is deleted, replaced or shut down while it starts.
+    The application is served over HTTP under `route_prefix`; `None` disables HTTP for it. It
+    replaces an application of the same name, which stops when the new one is ready, or at once if
+    it is still starting. With `blocking`, returns on Ctrl-C or SIGTERM, after shutting everything
+    down. `engine` is "local" for this process, or "ray"; the default is the engine that runs
+    applications already, else `INGRESS_ENGINE`. Raises `RuntimeError` if a replica does not start
+    (`__cause__` is the exception of user code), or if the application is deleted, replaced or shut
+    down while it starts.
     """
     refuse("serve.run", unsupported)
     _check_target(target)
@@ -78,7 +79,7 @@ def run(
 
 @dataclass(init=False, slots=True)
 class RunTarget:
-    """One application for `run_many`; what its fields mean says `run`."""
+    """One application for `run_many`. The fields are the parameters of `run`."""
 
     target: Application
     name: str
@@ -100,8 +101,8 @@ def run_many(
 ) -> list[DeploymentHandle]:
     """Start several applications, one after another, and return their handles.
 
-    Those that run already stay if one of them does not start. Raises as `run`, and `ValueError`
-    before anything starts if two have one name.
+    If one does not start, those that run already keep running. Raises as `run` does, and
+    `ValueError`, before anything starts, if two applications have the same name.
     """
     refuse("serve.run_many", unsupported)
     names = [each.name for each in targets]
@@ -117,10 +118,10 @@ def run_many(
 def serving_until_signal() -> Iterator[None]:
     """Serve what the block starts until Ctrl-C, SIGTERM or SIGHUP, then drain and stop everything.
 
-    The signals are heard from before the block begins, so that none can end the process while it
-    answers requests. One that comes before anything runs ends the start: with `KeyboardInterrupt`
-    if it is Ctrl-C, else with `SystemExit`. The second signal ends the process at once. In a thread
-    other than the main one, which gets no signals, serves for ever.
+    The signals are handled from before the block begins, so that no signal can end the process
+    while it answers requests. A signal before an application runs aborts the start: Ctrl-C with
+    `KeyboardInterrupt`, the others with `SystemExit`. A second signal ends the process at once.
+    Outside of the main thread, which alone gets signals, serves for ever.
     """
     with StopSignals() as signals:
         try:
@@ -132,36 +133,36 @@ def serving_until_signal() -> Iterator[None]:
             if not _is_serving():
                 shutdown()
                 if stopped.number == signal.SIGINT:
-                    raise KeyboardInterrupt from None  # by which Python knows how to end
+                    raise KeyboardInterrupt from None  # Python then exits as for Ctrl-C
                 raise SystemExit(128 + stopped.number) from None
         logger.info("stopping: waiting for what runs; a second signal stops at once")
         current_engine().leave()
-        time.sleep(LAME_DUCK_S)  # who is on the way here is served
+        time.sleep(LAME_DUCK_S)  # requests that are on their way are still served
         shutdown()
 
 
 def delete(name: str) -> None:
-    """Drain and stop an application, or end its start. Without effect if there is none."""
+    """Drain and stop an application, or abort its start. No effect if there is none."""
     current_engine().delete(name)
 
 
 def shutdown() -> None:
-    """Drain and stop everything that this process runs."""
+    """Drain and stop all applications of this process, and its HTTP server."""
     current_engine().shutdown()
 
 
 async def shutdown_async() -> None:
-    """Do what `shutdown` does, in a thread: the running event loop stays free."""
+    """Call `shutdown` in a thread, so that the running event loop stays free."""
     await asyncio.to_thread(shutdown)
 
 
 def status() -> ServeStatus:
-    """Return what runs, in the shape of Ray Serve; empty when nothing does."""
+    """Return the status of everything that runs, in Ray Serve's shape; empty if nothing runs."""
     return current_engine().status()
 
 
 def stalls() -> list[Stall]:
-    """Return the event loops that stood still lately, the latest last, those that do so now too."""
+    """Return the recent stalls of event loops, the latest last, including ongoing ones."""
     return WATCHDOG.stalls()
 
 
@@ -171,10 +172,10 @@ def get_app_handle(name: str) -> DeploymentHandle:
 
 
 def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> DeploymentHandle:
-    """Return a handle to one deployment, by default of the caller's own application.
+    """Return a handle to a deployment, by default one of the caller's own application.
 
-    Raises `RayServeException` outside of a deployment without `app_name`, `KeyError` if there is
-    no such deployment.
+    Raises `RayServeException` outside of a deployment if `app_name` is left out, `KeyError` if
+    there is no such deployment.
     """
     if app_name is None:
         try:
@@ -207,7 +208,7 @@ def _check_name(name: Any) -> None:
 
 
 def _check_route_prefix(prefix: Any) -> None:
-    """Raise `ValueError`, in Ray's words, for a prefix that is none."""
+    """Raise `ValueError`, with Ray's message, for an invalid prefix."""
     if prefix is None:
         return
     if not isinstance(prefix, str) or not prefix.startswith("/"):

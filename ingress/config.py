@@ -1,8 +1,8 @@
-"""What a user configures in code, validated where it is written.
+"""The options that users set in code, validated where they are written.
 
-Names, defaults and what is accepted: Ray 2.60.0, serve/config.py; how a mistake is refused:
-`ingress.base.options`. Our `max_ongoing_requests` default is the guide's 100 (Ray: 5). Everything
-is recorded; what has no effect yet is in `NOT_ACTED_ON`.
+Names, defaults and accepted values: Ray 2.60.0, serve/config.py; error messages:
+`ingress.base.options`. The default of `max_ongoing_requests` is the guide's 100 (Ray: 5). All
+options are recorded; those without effect yet are in `NOT_ACTED_ON`.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ NOT_ACTED_ON: frozenset[str] = frozenset(
     }
 )
 """Deployment options without effect in this version. Of `ray_actor_options` only `num_cpus` has
-one, and `num_replicas="auto"` has none: `options_not_acted_on` knows these too."""
+an effect, and `num_replicas="auto"` has none: `options_not_acted_on` covers these too."""
 
 
 class AutoscalingPolicy(Options):
-    """Who decides how many replicas there should be: a function or its import path."""
+    """The policy that decides the number of replicas: a function or its import path."""
 
     policy_function: FunctionPath = "ingress:default_autoscaling_policy"
     policy_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class AutoscalingConfig(Options):
-    """How the number of replicas follows the load."""
+    """Options of autoscaling: the number of replicas follows the load."""
 
     min_replicas: NonNegativeInt = 1
     initial_replicas: NonNegativeInt | None = None
@@ -101,14 +101,14 @@ class AutoscalingConfig(Options):
 
 
 class BackpressureConfig(Options):
-    """How a request is refused when the queue is full: its status, and `Retry-After` in seconds."""
+    """The refusal of a request when the queue is full: status, and `Retry-After` in seconds."""
 
     status_code: Literal[503, 429] = 503
     retry_after_s: NonNegativeFloat | None = None
 
 
 class RequestRouterConfig(Options):
-    """Which replica gets the next request: a policy class or its import path."""
+    """The policy that chooses the replica of a request: a class or its import path."""
 
     request_router_class: ClassPath = (
         "ingress.replicas.request_router:PowerOfTwoChoicesRequestRouter"
@@ -122,7 +122,7 @@ class RequestRouterConfig(Options):
 
 
 class LoggingConfig(Options):
-    """What is logged, how and where."""
+    """Options of logging: format, level, destination, access log."""
 
     encoding: Literal["TEXT", "JSON"] = "TEXT"
     log_level: str | int = "INFO"
@@ -132,15 +132,15 @@ class LoggingConfig(Options):
 
 
 class HTTPOptions(Options):
-    """Where and how `serve.start` and `serve.run` listen.
+    """Options of the HTTP server that `serve.start` and `serve.run` start.
 
-    `host=None` means no HTTP. A `host` that is left out is the environment's
-    `RAY_SERVE_DEFAULT_HTTP_HOST`, else 127.0.0.1; port 0 lets the system choose. A
-    `request_timeout_s` that is left out is `RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S`, else none.
-    `retry_started_methods` are those that may be tried again although user code may have run.
+    `host=None` disables HTTP. The default of `host` is `RAY_SERVE_DEFAULT_HTTP_HOST`, else
+    127.0.0.1; with port 0 the system chooses a port. The default of `request_timeout_s` is
+    `RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S`, else none. `retry_started_methods` are the HTTP
+    methods that may be retried although user code may have run.
 
-    How much a client may send, and how long it may take, is in docs/limits.md. What is left out of
-    that is the environment's, `INGRESS_MAX_BODY_SIZE` and so on; `None` is no limit.
+    docs/limits.md describes the limits on the size and duration of what a client sends. Their
+    defaults come from the environment, `INGRESS_MAX_BODY_SIZE` and so on; `None` means no limit.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -177,7 +177,7 @@ class HTTPOptions(Options):
         return self
 
     def limits(self, otherwise: HTTPLimits) -> HTTPLimits:
-        """Return the limits that were given, and the rest of `otherwise`."""
+        """Return the limits that were given, and the others from `otherwise`."""
         given = {each.name for each in fields(HTTPLimits)} & self.model_fields_set
         return replace(otherwise, **{name: getattr(self, name) for name in given})
 
@@ -262,7 +262,7 @@ class DeploymentConfig(Options):
 
     @property
     def replica_count(self) -> int:
-        """How many replicas there are; "auto" and autoscaling are not acted on yet and give one."""
+        """The number of replicas; 1 for "auto" and autoscaling, which have no effect yet."""
         return 1 if self.num_replicas == "auto" else self.num_replicas
 
     @property
@@ -271,9 +271,9 @@ class DeploymentConfig(Options):
         return float(self.ray_actor_options.get("num_cpus", 1))
 
     def updated(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords of a config with `options` on top of what was given to this one.
+        """Return the options given to this config, updated with `options`, as keywords.
 
-        An option that cannot stand beside the recorded one takes its place.
+        An option that excludes a recorded option replaces it.
         """
         recorded = {name: getattr(self, name) for name in self.model_fields_set}
         for name, replaced in _TAKES_THE_PLACE_OF.items():

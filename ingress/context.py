@@ -1,8 +1,8 @@
-"""Which replica the running code belongs to.
+"""The replica that the running code belongs to.
 
-It is a context variable, so it holds in the request's task, in tasks it starts, in the worker
-threads of the replica, in `asyncio.to_thread` and in `run_in_executor`. Only a thread the user
-starts by hand does not have it, because Python gives it an empty context.
+The replica is in a context variable, so it is known in the request's task, in tasks started there,
+in the worker threads of the replica, in `asyncio.to_thread` and in `run_in_executor`. Only a thread
+that the user starts by hand does not know it, because Python gives that thread an empty context.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class ReplicaContext:
     """The replica that runs the current code.
 
     `servable_object` is the user's instance, `None` while its constructor runs. The underscored
-    fields are the framework's: the replica's own ASGI app, and the plan of each callable that app
-    calls; its loop and what makes its plans, the batches that run, and what `set_max_batch_size`
-    and its like were told here; the models that `@multiplexed` methods loaded.
+    fields are the framework's: the replica's ASGI app, the plan of each callable of that app, the
+    user loop, the function that makes plans, the running batches, the limits that
+    `set_max_batch_size` and similar methods set on this replica, and the models that
+    `@multiplexed` methods loaded.
     """
 
     replica_id: ReplicaID
@@ -60,7 +61,7 @@ REPLICA: ContextVar[ReplicaContext] = ContextVar("ingress_replica")
 
 
 def get_replica_context() -> ReplicaContext:
-    """Return the replica the caller runs in. Raises `RayServeException` outside of one."""
+    """Return the replica the caller runs in. Raises `RayServeException` outside of a replica."""
     replica = REPLICA.get(None)
     if replica is not None:
         return replica

@@ -2,17 +2,17 @@
 
     Exception
     └─ RayServeException                  500
-       ├─ BackPressureError               503  the deployment's queue is full; or 429
-       ├─ DeploymentUnavailableError      503  it failed to start, or was deleted
-       ├─ ReplicaUnavailableError         503  the replica went away under the call
-       ├─ RequestCancelledError           499  the caller cancelled it
-       │  └─ RequestTimeoutError          408  its deadline passed
-       │     └─ RequestBodyTimeoutError   408  its body stood still
-       ├─ RequestBodyTooLargeError        413  its body is larger than `max_body_size`
-       ├─ RequestCycleError               500  it waits for what its own callers hold
-       ├─ StreamClosedError               499  the stream's other end is gone
-       ├─ UnreadableError                 500  user code raised what raises when it is looked at
-       └─ UserCodeExit                    500  user code raised what is not an `Exception`
+       ├─ BackPressureError               503  the deployment's queue is full (503 or 429)
+       ├─ DeploymentUnavailableError      503  the deployment failed to start, or was deleted
+       ├─ ReplicaUnavailableError         503  the replica stopped during the call
+       ├─ RequestCancelledError           499  the caller cancelled the request
+       │  └─ RequestTimeoutError          408  the request's deadline passed
+       │     └─ RequestBodyTimeoutError   408  the request's body stopped arriving
+       ├─ RequestBodyTooLargeError        413  the request's body exceeds `max_body_size`
+       ├─ RequestCycleError               500  the request is part of a deadlock of calls
+       ├─ StreamClosedError               499  the consumer of a stream has gone
+       ├─ UnreadableError                 500  user code raised an exception that cannot be read
+       └─ UserCodeExit                    500  user code raised no `Exception`, e.g. `SystemExit`
 
     Warning
     ├─ UserWarning
@@ -20,24 +20,23 @@
     │  └─ OptionNotActedOnWarning         an option is recorded and has no effect yet
     └─ DeprecationWarning                 max_concurrent_queries
 
-`status_code` is the HTTP status the proxy answers with, and `retry_after_s`, if there is one, goes
-into its `Retry-After`; it reads nothing else. Mistakes of the
-caller are `TypeError` and `ValueError`, raised where the mistake is made. The names are Ray
+The proxy answers with `status_code` and, if `retry_after_s` is set, with a `Retry-After` header.
+Mistakes of the caller raise `TypeError` or `ValueError` where they are made. The names are Ray
 Serve's where Ray Serve has one.
 """
 
 from __future__ import annotations
 
-from starlette import requests, websockets  # not their classes: these here are ours
+from starlette import requests, websockets  # modules: all classes here are the framework's
 
 from ingress.base.unsupported import teller
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Whether it is only what we tell user code when nobody wants its answer any more.
+    """Return whether the error only tells user code that its answer is no longer wanted.
 
-    Nobody need hear of that when it comes back; nor of a group of nothing else, as task groups
-    raise.
+    Such an error is not reported when user code raises it. Nor is a group of only such errors, as
+    task groups raise it.
     """
     theirs = (requests.ClientDisconnect, websockets.WebSocketDisconnect)
     told = (RequestCancelledError, StreamClosedError, *theirs)
@@ -47,7 +46,7 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 class RayServeException(Exception):
-    """The root of every error of the framework."""
+    """The base class of all errors of the framework."""
 
     status_code: int = 500
     retry_after_s: float | None = None
@@ -60,7 +59,7 @@ class RayServeException(Exception):
 class BackPressureError(RayServeException):
     """The request was refused: `max_queued_requests` others already wait, or `reason` says why.
 
-    The deployment's `backpressure_config` says its status and after how many seconds to try again.
+    The deployment's `backpressure_config` sets the status and the seconds of `Retry-After`.
     """
 
     status_code = 503
@@ -102,13 +101,13 @@ class DeploymentUnavailableError(RayServeException):
 
 
 class ReplicaUnavailableError(RayServeException):
-    """The replica's event loop is gone; the call was not answered by user code."""
+    """The replica's event loop has stopped; user code did not answer the call."""
 
     status_code = 503
 
 
 class RequestCancelledError(RayServeException):
-    """The call was cancelled by its caller."""
+    """The caller cancelled the call."""
 
     status_code = 499
 
@@ -121,9 +120,9 @@ class RequestCancelledError(RayServeException):
 
 
 class RequestTimeoutError(RequestCancelledError):
-    """The request's deadline passed: it was cancelled by us, and not by its caller.
+    """The request's deadline passed: the framework cancelled the request, not the caller.
 
-    Not a `TimeoutError`: that one is user code's, and a 500. Text: Ray 2.60.0, proxy.py.
+    Not a `TimeoutError`, which user code raises and which answers 500. Text: Ray 2.60.0, proxy.py.
     """
 
     status_code = 408
@@ -138,7 +137,7 @@ class RequestTimeoutError(RequestCancelledError):
 
 
 class RequestBodyTimeoutError(RequestTimeoutError):
-    """The client stopped in the middle of the request's body, for `body_idle_timeout_s`."""
+    """No part of the request's body arrived for `body_idle_timeout_s`."""
 
     def __str__(self) -> str:
         return f"The body of request {self.request_id} stood still for {self.timeout_s:g}s."
@@ -158,11 +157,11 @@ class RequestBodyTooLargeError(RayServeException):
 
 
 class RequestCycleError(RayServeException):
-    """It can never go on: each slot, or all room for a model, is held by calls that wait for it."""
+    """A deadlock: all slots, or all room for a model, are held by calls that wait for this one."""
 
 
 class StreamClosedError(RayServeException, OSError):
-    """The consumer of a stream is gone; an `OSError`, as ASGI wants it of `send`."""
+    """The consumer of a stream has gone; an `OSError`, as ASGI requires of `send`."""
 
     status_code = 499
 
@@ -170,7 +169,8 @@ class StreamClosedError(RayServeException, OSError):
 class UnreadableError(RayServeException):
     """User code raised an exception whose attributes cannot be read: reading them raises another.
 
-    It stands for that exception once that leaves user code, with its traceback and its causes.
+    `UnreadableError` replaces that exception where it leaves user code, with its traceback and
+    causes.
     """
 
     def __init__(self, name: str) -> None:
@@ -184,7 +184,7 @@ class UnreadableError(RayServeException):
 class UserCodeExit(RayServeException):
     """User code raised something that is not an `Exception`, such as `SystemExit`.
 
-    It becomes this error before it leaves the task it was raised in, because a `SystemExit` or
+    The original becomes this error before it leaves its task, because a `SystemExit` or
     `KeyboardInterrupt` that reaches an event loop ends that loop. The original is `__cause__`.
     """
 

@@ -1,11 +1,11 @@
-"""Calling a deployment from Python: from any loop, any thread, or outside of everything.
+"""Handles: calls of a deployment from Python, on any event loop or in any thread.
 
     handle.remote(x)                   -> DeploymentResponse: `await` it, or `.result()` in a thread
-    handle.method.remote(x)            the same for a method
+    handle.method.remote(x)            the same, for a method
     handle.options(stream=True)        -> DeploymentResponseGenerator: `async for`, or `for`
 
-Arguments and results pass by reference. A response given as an argument is resolved first;
-one inside a list or another value arrives as it is, to be awaited there.
+Arguments and results pass by reference. A `DeploymentResponse` that is an argument is resolved
+first. A response inside a list or another value is passed as it is; the callee awaits it.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import running_loop
 from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
 
-if TYPE_CHECKING:  # what only declares deployments need not import what runs them
+if TYPE_CHECKING:  # code that only declares deployments need not import the replicas
     from ingress.replicas.user_code import UserCode
 
 
 class Directory(Protocol):
-    """Where a handle finds its deployment, at every call: it may have been replaced since."""
+    """The routers of deployments; looked up at every call, as a deployment may be replaced."""
 
     def router(self, deployment_id: DeploymentID) -> CallRouter: ...
 
     def methods(self, deployment_id: DeploymentID) -> list[str] | None: ...
 
     def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        """Call `then` once all of them are settled, on the router loop if there is one."""
+        """Call `then` once all responses are settled, on the router loop if there is one."""
 
     def later(self, callback: Callable[[], Any]) -> None:
-        """Call `callback` on a loop of the framework's, soon."""
+        """Call `callback` soon, on one of the framework's loops."""
 
     def expire(self, call: Call, deadline: float) -> None:
-        """Have a call expire at its deadline, on a loop of the framework's."""
+        """Make a call expire at its deadline, on one of the framework's loops."""
 
 
 class CallRouter(Queue, Protocol):
-    """Where a call by handle is submitted: a deployment's queue, in this process or elsewhere."""
+    """The queue of a deployment that takes calls by handle, in this process or elsewhere."""
 
     def assign(self, call: Call) -> None:
-        """Start the call, now or when its turn comes, or settle it as refused."""
+        """Start the call, now or when a slot is free, or settle it as refused."""
 
 
 class Invocation:
-    """What a call by handle runs on its replica: a method, with arguments that are resolved.
+    """The work of a call by handle on its replica: a method and its resolved arguments.
 
-    What a generator yields goes into `channel`, which is `None` for a single result. Whoever runs
-    it elsewhere reads the fields instead.
+    The items of a generator go into `channel`, which is `None` for a single result. An engine that
+    runs the method in another process reads the fields instead.
     """
 
     __slots__ = ("args", "channel", "kwargs", "method")
@@ -77,15 +77,15 @@ class Invocation:
         return self._pump(user_code, self.channel)
 
     async def _pump(self, user_code: UserCode, channel: Channel) -> None:
-        """Put what the method yields into the channel."""
+        """Put the method's items into the channel."""
         async with aclosing(user_code.stream(self.method, self.args, self.kwargs)) as items:
             async for item in items:
                 if not await pass_on(item, channel):
-                    return  # the generator is closed on the way
+                    return  # `aclosing` closes the generator
 
 
 async def pass_on(item: Any, channel: Channel) -> bool:
-    """Put an item of a stream into its channel. Returns False if nobody takes the rest."""
+    """Put an item of a stream into its channel. Returns False if its consumer has gone."""
     size = len(item) if isinstance(item, str | bytes) else 0
     try:
         await channel.put(item, size)
@@ -96,7 +96,7 @@ async def pass_on(item: Any, channel: Channel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HandleOptions:
-    """What `handle.options` sets."""
+    """The options that `handle.options` sets."""
 
     method_name: str = "__call__"
     stream: bool = False
@@ -104,7 +104,7 @@ class HandleOptions:
 
 
 class DeploymentHandle:
-    """Calls one deployment. Thread-safe, immutable, cheap to make."""
+    """A handle to one deployment. Thread-safe, immutable, cheap to make."""
 
     __slots__ = ("__weakref__", "_directory", "_id", "_options")
 
@@ -136,7 +136,7 @@ class DeploymentHandle:
         multiplexed_model_id: str | None = None,
         **unsupported: Never,
     ) -> DeploymentHandle:
-        """Return a handle with other options; what is not given stays as it is."""
+        """Return a handle with these options; options that are not given stay as they are."""
         if unsupported:
             refuse("handle.options", unsupported)
         given: dict[str, Any] = {"method_name": method_name, "stream": stream}
@@ -158,7 +158,7 @@ class DeploymentHandle:
         parent = CURRENT_CALL.get(None)
         deadline = None if parent is None else parent.deadline
         metadata = RequestMetadata(
-            # A batch has none of its own.
+            # A batch has no request id of its own.
             request_id=(parent and parent.metadata.request_id) or new_request_id(),
             deployment=self._id,
             method_name=options.method_name,
@@ -170,8 +170,8 @@ class DeploymentHandle:
         )
         call = Call(metadata, None, copy_context())
         if parent is not None and deadline is not None:
-            call.started_at = parent.started_at  # its timeout is the request's, in the same words
-        # Looked up now, so that a handle outlives a redeployment of what it calls.
+            call.started_at = parent.started_at  # the error names the request's timeout
+        # Looked up now, so that a handle outlives a redeployment.
         router = call.queue = self._directory.router(self._id)
         given = (*args, *kwargs.values())
         if any(isinstance(arg, DeploymentResponseGenerator) for arg in given):
@@ -184,7 +184,7 @@ class DeploymentHandle:
 
         def submit() -> None:
             call.waits_for = frozenset()
-            if call.settled:  # cancelled while its arguments were on their way
+            if call.settled:  # cancelled while its arguments were resolved
                 return
             try:
                 resolved = [_resolved(arg) for arg in args]
@@ -229,7 +229,7 @@ class DeploymentHandle:
 
 
 class _Response:
-    """What one and many answers have in common."""
+    """The base of `DeploymentResponse` and `DeploymentResponseGenerator`."""
 
     __slots__ = ("__weakref__", "_call")
 
@@ -249,11 +249,11 @@ class _Response:
         return f"{type(self).__name__}(request_id='{self.request_id}', {state})"
 
     def cancel(self) -> None:
-        """Cancel the request, wherever it is. Without effect once it is answered."""
+        """Cancel the request, wherever it is. No effect once it is answered."""
         self._call.cancel()
 
     def cancelled(self) -> bool:
-        """Whether the request was cancelled before it was answered."""
+        """Return whether the request was cancelled before it was answered."""
         return isinstance(self._call.error, RequestCancelledError)
 
     def __reduce__(self) -> NoReturn:
@@ -266,7 +266,7 @@ class _Response:
 
 
 class DeploymentResponse(_Response):
-    """One answer that is on its way; await it as often as you like."""
+    """A pending answer. It may be awaited any number of times."""
 
     __slots__ = ()
 
@@ -277,15 +277,15 @@ class DeploymentResponse(_Response):
         try:
             await self._call.wait()
         except asyncio.CancelledError:
-            self._call.cancel()  # nobody is left to take the answer
+            self._call.cancel()  # the task no longer wants the answer
             raise
         return self._call.outcome()
 
     def result(self, *, timeout_s: float | None = None) -> Any:
         """Wait for the answer in a thread and return it.
 
-        Raises what user code raised, `TimeoutError` after `timeout_s` (the request goes on), and
-        `RuntimeError` inside a running event loop, which it would block.
+        Raises the exception of user code, `TimeoutError` after `timeout_s` (the request continues),
+        and `RuntimeError` in a running event loop, which `result` would block.
         """
         if not (timeout_s is None or is_number(timeout_s)):
             raise TypeError(
@@ -299,17 +299,17 @@ class DeploymentResponse(_Response):
 
 
 class DeploymentResponseGenerator(_Response):
-    """Many answers that are on their way; iterate with `async for`, or with `for` in a thread.
+    """A stream of answers; iterate with `async for`, or with `for` in a thread.
 
-    Several may take turns, but only one can wait for the next item: `RuntimeError`, as of a
-    generator of Python's own.
+    Several consumers may take turns, but only one can wait for the next item. A second one gets
+    `RuntimeError`, as with a Python generator.
     """
 
     __slots__ = ("_channel", "_directory", "_turn")
 
     def __init__(self, call: Call, channel: Channel, directory: Directory) -> None:
         super().__init__(call)
-        self._turn = threading.Lock()  # held by who waits for the next item; never waited for
+        self._turn = threading.Lock()  # held while a consumer waits; acquired without blocking
         self._channel, self._directory = channel, directory
         call.when_settled(lambda call: _end(channel, call.error))
 
@@ -353,7 +353,7 @@ class DeploymentResponseGenerator(_Response):
             )
 
     async def aclose(self) -> None:
-        """Take no more items; the generator behind is closed where it runs."""
+        """Stop the stream; the deployment's generator is closed where it runs."""
         self._call.cancel()
 
     def __await__(self) -> NoReturn:
@@ -368,8 +368,8 @@ class DeploymentResponseGenerator(_Response):
         )
 
     def __del__(self) -> None:
-        # Abandoned half-way: nobody will take the rest, and its producer waits for room. Not here:
-        # the collector may run this in a thread that holds the very lock `cancel` needs.
+        # An abandoned stream: its producer waits for room in the channel. Cancelled later, because
+        # the garbage collector may run this in a thread that holds the lock `cancel` needs.
         if not self._call.settled:
             self._directory.later(self._call.cancel)
 
@@ -377,7 +377,7 @@ class DeploymentResponseGenerator(_Response):
 def _end(channel: Channel, error: BaseException | None) -> None:
     channel.finish(error)
     if isinstance(error, RequestCancelledError):
-        channel.close()  # what was not taken yet never will be
+        channel.close()  # drops the items that were not taken yet
 
 
 def _resolved(arg: Any) -> Any:

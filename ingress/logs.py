@@ -1,6 +1,6 @@
-"""The `ingress` logger and the filter that says whose record it is.
+"""The `ingress` logger, and the filter that adds the request's identity to a record.
 
-    logging.getLogger("ingress").addFilter(RequestFilter())  or on any handler of the user's
+    logging.getLogger("ingress").addFilter(RequestFilter())  or on any handler
 
 Every record that passes the filter has `request_id`, `route`, `application`, `deployment`,
 `replica` and `multiplexed_model_id`, empty outside of a request.
@@ -19,16 +19,16 @@ from ingress.request_context import get_request_context
 logger = logging.getLogger("ingress")
 
 FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
-"""Begins as uvicorn's own record of such a failure, which alerts may look for."""
+"""Begins like uvicorn's own record of such a failure, which alerts may match."""
 
 _server_logger = logging.getLogger("uvicorn.error")
 
 MAX_FIELD = 256
-"""The longest a field may be, in characters, that a client chooses and nobody has checked."""
+"""Maximum length, in characters, of a field that a client chooses freely."""
 
 
 class RequestFilter(logging.Filter):
-    """Add the current request's and replica's identity to a record."""
+    """A filter that adds the current request's and replica's identity to a record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         context = get_request_context()
@@ -43,12 +43,12 @@ class RequestFilter(logging.Filter):
 
 
 def log_failure(call: Call, error: BaseException) -> None:
-    """Log what failed a request, once and in the place of the server, which is not told.
+    """Log the error that failed a request, once. The server does not get the error.
 
-    `exc_info` is all of it, for handlers that look there; what is printed is `format_error`.
+    `exc_info` has the whole error, for handlers that read it; the printed text is `format_error`'s.
     """
     if _server_logger.isEnabledFor(logging.ERROR):
-        # In the request's context: filters of the user's may ask whose record it is.
+        # In the request's context, because the user's filters may read it.
         copy_context().run(_log_failure, call, error)
 
 
@@ -74,7 +74,7 @@ def _log_failure(call: Call, error: BaseException) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return `text` as it may stand in a line of a log: no line breaks, no control characters."""
+    """Return `text` without line breaks and control characters, fit for a line of a log."""
     return (text if text.isprintable() else ascii(text)[1:-1])[:MAX_FIELD]
 
 

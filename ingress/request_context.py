@@ -1,7 +1,7 @@
-"""What the running code may know of the request it works for.
+"""The context of the current request, for user code.
 
-Read when asked for, from the call and the replica that are current: a request that does not ask
-pays nothing. Both are context variables, so it holds wherever `get_replica_context` does.
+It is read on demand from the current call and replica, so a request that does not ask pays nothing.
+Both are context variables, so it is available wherever `get_replica_context` is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ingress.context import REPLICA
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One request on one replica; all empty outside of a request.
+    """One request on one replica; all fields are empty outside of a request.
 
     `route` is the path template of the endpoint with the application's prefix, such as
-    "/api/items/{id}"; before an endpoint was found, or if there is none, the prefix. It,
-    `request_id` and `app_name` are those of the HTTP request a call was made for, also in the
-    deployments that are called then; `is_http_request` tells the first of them. `deadline` is on
-    the clock of `time.monotonic()`, in seconds.
+    "/api/items/{id}"; until an endpoint is found, or if there is none, only the prefix. In
+    deployments called by handle, `route`, `request_id` and `app_name` are those of the original
+    HTTP request; `is_http_request` is true only in the deployment that received it. `deadline` is
+    in seconds of `time.monotonic()`.
     """
 
     request_id: str = ""
@@ -37,9 +37,9 @@ class RequestContext:
 def get_request_context() -> RequestContext:
     """Return the context of the current request; never `None`.
 
-    A batch has a context of its own, with the model id its requests share and no request id. In a
-    constructor and other code of a replica that runs for no request, only `app_name`,
-    `deployment` and `replica` are there.
+    A batch has a context of its own, with the model id its requests share and no request id. In
+    code of a replica that runs for no request, such as a constructor, only `app_name`,
+    `deployment` and `replica` are set.
     """
     return _context_of(CURRENT_CALL.get(None))
 
@@ -47,7 +47,8 @@ def get_request_context() -> RequestContext:
 def get_batch_request_contexts() -> list[RequestContext]:
     """Return the contexts of all requests of the current batch, in the order of its items.
 
-    Elsewhere it is that of the current request alone, and empty if there is none.
+    Outside of a batch, the list has the context of the current request, or is empty if there is
+    none.
     """
     return [_context_of(call) for call in current_calls()]
 

@@ -1,7 +1,7 @@
-"""What `serve.status()` returns, in the shape of Ray Serve 2.60's `ServeStatus`.
+"""The result of `serve.status()`, in the shape of Ray Serve 2.60's `ServeStatus`.
 
-The counts are read from their owners when one asks: `requests` and `queued` from the deployment's
-router, `ongoing` and `latency_ms` from its replicas; on Ray, which keeps them elsewhere, they are 0
+`serve.status()` reads the counts from their owners: `requests` and `queued` from the deployment's
+router, `ongoing` and `latency_ms` from its replicas. On Ray, which keeps them elsewhere, they are 0
 and empty.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from ingress.base.counters import LaneLoad, Latency
 from ingress.base.unsupported import absent_member, teller
-from ingress.config import LoggingConfig as LoggingConfig  # there in Ray Serve
+from ingress.config import LoggingConfig as LoggingConfig  # Ray Serve has it here
 
 
 class ApplicationStatus(StrEnum):
-    """The words of Ray Serve."""
+    """The status of an application, in Ray Serve's words."""
 
     NOT_STARTED = "NOT_STARTED"
     DEPLOYING = "DEPLOYING"
@@ -28,7 +28,7 @@ class ApplicationStatus(StrEnum):
 
 
 class DeploymentStatus(StrEnum):
-    """The words of Ray Serve."""
+    """The status of a deployment, in Ray Serve's words."""
 
     UPDATING = "UPDATING"
     HEALTHY = "HEALTHY"
@@ -40,11 +40,11 @@ class DeploymentStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDetails:
-    """One replica: its state, what it runs now, and how long its requests took, by route.
+    """One replica: its state, the number of its running calls, and their latency by route.
 
-    `stall_ms` is how long its event loop stood still, by the method that was in the way. Of the
-    `ongoing`, `orphans` have been answered already: their code goes on after its client
-    left or its deadline passed. `lanes` has those the deployment declares, and "serial".
+    `stall_ms` is the duration of its event loop's stalls, by the method that blocked the loop.
+    `orphans` of the `ongoing` calls have been answered already: their code still runs although the
+    client disconnected or the deadline passed. `lanes` has the declared lanes, and "serial".
     """
 
     replica_id: str
@@ -62,7 +62,7 @@ class ReplicaDetails:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentStatusOverview:
-    """One deployment. `requests` were accepted so far; `queued` wait for a slot now."""
+    """One deployment. `requests` is the number accepted so far; `queued` wait for a slot now."""
 
     status: DeploymentStatus
     status_trigger: str
@@ -85,9 +85,9 @@ class ApplicationStatusOverview:
 
 @dataclass(frozen=True, slots=True)
 class ServeStatus:
-    """Everything that runs; empty when nothing does.
+    """The status of everything that runs; empty if nothing runs.
 
-    `proxies` has the HTTP server's address; on Ray the id of each node that serves HTTP.
+    `proxies` has the address of the HTTP server; on Ray, the id of each node that serves HTTP.
     """
 
     proxies: dict[str, str] = field(default_factory=dict)

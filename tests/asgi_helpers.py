@@ -1,4 +1,4 @@
-"""A deployment of one or more replicas without its router and proxy: all `asgi` needs of them."""
+"""Replicas of a deployment without router and proxy, for tests of `asgi`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ingress.execution.execution import ExecutionPlan, Role, plan
 from ingress.execution.threads import WorkerPool
 
 WORKER = "K#0-worker"
-"""How the names of the first replica's worker threads begin."""
+"""Prefix of the thread names of the first replica's worker threads."""
 
 
 def bound(cls: type) -> BoundApp:
@@ -28,7 +28,7 @@ def bound(cls: type) -> BoundApp:
 
 
 class Replica:
-    """One replica on the running loop. `asgi` is what a server calls."""
+    """One replica on the running loop. `asgi` is its ASGI app."""
 
     def __init__(self, cls: type, app: BoundApp, number: int = 0) -> None:
         self.context = ReplicaContext(ReplicaID(str(number), DeploymentID("K")))
@@ -70,7 +70,7 @@ class Replica:
 
 
 class Deployment:
-    """Replicas behind one ASGI app, which takes them in turns."""
+    """Replicas behind one ASGI app, which uses them in turn."""
 
     def __init__(self, cls: type, *, replicas: int = 1) -> None:
         app = bound(cls)
@@ -102,14 +102,14 @@ class Deployment:
 
 
 def serve(cls: type, *, replicas: int = 1, **options: Any) -> TestClient:
-    """Return a client of the class, to be entered. With several replicas requests alternate."""
+    """Return a client of the class, a context manager. Requests alternate between replicas."""
     return TestClient(Deployment(cls, replicas=replicas), **options)
 
 
 async def request(
     app: Callable[[Scope, Receive, Send], Any], path: str, **scope: Any
 ) -> tuple[list[dict[str, Any]], Exception | None]:
-    """Send one request; return the ASGI messages of the answer and what the app raised."""
+    """Send one request; return the ASGI messages of the answer and the error of the app."""
     messages: list[dict[str, Any]] = []
     first: list[dict[str, Any]] = [{"type": "http.request", "body": b"", "more_body": False}]
     if scope.get("type") == "websocket":

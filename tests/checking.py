@@ -1,4 +1,4 @@
-"""Programs to check, with what is to be found written where it is to be found: `#: IG101`."""
+"""Programs to check, with the expected findings as comments on their lines: `#: IG101`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Found = list[tuple[int, str]]
 
 
 def in_class(head: str, body: str) -> str:
-    """Return a program: a head that ends in a `class` line, its body, and `a = A.bind()`."""
+    """Return a program of a head that ends in a `class` line, a body, and `a = A.bind()`."""
     return head + textwrap.indent(textwrap.dedent(body).strip("\n"), "    ") + "\n\na = A.bind()\n"
 
 
 def expected(program: str) -> Found:
-    """Return lines and rules, as the program's comments have them."""
+    """Return the lines and rules of the program's comments."""
     return [
         (number, rule)
         for number, line in enumerate(program.splitlines(), 1)
@@ -46,7 +46,7 @@ def checked_as_file(
 def checked_as_files(
     folder: Path, programs: dict[str, str], settings: Settings, *, migrate: bool = False
 ) -> dict[str, Found]:
-    """Check many programs at once, and return what is found in each."""
+    """Check many programs at once, and return the findings in each."""
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program)
     report = check_files([folder], settings, migrate=migrate)
@@ -64,7 +64,7 @@ def checked_as_application(
     *,
     migrate: bool = False,
 ) -> Report:
-    """Import the program, under a name of its own: Python keeps what it has imported."""
+    """Check the program, imported under a new name because Python caches modules."""
     name = f"program_{folder.name}"
     (folder / f"{name}.py").write_text(program)
     monkeypatch.syspath_prepend(folder)

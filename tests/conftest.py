@@ -1,4 +1,4 @@
-"""What every test may use, and what every test must leave behind: nothing."""
+"""Fixtures for every test, and a check that no test leaves anything behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     ids=lambda values: "sync{}-user{}-router{}".format(*values),
 )
 def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Each of the eight combinations of the flags, in the environment; returns what they mean.
+    """Set each of the eight combinations of the flags in the environment; return the settings.
 
     The id's digits are sync in threadpool, user code in separate thread, router in separate loop.
     """
@@ -51,9 +51,9 @@ def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Se
 
 @pytest.fixture(autouse=True)
 def blocking_call_check() -> Iterator[BlockBuster]:
-    """Fail a blocking call of ours on an event loop; the user's code may block the loop.
+    """Fail a test if `ingress` makes a blocking call on an event loop; user code may block it.
 
-    Locks are left out: ours are held for a few lines of arithmetic and are meant to be waited for.
+    Locks are exempt: `ingress` holds its locks for a few lines of arithmetic only.
     """
     with blockbuster_ctx(scanned_modules=["ingress"]) as checks:
         for name in ("threading.Lock.acquire", "threading.Lock.acquire_lock"):
@@ -68,18 +68,16 @@ def blocking_call_check() -> Iterator[BlockBuster]:
             check.can_block_in("ingress/http/server.py", {"_start"})  # imports uvicorn
             check.can_block_in("ingress/replicas/user_code.py", {"_plain"})
             check.can_block_in("ingress/testing/leaks.py", {"_descriptors"})
-            check.can_block_in(
-                "ingress/calls/loops.py", {"reserve_descriptors"}
-            )  # no disk under /dev
+            check.can_block_in("ingress/calls/loops.py", {"reserve_descriptors"})  # not a disk
         yield checks
 
 
 @pytest.fixture(autouse=True)
 def stalls_are_quiet() -> Iterator[None]:
-    """Keep the watchdog's records out of all tests but its own.
+    """Keep the watchdog's log records out of all tests but its own.
 
-    It is on in all of them; a busy machine, or user code that blocks on purpose, gives it something
-    to say.
+    The watchdog runs in all tests; a busy machine, or user code that blocks on purpose, makes it
+    log.
     """
     logger = logging.getLogger("ingress")
     logger.addFilter(_is_no_stall)
@@ -93,7 +91,7 @@ def _is_no_stall(record: logging.LogRecord) -> bool:
 
 @pytest.fixture
 def switch_interval() -> Iterator[None]:
-    """Let threads take turns after every few bytecodes, so that races happen."""
+    """Make threads switch after every few bytecodes, so that races happen."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -102,7 +100,7 @@ def switch_interval() -> Iterator[None]:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Figures:
-    """Figures of a test for docs/reliability.md; one that misses its bar fails the test."""
+    """Record figures of a test for docs/reliability.md; one that misses its bar fails the test."""
     found = request.node.stash[FIGURES] = Figures(request.node)
     return found
 
@@ -144,8 +142,8 @@ def pytest_runtest_makereport(
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a thread, a file descriptor, a task or a slot behind.
 
-    An event loop that was not closed shows as its descriptors. A test that failed has told enough:
-    it is not checked, and not held up.
+    An open event loop shows as its descriptors. A test that failed is not checked, and not
+    delayed.
     """
     with testing.leak_check() as check:
         yield

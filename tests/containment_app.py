@@ -1,6 +1,6 @@
-"""Deployments whose every kind of callable raises what its request asks for.
+"""Deployments in which each kind of callable raises the error that its request names.
 
-python -m tests.containment_app      serves them, and prints where
+python -m tests.containment_app      serves them, and prints the address
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _refuse(*_: object) -> Any:
 
 
 def hostile(*names: str, base: type[BaseException] = Exception, refuse: Any = _refuse) -> Any:
-    """Make an error whose attributes cannot be read, nor its methods called."""
+    """Make an error whose attributes and methods raise when accessed."""
     dunder = {"__str__", "__repr__", "__eq__", "__hash__", "__bool__", "__len__"}
     own = {"__getattribute__", "__getattr__", "__setattr__", "__reduce_ex__", *dunder}
     body = {name: refuse if name in own else property(refuse) for name in names}
@@ -63,7 +63,7 @@ def deep() -> BaseException:
 
 
 def behind_another() -> BaseException:
-    """Return an error that looks like any other, with one that does not behind it."""
+    """Return an ordinary error with a hostile one as its cause."""
     error = ValueError("readable")
     error.__cause__ = error.__context__ = hostile("__traceback__", refuse=_exit)()
     return error
@@ -126,7 +126,7 @@ HOSTILE: dict[str, Callable[[], BaseException]] = {
     "in-a-group": lambda: ExceptionGroup("g", [ValueError(), hostile("__getattribute__")()]),
     "behind-another": behind_another,
 }
-"""Errors that raise another when they are looked at, or have no end."""
+"""Errors that raise when they are inspected, or whose chain of causes has no end."""
 ALL = ERRORS | HOSTILE
 
 
@@ -288,7 +288,7 @@ class Endpoints:
 
 
 def endpoints_on(app: FastAPI) -> type:
-    """Make a class of the endpoints; each app gets functions of its own."""
+    """Make a class of the endpoints; each app gets its own functions."""
     body: dict[str, Any] = {}
     for name, function in vars(Endpoints).items():
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""The blocks of a document, run in the order in which they are read.
+"""Runs the blocks of a document in their order.
 
 python    a file, whose name is in its first line
 console   commands, each after `$ `, and what they print; a line of `...` is any number of lines
@@ -24,7 +24,7 @@ _VARIES = [
     r" in \d+\.\d+s",
     r"^[\d.]+ cores?: .*",
 ]
-"""What is of the machine, or of the moment."""
+"""Output that depends on the machine or the time."""
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def links(path: Path) -> list[str]:
 
 
 class Reader:
-    """Does what a document says, in a folder of its own."""
+    """Executes the blocks of a document in a temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class Reader:
         (self._folder / name[1]).write_text(text)
 
     def run(self, session: str) -> None:
-        """Run the commands of a block. Fails if one prints something else than is shown."""
+        """Run the commands of a block. Fails if the output of one differs from the document."""
         begins = [match.start() for match in re.finditer(r"^\$ ", session, re.MULTILINE)]
         assert begins[0] == 0
         for begin, end in pairwise([*begins, len(session)]):

@@ -1,4 +1,4 @@
-"""An application with a row of every kind that `ingress explain` knows, and who calls them all."""
+"""An application with every kind of row that `ingress explain` knows; a function runs them all."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def async_items() -> AsyncIterator[str]:
 
 
 class SpyPath:
-    """A path that runs code of ours where it is opened."""
+    """A path whose `__fspath__` runs in the thread that opens the file."""
 
     def __fspath__(self) -> str:
         return __file__
@@ -165,7 +165,7 @@ async def file() -> Response:
     return FileResponse(SpyPath(), media_type="text/plain")
 
 
-# What is mounted or added, and bound to no replica.
+# Mounted and added routes, which are bound to no replica.
 
 
 def starlette_def(request: Request) -> Response:
@@ -426,6 +426,6 @@ async def _call_by_handle() -> None:
         assert [item async for item in getattr(streams, name).remote()] == [1]
     assert await plain.async_batch.remote(1) == 1
     assert await plain.batches.remote(1) == 2
-    for model_id in ("a", "b"):  # the first of them is unloaded
+    for model_id in ("a", "b"):  # loading "b" unloads "a"
         await plain.load.remote(model_id)
     assert await serve.get_deployment_handle("function", "default").remote(1) == 1

@@ -1,4 +1,4 @@
-"""Small classes with a memory, for tests that need one part without those below it."""
+"""Fakes that record calls, for tests of one part without the parts below it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class FakeReplica:
-    """A replica whose calls end when the test says so. Thread-safe.
+    """A replica whose calls end when the test ends them. Thread-safe.
 
-    `started` remembers every call it began, `skipped` those that were settled when their slot
-    came, `cancelled` those it was told to cancel. `router.add(replica.real)` puts it to use.
+    `started` has every call it started, `skipped` the calls that were settled before their slot
+    came, `cancelled` the calls it was told to cancel. Add it by `router.add(replica.real)`.
     """
 
     def __init__(self, router: Router, max_ongoing: int = 1) -> None:
@@ -45,7 +45,7 @@ class FakeReplica:
 
     @property
     def real(self) -> Replica:
-        """This, to those who want the real one."""
+        """This replica, typed as a real one."""
         return cast("Replica", self)
 
     @property
@@ -81,7 +81,7 @@ class FakeReplica:
         raise AssertionError("a fake replica runs nothing")
 
     def cancel(self, call: Call) -> None:
-        """What runs in a thread runs on: only the test ends it."""
+        """Record a cancellation; the call runs on, as in a thread, until the test ends it."""
         self.cancelled.append(call)
 
     def release(self, call: Call) -> None:
@@ -120,7 +120,7 @@ def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
 def make_call(
     deployment: str = "D", model_id: str = "", *, method: str = "m", left_s: float | None = None
 ) -> Call:
-    """Return a call that nobody runs; `left_s` is the time until its deadline."""
+    """Return a call without a replica; `left_s` is the time until its deadline."""
     metadata = RequestMetadata(
         new_request_id(),
         DeploymentID(deployment),

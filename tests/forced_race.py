@@ -1,11 +1,11 @@
 """Two threads give one request attributes at the same moment: `python -m tests.forced_race KIND`.
 
-It is forced where CPython 3.11 is weak: a class whose shared keys are full makes the first new
-attribute build a dict; building it may collect garbage, a weak reference's callback then lets the
-other thread run, and that one builds a second dict over the same values. One of both frees them.
+It forces a race of CPython 3.11. In a class whose shared keys are full, the first new attribute
+builds a dict. Building it may collect garbage; a weak reference's callback then lets the other
+thread run, which builds a second dict over the same values. One of the two dicts frees them.
 
-In a process of its own, because on 3.11 that process ends with a segmentation fault if `KIND` has
-a dict.
+It runs in a separate process, because on 3.11 the process ends with a segmentation fault if `KIND`
+has a dict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ingress.replicas.router import Router
 ROUNDS = 50
 DEPLOYMENT = DeploymentID("A", "default")
 
-# What the server's loop writes late, and what the user loop does.
+# An attribute that the server's loop writes late, and one that the user loop writes.
 FIELDS = {
     "Exchange": ("_cut_by", "has_answer"),
     "Attempt": ("_cut_by", "has_answer"),
@@ -38,7 +38,7 @@ FIELDS = {
 
 
 class Node:
-    """Garbage that only the collector finds."""
+    """A reference cycle, which only the collector can free."""
 
     me: Node
 
@@ -66,7 +66,7 @@ async def race(kind: str) -> None:
             setattr(box[0], theirs, True)
             done.release()
 
-    for _ in range(200):  # each instance takes a place among the keys the class still may share
+    for _ in range(200):  # each instance uses up one of the class's shared keys
         make(kind)._event = None
     make(kind)._ended = True  # the last one
     threading.Thread(target=user_loop, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and a client that sees the bytes."""
+"""A server in a separate process, and a client that sees the bytes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ROOT = Path(__file__).parent.parent
 INGRESS = [sys.executable, "-c", "from ingress.cli.commands import main; main()"]
 UVICORN = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", "0"]
 PATIENCE_S = 20.0
-"""How long anything may take before it counts as hanging."""
+"""Time after which a wait counts as a hang."""
 
 ROUNDS = int(os.environ.get("INGRESS_RELIABILITY_ROUNDS", "0"))
-"""How often `make test-reliability` repeats what the default run does once, with fewer flags."""
+"""Number of repetitions by `make test-reliability`; the default run does one, with fewer flags."""
 
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
@@ -41,9 +41,9 @@ _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 def environment(
     folder: Path, *, sync: str = "0", separate: str = "1", router: str | None = None
 ) -> dict[str, str]:
-    """The environment of a process: the flags, and the folder and ours to import from.
+    """Return the environment of a process: the flags, and the import paths.
 
-    `separate` is for user code, and for the router too unless that is given.
+    `separate` is for user code, and for the router too unless `router` is given.
     """
     return {
         **os.environ,
@@ -58,7 +58,7 @@ def environment(
 
 @contextmanager
 def _heeding_signals() -> Iterator[None]:
-    """Start processes as a terminal does, wherever the tests were started.
+    """Start processes with the signal handling of a terminal.
 
     A shell has its background jobs ignore SIGINT, and `nohup` its command SIGHUP, and so do the
     processes they start: Python then raises no `KeyboardInterrupt`.
@@ -80,7 +80,7 @@ def _heeding_signals() -> Iterator[None]:
 
 
 class ServerProcess:
-    """A process whose output is kept in a file. Ctrl-C, sent as SIGINT, reaches it."""
+    """A process whose output goes to a file. SIGINT, as of Ctrl-C, reaches it."""
 
     def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
         self._log = folder / f"output-{time.monotonic_ns()}.txt"
@@ -94,7 +94,7 @@ class ServerProcess:
         return self._log.read_text()
 
     def wait_for(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
-        """Wait until the output has it. Fails if the process ends before."""
+        """Wait until the output matches. Fails if the process ends before."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := re.search(pattern, self.output)):
             assert self.process.poll() is None, f"ended early:\n{self.output}"
@@ -123,7 +123,7 @@ class ServerProcess:
 
 @contextmanager
 def process(command: list[str], folder: Path, environ: dict[str, str]) -> Iterator[ServerProcess]:
-    """Run a command; whatever is left of it at the end is killed."""
+    """Run a command; kill the process at the end if it still runs."""
     server = ServerProcess(command, folder, environ)
     try:
         yield server
@@ -135,14 +135,14 @@ def process(command: list[str], folder: Path, environ: dict[str, str]) -> Iterat
 
 @dataclass
 class Answer:
-    """What came back over one connection, byte for byte."""
+    """The bytes of an answer over one connection."""
 
     raw: bytes
     status: int = field(init=False)
     headers: dict[str, str] = field(init=False)
     body: bytes = field(init=False)
     is_complete: bool = field(init=False)
-    """Whether the body ended as its headers promised; if not, the connection was cut."""
+    """The body ended as its headers promised; if false, the connection was cut."""
 
     def __post_init__(self) -> None:
         head, found, rest = self.raw.partition(b"\r\n\r\n")
@@ -203,7 +203,7 @@ class Connection:
         self.send(head.encode("latin-1"))
 
     def receive_until(self, expected: bytes) -> bytes:
-        """Receive until it is there. Fails at the end of the connection."""
+        """Receive until `expected` has arrived. Fails at the end of the connection."""
         while expected not in self.received:
             data = self.socket.recv(65536)
             assert data, f"the connection ended without {expected!r}: {self.received!r}"
@@ -231,7 +231,7 @@ class Connection:
 
 
 def get(port: int, path: str, headers: str = "") -> Answer:
-    """Send one request over a connection of its own."""
+    """Send one request over a new connection."""
     with Connection(port) as connection:
         connection.request(path, headers=headers + "Connection: close\r\n")
         return connection.answer()
@@ -248,7 +248,7 @@ def write_module(folder: Path, name: str, source: str) -> None:
 
 
 def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
-    """`deployment.bind(...)`; a type checker takes a decorated class for the class it was."""
+    """Return `deployment.bind(...)`; to type checkers a decorated class is the class itself."""
     application: Application = deployment.bind(*args, **kwargs)
     return application
 
@@ -268,7 +268,7 @@ def set_flags(monkeypatch: pytest.MonkeyPatch, separate: str, sync: str = "0") -
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Wait for what somebody else's loop is about to do. Fails if it does not."""
+    """Wait until a condition holds, which another thread brings about. Fails at the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"

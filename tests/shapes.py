@@ -1,7 +1,7 @@
 """Endpoints of every shape, written once: methods for `ingress`, bound methods for plain FastAPI.
 
-What user code does (validators, dependencies, endpoints, background tasks) it notes in `events`, so
-that two runs can be compared by more than their answers.
+User code (validators, dependencies, endpoints, background tasks) appends to `events`, so that two
+runs can be compared by more than their answers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Item(BaseModel):
 
 
 class Checked(BaseModel):
-    """Notes who validates it; a validator of the user's may raise anything."""
+    """A model that records its validation; a user's validator may raise any error."""
 
     name: str = "a"
     q: int = 0
@@ -182,7 +182,7 @@ ITEMS: list[Any] = [
     *(Color.RED, Point(1), Item(name="n", Note="x"), datetime(2020, 1, 2), b"bytes"),
     {"_sa_state": 1, "a": {"_sa": 2}},
 ]
-"""What a stream may yield that has no type."""
+"""Items of an untyped stream."""
 
 EVENTS: list[dict[str, Any]] = [
     {},
@@ -211,7 +211,7 @@ async def iter_bytes() -> AsyncIterator[bytes]:
 
 
 def what(kind: str = "str") -> Any:
-    """Return, or raise, one of the things endpoints do."""
+    """Return, or raise, one of the results of endpoints."""
     if kind == "http":
         raise HTTPException(409, {"why": 1}, {"x-why": "2"})
     if kind == "teapot":
@@ -298,7 +298,7 @@ def scoped(scopes: SecurityScopes) -> list[str]:
 
 
 class Loud(Response):
-    """Takes what FastAPI hands to a response class, and says so."""
+    """Records the arguments that FastAPI passes to a response class."""
 
     media_type = "text/loud"
 
@@ -317,7 +317,7 @@ class Gone(JSONResponse):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One endpoint. `query`, `body` and `header` make a request it has no objection to."""
+    """One endpoint. `query`, `body` and `header` make a valid request."""
 
     name: str
     path: str
@@ -330,7 +330,7 @@ class Shape:
 
     @property
     def served_at(self) -> str:
-        """Where it is found, less the path parameter."""
+        """The served path, without the path parameter."""
         return ("/in/r" if self.name in INCLUDED else "") + self.path.split("{")[0]
 
     @property
@@ -576,7 +576,7 @@ class Shapes:
         events.append("endpoint")
         return value
 
-    # What is shared by the calls of one request.
+    # Dependencies shared within a request.
 
     @shape(dependencies=[Depends(writes)])
     async def response(self, response: Response, q: str = "", kind: str = "str") -> Any:
@@ -781,7 +781,7 @@ class Shapes:
         def chunks(self) -> Iterator[str]:
             yield "chunk"
 
-    # On a router that is included; below.
+    # On a router that is included below.
 
     @shape("/{x}")
     async def included(self, x: int, one: Annotated[str, Depends(first)]) -> Any:
@@ -793,7 +793,7 @@ STACKS = ("fastapi_inner_astack", "fastapi_function_astack", "fastapi_middleware
 
 
 def app_of(shapes: Iterable[Shape], endpoint: Callable[[str], Any]) -> FastAPI:
-    """Return an app of these shapes. `endpoint` returns what FastAPI is given for a name."""
+    """Return an app of these shapes. `endpoint` returns the function for a name."""
     app = FastAPI()
     router = APIRouter(prefix="/r", strict_content_type=False)
     for each in shapes:
@@ -803,7 +803,7 @@ def app_of(shapes: Iterable[Shape], endpoint: Callable[[str], Any]) -> FastAPI:
 
     @app.exception_handler(Teapot)
     async def teapot(request: Request, error: Teapot) -> Response:
-        # Reads what nobody has read, or what is kept of what was.
+        # Reads the rest of the body, or its cached copy.
         return PlainTextResponse(f"teapot {(await request.body())!r}", 418)
 
     @app.exception_handler(RequestValidationError)
@@ -816,14 +816,14 @@ def app_of(shapes: Iterable[Shape], endpoint: Callable[[str], Any]) -> FastAPI:
 
 
 def plain_app(shapes: Iterable[Shape]) -> FastAPI:
-    # FastAPI keeps the file and line of an endpoint under an `id` that others may have had.
+    # FastAPI caches the file and line of an endpoint by `id`, which Python reuses.
     fastapi.routing._endpoint_context_cache.clear()
     instance = Shapes()
     return app_of(shapes, lambda name: getattr(instance, name))
 
 
 def deployment_of(shapes: Iterable[Shape]) -> type:
-    """Return a class to deploy; each has an app of its own."""
+    """Return a class to deploy, with a new app."""
     app = app_of(shapes, lambda name: vars(Shapes)[name])
     cls: type = ingress(app)(type("Shapes", (Shapes,), {}))
     return cls

@@ -1,4 +1,4 @@
-"""An application with all that an OpenAPI schema can say of FastAPI: for tests from the schema."""
+"""An application with every feature of FastAPI in its OpenAPI schema, for schema-based tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 import ingress as serve
 from tests.servers import bind
 
-# 400 is what FastAPI says of a body that is no text, and does not tell its schema.
+# FastAPI answers a body that is not text with 400, which its schema does not mention.
 app = FastAPI(title="Surface", responses={400: {"description": "The body cannot be read"}})
 Name = Annotated[str, Field(min_length=1, max_length=20, pattern="^[a-z]+$")]
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "There is no such item"}}

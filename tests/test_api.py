@@ -1,4 +1,4 @@
-"""`serve.run` and its friends: what they refuse, and what they find."""
+"""`serve.run` and related functions: the errors they raise, and the applications they find."""
 
 from __future__ import annotations
 

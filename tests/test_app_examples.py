@@ -1,7 +1,7 @@
-"""`app_examples/`: each does what its docstring says, and what the guide's comments in it claim.
+"""`app_examples/`: each example does what its docstring and the guide's comments claim.
 
-Durations stay as they are in the files. Overlap is seen from inside a subclass of the example's
-class: it notes who is in, or holds them at a gate.
+Durations stay as in the files. To observe overlap, a subclass of the example's class counts the
+calls inside, or holds them at a gate.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def bound(name: str, cls: type) -> serve.Application:
 
 @contextmanager
 def run(name: str, folder: Path, **flags: str) -> Iterator[ServerProcess]:
-    """Run an example as a user does, end it with Ctrl-C and look at its exit code."""
+    """Run an example as a user does, end it with Ctrl-C and check its exit code."""
     target = f"app_examples.{name}:{'hello' if name == 'hello' else 'app'}"
     command = [*INGRESS, "run", target, "--port", "0", "--app-dir", str(ROOT)]
     with process(command, folder, environment(folder, **flags)) as server:
@@ -82,7 +82,7 @@ def run(name: str, folder: Path, **flags: str) -> Iterator[ServerProcess]:
 
 
 class Visits:
-    """Notes who enters and leaves user code."""
+    """Counts the calls that enter and leave user code."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -1,7 +1,7 @@
-"""`ingress.asgi.compiled`: a compiled route answers, and runs user code, as FastAPI does.
+"""`ingress.asgi.compiled`: compiled routes answer, and run user code, as FastAPI does.
 
 Each shape of `tests.shapes` is served by plain FastAPI and by a deployment; both are given the same
-ASGI messages, and everything each did must be the same.
+ASGI messages, and all their observable effects must be the same.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ bodies = st.one_of(
 
 @st.composite
 def chunks(draw: st.DrawFn, body: bytes) -> list[Any]:
-    """Return the messages of the body: whole most often, in pieces, or cut off."""
+    """Return the messages of the body: mostly whole, else in pieces, or cut off."""
     whole = {"type": "http.request", "body": body, "more_body": False}
     middle = len(body) // 2
     one = {"type": "http.request", "body": body[:middle], "more_body": True}
@@ -133,14 +133,14 @@ def chunks(draw: st.DrawFn, body: bytes) -> list[Any]:
 
 @dataclass
 class Sent:
-    """What a client sent: the scope, and what each `receive` gives or raises."""
+    """A request: the scope, and the result or error of each `receive`."""
 
     scope: dict[str, Any]
     messages: list[Any]
 
 
 def valid(name: str) -> Sent:
-    """Return a request the shape has no objection to."""
+    """Return a valid request for the shape."""
     shape = SHAPES[name]
     path = shape.served_at + ("1" if "{" in shape.path else "")
     query, body = shape.query.encode(), json.dumps(shape.body).encode()
@@ -178,7 +178,7 @@ def requests(draw: st.DrawFn, name: str) -> Sent:
 
 @dataclass
 class Did:
-    """All that can be seen of what an app did. Chunks of a body that follow each other are one."""
+    """All observable effects of an app. Consecutive chunks of a body are joined."""
 
     messages: list[Any]
     error: Any
@@ -187,7 +187,7 @@ class Did:
 
 
 async def outcome(app: App, sent: Sent, *, fails_at: str | None = None) -> Did:
-    """Give the request to the app. `fails_at` is the type of the message that cannot be sent."""
+    """Send the request to the app. `fails_at` is the type of message whose `send` raises."""
     left, answer = list(sent.messages), []
     received = 0
     events.clear()
@@ -213,7 +213,7 @@ async def outcome(app: App, sent: Sent, *, fails_at: str | None = None) -> Did:
     async def send(message: Any) -> None:
         answer.append(message)
         if message["type"] == fails_at:
-            if message.get("more_body"):  # how much of a stream was in it is nobody's promise
+            if message.get("more_body"):  # the size of each part is undefined
                 answer[-1] = {**message, "body": b""}
             raise ConnectionResetError("the client has gone")
 
@@ -222,7 +222,7 @@ async def outcome(app: App, sent: Sent, *, fails_at: str | None = None) -> Did:
         await app(scope, receive, send)
     except Exception as raised:
         error = raised
-    while isinstance(error, ExceptionGroup):  # of the tasks in which FastAPI makes events
+    while isinstance(error, ExceptionGroup):  # raised by the tasks in which FastAPI makes events
         error = next(each for each in error.exceptions if type(each) is not BrokenResourceError)
     chain = []
     while error is not None:
@@ -234,13 +234,13 @@ async def outcome(app: App, sent: Sent, *, fails_at: str | None = None) -> Did:
 def text_of(error: BaseException) -> str:
     try:
         return re.sub(" at 0x[0-9a-f]+", "", str(error))
-    except ValueError:  # of a result that has too many digits to be written down
+    except ValueError:  # an integer with too many digits to print
         return "unprintable"
 
 
 @contextmanager
 def both(plain: FastAPI, cls: type) -> Iterator[Callable[..., tuple[Did, Did]]]:
-    """Yield what gives one request to the plain app and to one replica of the class."""
+    """Yield a function that sends a request to the plain app and to one replica of the class."""
     deployment = Deployment(cls)
 
     async def outcomes(sent: Sent, **options: Any) -> tuple[Did, Did]:
@@ -264,7 +264,7 @@ def test_a_shape_answers_and_runs_user_code_as_under_fastapi(name: str) -> None:
     with both(plain_app(shapes), deployment_of(shapes)) as outcomes:
         expected, actual = outcomes(valid(name))
         assert actual == expected
-        assert expected.messages[0]["status"] < 400  # so it is not refusals only that are compared
+        assert expected.messages[0]["status"] < 400  # so that not only refusals are compared
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(requests(name), st.sampled_from([None] * 8 + [*FAILURES]))
@@ -290,7 +290,7 @@ FAILURES = ("http.response.start", "http.response.body")
 
 
 def is_compiled(route: Any) -> bool:
-    """Whether it is ours that answers for a route as it is served."""
+    """Return whether the compiled code of `ingress` answers for a route as served."""
     served = getattr(route, "_route_context", None) or getattr(route, "route", route)
     return getattr(getattr(served, "app", None), "__module__", "") == compiled.__name__
 
@@ -316,7 +316,7 @@ def test_the_shapes_are_compiled_that_say_so_and_no_others() -> None:
 ANEW_AT_EACH_REQUEST = hasattr(fastapi.routing, "_EffectiveRouteContext") and "app" not in {
     each.name for each in dataclasses.fields(fastapi.routing._EffectiveRouteContext)
 }
-"""Whether this FastAPI makes the `app` of an included route at each request."""
+"""True if this FastAPI makes the `app` of an included route at each request."""
 
 
 # Traps.
@@ -324,7 +324,7 @@ ANEW_AT_EACH_REQUEST = hasattr(fastapi.routing, "_EffectiveRouteContext") and "a
 
 def pair(declare: Callable[[FastAPI], Any], **options: Any) -> tuple[FastAPI, type, FastAPI]:
     """Return plain FastAPI, a deployment of the same functions, and the latter's app."""
-    # FastAPI keeps the file and line of an endpoint under an `id` that others may have had.
+    # FastAPI caches the file and line of an endpoint by `id`, which Python reuses.
     fastapi.routing._endpoint_context_cache.clear()
     plain, app = FastAPI(**options), FastAPI(**options)
     declare(plain)
@@ -476,7 +476,7 @@ def test_an_override_counts_from_when_it_is_set_until_it_is_removed() -> None:
 
 
 def noting(func: Callable[..., Any]) -> Any:
-    """Note what a function is given, in which order."""
+    """Record the arguments of a function, in their order."""
 
     @functools.wraps(func)
     async def noted(*args: Any, **kwargs: Any) -> Any:
@@ -488,7 +488,7 @@ def noting(func: Callable[..., Any]) -> Any:
 
 
 def passing(func: Callable[..., Any]) -> Any:
-    """Return a `def` around an `async def`, which FastAPI sees through."""
+    """Return a `def` around an `async def`, which FastAPI unwraps."""
 
     @functools.wraps(func)
     def passed(*args: Any, **kwargs: Any) -> Any:
@@ -732,7 +732,7 @@ def test_telemetry_sees_what_it_sees_under_fastapi(is_mounted: bool) -> None:
     asyncio.run(check())
 
 
-# What is JSON already.
+# Results that are JSON already.
 
 jsonable = st.recursive(
     st.one_of(
@@ -785,8 +785,8 @@ def test_what_python_takes_for_json_and_fastapi_changes_is_not_taken_for_json() 
 
 
 def test_the_newest_fastapi_has_been_compared_with() -> None:
-    """If it fails: read what is new in FastAPI's `get_request_handler` and `solve_dependencies`,
-    add what this module does not try yet, and raise `NEWEST_KNOWN`."""
+    """If this fails: read the changes in FastAPI's `get_request_handler` and `solve_dependencies`,
+    add shapes for them to this module, and raise `NEWEST_KNOWN`."""
     assert tuple(map(int, fastapi.__version__.split(".")[:2])) <= compiled.NEWEST_KNOWN
 
 
@@ -796,7 +796,7 @@ def test_with_a_fastapi_that_is_newer_no_route_is_compiled(monkeypatch: pytest.M
     assert not any(fits(cls.__ingress_spec__.app, cls).values())  # type: ignore[attr-defined]
 
 
-# What fewer exit stacks must not change.
+# Behaviour that fewer exit stacks must not change.
 
 
 def test_what_a_route_class_puts_before_its_app_stays_there() -> None:

@@ -1,6 +1,6 @@
-"""Between the server and us, and between us and the user's app: each conversation is ASGI.
+"""ASGI conversations, between the server and `ingress`, and between `ingress` and user apps.
 
-A recorder stands on either side. Clients do all they can do to a conversation meanwhile.
+A recorder checks each side, while clients do everything a client can do to a conversation.
 """
 
 from __future__ import annotations

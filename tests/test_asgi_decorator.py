@@ -1,4 +1,4 @@
-"""`@serve.ingress`: what it takes, and what it refuses before anything is started."""
+"""`@serve.ingress`: the classes and apps it accepts, and those it refuses before any start."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_subclass_inherits_the_app() -> None:
 
 
 class FakeDeployment:
-    """All that makes a deployment known for one."""
+    """The attributes by which a deployment is recognised."""
 
     name = "Hello"
     func_or_class = object

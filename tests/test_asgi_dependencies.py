@@ -1,4 +1,4 @@
-"""`Depends`: where it runs, what it is bound to, and what can be put in its place."""
+"""`Depends`: threads of dependencies, their instance, and overrides."""
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -127,7 +127,7 @@ def test_use_cache_calls_a_dependency_once_for_each_request() -> None:
 
     with serve(K) as client:
         assert client.get("/").json() == [1, 1, 2]
-        app.dependency_overrides[fake] = fake  # FastAPI now analyses at each request
+        app.dependency_overrides[fake] = fake  # FastAPI now analyses it at each request
         assert client.get("/").json() == [3, 3, 4]
 
 

@@ -1,6 +1,6 @@
-"""`ingress.asgi.streams`: what happens between the items of an endpoint that is a generator.
+"""`ingress.asgi.streams`: pauses, errors and disconnects between the items of a generator.
 
-That the bytes are FastAPI's is in `test_asgi_compiled`, for each shape of `tests.shapes`. Here a
+`test_asgi_compiled` compares the bytes with FastAPI's, for each shape of `tests.shapes`. Here a
 stream waits, fails half-way, is read slowly, or loses its client.
 """
 
@@ -40,7 +40,7 @@ class Item(BaseModel):
 
 
 class Waiting:
-    """What a generator of either kind waits for, set from the loop."""
+    """An event for generators of both kinds, set from the loop."""
 
     def __init__(self) -> None:
         self._in_thread = threading.Event()
@@ -110,7 +110,7 @@ def deployment_of(*args: Any) -> Deployment:
 
 
 async def body_of(app: Any, on_message: Send | None = None) -> tuple[bytes, bool, Any]:
-    """Return the body of the answer, whether it has an end, and what the app raised."""
+    """Return the body of the answer, whether it is complete, and the error of the app."""
     body, is_complete, error = b"", False, None
     scope = {
         "type": "http",
@@ -196,7 +196,7 @@ async def test_an_item_waits_for_the_comment_that_is_being_sent(
         if message.get("body") == PING:
             waiting.set()
             await made.wait_on_loop()
-            for _ in range(100):  # turns of the loop, in which the item comes
+            for _ in range(100):  # loop iterations until the item arrives
                 await asyncio.sleep(0)
         sending -= 1
 
@@ -227,7 +227,7 @@ async def test_no_comment_is_sent_while_an_item_waits_for_room(
         assert not sending, "two messages at once"
         sending += 1
         if text_of(shape, 1) in message.get("body", b""):
-            await asyncio.sleep(0.05)  # what would be sent is due ten times
+            await asyncio.sleep(0.05)  # ten keep-alive messages are due in this time
         sending -= 1
 
     deployment = deployment_of(shape, [Item(n=1)])
@@ -256,7 +256,7 @@ async def test_a_comment_that_cannot_be_sent_ends_the_stream_with_the_next_item(
         body, is_complete, error = await body_of(deployment, on_message)
 
     assert (body, is_complete, type(error).__name__) == (PING, False, "ClientDisconnect")
-    assert len(seen) == 2  # begun and closed; no background task
+    assert len(seen) == 2  # started and closed; no background task
 
 
 # Failing.
@@ -285,14 +285,14 @@ async def test_a_stream_that_fails_is_cut_after_the_items_it_made(
 
     assert (ours, is_complete) == (text_of(shape, *range(after)), False)
     assert told_by(error) == told_by(expected)
-    if shape in EVENTS:  # when their generator fails, FastAPI drops what its queues hold
+    if shape in EVENTS:  # FastAPI drops its queues when a generator fails
         assert ours.startswith(plain)
     else:
         assert (ours, is_complete) == (plain, is_plain_complete)
 
 
 def told_by(error: Any) -> Any:
-    """Return the type and content of an error, less the place, which is not read on a loop."""
+    """Return the type and content of an error, without its place, which a loop does not read."""
     if isinstance(error, ExceptionGroup):
         return type(error), error.message, list(map(told_by, error.exceptions))
     return type(error), error.errors() if hasattr(error, "errors") else str(error)
@@ -321,7 +321,7 @@ async def test_a_generator_is_at_most_sixteen_items_ahead_of_what_was_sent(shape
         body, is_complete, _ = await body_of(deployment, on_message)
 
     assert (is_complete, body) == (True, text_of(shape, *[1] * 300))
-    assert furthest <= 17  # one is made and waits for its place
+    assert furthest <= 17  # one more item waits for room
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -358,7 +358,7 @@ async def test_a_cancelled_stream_has_been_closed_where_it_ran(shape: str, waits
         task = asyncio.create_task(body_of(deployment, on_message))
         await begun.wait()
         task.cancel()
-        if shape.endswith("-def"):  # nobody can stop a thread
+        if shape.endswith("-def"):  # a thread cannot be stopped
             await asyncio.sleep(0)
             waiting.set()
         with pytest.raises(asyncio.CancelledError):

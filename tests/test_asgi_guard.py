@@ -1,4 +1,4 @@
-"""What user code raises, wherever Starlette calls it, stays inside its request."""
+"""Errors of user code, wherever Starlette calls it, stay inside their request."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ NAMES = [each.__name__ for each in ERRORS] + ["Exited"]
 
 
 def is_answered(messages: list[dict[str, Any]], status: int) -> bool:
-    """Whether the response has this status and a clean end."""
+    """Return whether the response has this status and a clean end."""
     start, *_, last = messages
     is_complete = last["type"] == "http.response.body" and not last.get("more_body", False)
     return start["status"] == status and is_complete
@@ -265,7 +265,7 @@ async def test_a_cancelled_request_is_cancelled() -> None:
 @pytest.mark.parametrize("how", ["awaits", "shields", "sends", "groups"])
 @pytest.mark.parametrize("middleware", [1, 2])
 async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, how: str) -> None:
-    """AnyIO would cancel it at every turn of the loop; what it does then has to end."""
+    """AnyIO would cancel it in every loop iteration; its cleanup must be able to end."""
     waiting = asyncio.Event()
     seen: list[str] = []
     app = FastAPI()
@@ -493,7 +493,7 @@ async def test_an_exit_of_a_raw_app_is_contained() -> None:
 
 async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> None:
     app = FastAPI()
-    app.add_middleware(GZipMiddleware)  # keeps the start back until it sees the body
+    app.add_middleware(GZipMiddleware)  # holds the start back until the body
 
     class Broken(Response):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,7 +23,7 @@ SERIAL = "thread Api#0-serial-worker"
 
 
 class OwnRoute(APIRoute):
-    """A route that is not compiled, because it may do anything."""
+    """A route that is not compiled, because it overrides the handler."""
 
     def get_route_handler(self) -> Any:
         return super().get_route_handler()
@@ -235,7 +235,7 @@ def test_a_dependency_of_the_class_with_yield_runs_where_it_says() -> None:
     assert left == [DB]
 
 
-# What no lane can have.
+# Routes that cannot be in a lane.
 
 
 def marked() -> Any:

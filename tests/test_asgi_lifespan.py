@@ -1,4 +1,4 @@
-"""Start-up, shutdown, and the state of each replica."""
+"""Lifespans: start-up, shutdown, and the state of each replica."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_what_the_lifespan_raises_is_raised(
         await replica.start()
         with pytest.raises(expected) as caught:
             await replica.stop()
-        await replica.stop()  # it is raised once
+        await replica.stop()  # the error is raised once only
 
     assert caught.value is raised or caught.value.__cause__ is raised
 

@@ -1,4 +1,4 @@
-"""A class-based app answers, and describes itself, as the same endpoints written as functions."""
+"""A class-based app has the answers and the schema of the same endpoints as functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from starlette.testclient import TestClient
 from ingress.asgi import ingress
 from tests.asgi_helpers import bound, serve
 
-# FastAPI makes one id for all methods of a route, and warns of it.
+# FastAPI makes one id for all methods of a route, and warns about that.
 pytestmark = pytest.mark.filterwarnings("ignore:Duplicate Operation ID many:UserWarning")
 
 
@@ -67,7 +67,7 @@ def routers() -> tuple[FastAPI, APIRouter, APIRouter]:
 
 
 def finish(app: FastAPI, router: APIRouter, inner: APIRouter) -> FastAPI:
-    """Add what is the same in both: a free function, the includes, and late routes."""
+    """Add the parts that both apps share: a free function, the includes, and late routes."""
 
     @app.get("/items/{x}")
     async def free(x: str) -> dict[str, str]:

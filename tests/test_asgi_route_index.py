@@ -1,4 +1,4 @@
-"""The indexed clone selects the route that the user's app, trying one after the other, selects."""
+"""The indexed clone of an app selects the same route as the app's linear search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.asgi_helpers import serve
 
 
 class OnlyWithKey(APIRoute):
-    """A route with a say of its own in whether it matches."""
+    """A route with a `matches` of its own."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if (b"x-key", b"1") not in scope["headers"]:
@@ -127,7 +127,7 @@ routers: st.SearchStrategy[Any] = st.recursive(
 
 
 def build(app: Any, table: list[Any], name: str = "") -> Any:
-    """Add the routes of a table, and the tables in it as included routers."""
+    """Add the routes of a table, and its nested tables as included routers."""
     for number, (path, content) in enumerate(table):
         if isinstance(content, list):
             router = build(APIRouter(), content, f"{name}{number}.")

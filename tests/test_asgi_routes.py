@@ -1,4 +1,4 @@
-"""Whose route it is, what runs for it, and where."""
+"""Routes of deployments: the class of each route, the code it runs, and its thread."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def tag() -> str:
 
 
 def at_once(work: Callable[[int], Any]) -> list[Any]:
-    """Do the work in several threads that begin together."""
+    """Run `work` in several threads that start together."""
     barrier = threading.Barrier(REPLICAS)
 
     def begin(number: int) -> Any:
@@ -136,7 +136,7 @@ def test_deployments_that_share_an_app_are_built_and_described_at_the_same_time(
             described |= set(deployment.openapi()["paths"])
         return [*described, *in_a_replica(classes[number], deployment, 0, [f"/{number}"])]
 
-    # The wait ends early only if a bind gets in while `custom` sees another class's routes.
+    # The wait ends early only if another bind runs while `custom` sees another class's routes.
     inside: list[threading.Thread] = []
     bound_inside: list[BoundApp] = []
 

@@ -1,4 +1,4 @@
-"""`@serve.batch` by itself, in a plain event loop: what runs together, when, and who gets what."""
+"""`@serve.batch` in a plain event loop: the calls of a batch, its start, and its results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.servers import PATIENCE_S
 
 on_the_loop = pytest.mark.anyio
 LONG_S = 30.0
-"""A wait that a test which passes never sees the end of."""
+"""A wait that never ends while a test passes."""
 
 
 class Recorder:
-    """A handler's body: notes each batch, and holds it until the test opens the door."""
+    """A handler's body: records each batch, and holds it until the test opens the door."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
@@ -73,7 +73,7 @@ async def all_of(*calls: Any, errors: bool = False) -> list[Any]:
 
 
 async def started(*calls: Any) -> list[asyncio.Task[Any]]:
-    """Start calls, and return once each has gone as far as it can."""
+    """Start calls, and return once each waits."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     await turns()
     return tasks
@@ -84,7 +84,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-# What is decorated, and how
+# Decorating functions and methods
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ async def test_a_def_handler_runs_in_a_thread() -> None:
     assert one is not threading.current_thread()
 
 
-# When a batch starts
+# Start of a batch
 
 
 @on_the_loop
@@ -305,7 +305,7 @@ async def test_what_arrives_while_a_batch_runs_is_one_batch_afterwards() -> None
     first = await started(f(-1))
     assert record.batches == [[-1]]
     others = []
-    for x in range(32):  # one after the other, each with time enough for a batch of its own
+    for x in range(32):  # one after the other, with time for a batch each
         others += await started(f(x))
 
     assert record.batches == [[-1]]
@@ -384,7 +384,7 @@ def test_what_is_set_is_validated() -> None:
     assert (f._get_max_batch_size(), f._get_batch_wait_timeout_s()) == (10, LONG_S)
 
 
-# Who runs with whom
+# Calls of one batch
 
 
 @on_the_loop
@@ -577,7 +577,7 @@ async def test_a_call_cancelled_in_the_very_turn_the_batch_would_be_full_takes_n
     record.door.set()
     f = batched(record, max_batch_size=2)
     [first] = await started(f(0))
-    second = asyncio.ensure_future(f(1))  # will look before `first` comes to leave
+    second = asyncio.ensure_future(f(1))  # checks before `first` leaves
     first.cancel()
     await turns()
 
@@ -593,7 +593,7 @@ async def test_a_call_cancelled_in_the_very_turn_the_time_is_up_is_not_in_the_ba
     f = batched(record, batch_wait_timeout_s=0.02)
     first, second = await started(f(0), f(1))
     asyncio.get_running_loop().call_later(0.001, first.cancel)
-    time.sleep(0.05)  # both timers are due when the loop goes on
+    time.sleep(0.05)  # both timers are due when the loop continues
 
     assert await all_of(second) == [1]
     assert first.cancelled()
@@ -601,7 +601,7 @@ async def test_a_call_cancelled_in_the_very_turn_the_time_is_up_is_not_in_the_ba
 
 
 @on_the_loop
-async def test_a_batch_nobody_waits_for_any_more_does_not_run() -> None:
+async def test_a_batch_without_waiting_callers_does_not_run() -> None:
     record = Recorder()
     f = batched(record, batch_wait_timeout_s=0.01)
     tasks = await started(f(0), f(1))
@@ -621,7 +621,7 @@ async def test_a_call_cancelled_while_its_batch_runs_leaves_the_others_their_res
     record = Recorder()
     f = batched(record, max_batch_size=3)
     tasks = await started(f(0), f(1), f(2))
-    tasks[leaver].cancel()  # the last one completed the batch: it does not own it
+    tasks[leaver].cancel()  # the last caller completed the batch but does not own it
     await turns()
     assert tasks[leaver].cancelled()
     assert record.running == 1
@@ -631,7 +631,7 @@ async def test_a_call_cancelled_while_its_batch_runs_leaves_the_others_their_res
     assert await all_of(*rest) == [x for x in range(3) if x != leaver]
 
 
-# What the handler returns
+# Results of the handler
 
 
 @on_the_loop
@@ -724,7 +724,7 @@ async def test_with_per_item_errors_an_exception_among_the_results_is_its_caller
         assert failed is error or failed.__cause__ is error or failed.original is error
 
 
-# What the handler raises
+# Errors of the handler
 
 
 @on_the_loop
@@ -762,7 +762,7 @@ async def test_whatever_a_handler_raises_each_caller_gets_and_the_next_batch_run
 
 
 class Coded(Exception):
-    """Makes something else of its argument, and remembers it."""
+    """An error that changes its argument, and stores it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"code {code}")
@@ -805,7 +805,7 @@ async def test_an_error_that_cannot_be_copied_is_shared() -> None:
 
 
 @on_the_loop
-async def test_a_batch_that_somebody_cancels_answers_its_callers() -> None:
+async def test_a_cancelled_batch_answers_its_callers() -> None:
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
     async def f(xs: list[int]) -> list[int]:
         task = asyncio.current_task()
@@ -906,7 +906,7 @@ async def test_a_size_that_is_no_number_fails_the_item() -> None:
 
 
 @on_the_loop
-async def test_a_cancelled_item_that_did_not_fit_holds_nobody_up() -> None:
+async def test_a_cancelled_item_that_did_not_fit_delays_no_other_item() -> None:
     record = Recorder()
     f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
     first, huge = await started(f(6), f(9))
@@ -1120,7 +1120,7 @@ async def test_a_caller_that_leaves_early_does_not_stop_the_others(written: str)
 
 
 @on_the_loop
-async def test_a_generator_nobody_listens_to_is_closed_where_it_waits() -> None:
+async def test_a_generator_without_consumers_is_closed_where_it_waits() -> None:
     closed = asyncio.Event()
 
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
@@ -1171,7 +1171,7 @@ async def test_a_generator_waits_for_its_slowest_caller(written: str) -> None:
     while before != len(made):
         before = len(made)
         await asyncio.sleep(0.02)
-    assert len(made) < 50  # what two channels hold, and one in each hand
+    assert len(made) < 50  # the content of two channels, and one item at each end
     rest = await patiently(collect(slow))
     assert len(rest) == 999
     assert await patiently(task) == [1] * 1000

@@ -1,7 +1,7 @@
-"""`@serve.batch` under every order of events that hypothesis can think of, in virtual time.
+"""`@serve.batch` under random orders of events from hypothesis, in virtual time.
 
-A caller more or less, a handler that fails in any way, a size that cannot be told: what was asked
-before and comes after is answered, in order, and nothing is left.
+Callers come and leave, handlers fail in every way, sizes raise: all other calls are answered, in
+order, and nothing is left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REFUSED = {"raise": Boom, "exit": UserCodeExit, "huge": RuntimeError}
 
 @dataclass(eq=False)
 class Asked:
-    """One call, and what becomes of it."""
+    """One call, and its state."""
 
     number: int
     size: str
@@ -77,7 +77,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.running: list[Batch] = []
         self.most_running = 0
         self.forming: tuple[Asked, float] | None = None
-        """Who has waited longest with a permit free, and since when."""
+        """The call that has waited longest with a permit free, and the start of that wait."""
 
     @initialize(
         size=st.integers(1, 4),
@@ -92,7 +92,7 @@ class BatchMachine(RuleBasedStateMachine):
             batch = Batch(xs)
             full = sum(x.weight for x in xs)
             assert 1 <= full <= size
-            # FIFO: nobody who waits came before any of these, and all of it is in nobody else's.
+            # FIFO: no waiting call is older than these, and each is in this batch only.
             assert [x.number for x in xs] == sorted(x.number for x in xs)
             for x in xs:
                 assert not x.started
@@ -100,7 +100,7 @@ class BatchMachine(RuleBasedStateMachine):
                 x.started = True
             left = [each for each in self.asked if each.waits and each.task is not None]
             assert all(each.number > xs[-1].number for each in left)
-            # Taken with the permit in hand: whoever was there and fits is in it.
+            # Taken with the permit in hand: it has every waiting call that fits.
             assert full == size or not left or full + left[0].weight > size
             self.running.append(batch)
             self.most_running = max(self.most_running, len(self.running))

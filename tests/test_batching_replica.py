@@ -1,4 +1,4 @@
-"""`@serve.batch` inside replicas: whose code it runs as, who leaves, and how it ends."""
+"""`@serve.batch` inside replicas: its context, cancelled callers, and its end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(target: Any, **options: Any) -> Any:
 
 
 class Hold:
-    """Two calls a batch; it is held until the test lets it go."""
+    """Batches two calls; a batch waits until the test releases it."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
@@ -76,7 +76,7 @@ class Hold:
 
 
 def hold() -> tuple[Any, list[Any]]:
-    """Return a deployment of `Hold` and the list its instance comes to."""
+    """Return a deployment of `Hold` and a list that will contain its instance."""
     made: list[Any] = []
 
     class Noted(Hold):
@@ -117,7 +117,7 @@ HOLDS: dict[str, Any] = {
 }
 
 
-# What can be batched
+# Functions and methods that can be batched
 
 
 @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.1)
@@ -141,7 +141,7 @@ def test_a_function_deployment_and_a_function_of_the_module_are_batched(separate
 
     handle = run(bind(K), name="module")
     found = results([handle.remote() for _ in range(40)])
-    # Replicas that share a loop do not share batches: each ran as the one it belongs to.
+    # Replicas that share a loop share no batch: each batch ran as its own replica.
     assert all(set(tags) == {tag} for tag, tags in found)
     assert {len(tags) for _, tags in found} <= {1, 2}
     assert ("0", ["0", "0"]) in found
@@ -215,7 +215,7 @@ def test_a_loop_that_user_code_makes_for_itself_in_a_replica_works_as_well(
     assert results([run(bind(K)).remote(2)]) == [(4, "K")]
 
 
-# Whose it is
+# Context of a batch
 
 
 def test_a_batch_never_mixes_models_and_knows_its_own(separate: str) -> None:
@@ -256,7 +256,7 @@ def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
     @serve.deployment
     class Child:
         async def __call__(self) -> str:
-            [call] = current_calls()  # its own, not those of the batch it was called from
+            [call] = current_calls()  # its own call, not those of the calling batch
             return call.metadata.request_id
 
     @serve.deployment
@@ -280,7 +280,7 @@ def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
 
     assert ids == [response.request_id for response in responses]
     assert is_self
-    assert child_id not in ("", *ids)  # what a batch calls has an id of its own
+    assert child_id not in ("", *ids)  # a call that a batch makes has a new id
     [record] = records
     assert (vars(record)["request_id"], vars(record)["deployment"]) == ("", "K")
 
@@ -328,7 +328,7 @@ def test_batches_a_replica_can_never_fill_are_warned_of_once_a_deployment(
     assert "K.__call__' of deployment 'K'" in warning
 
 
-# Who leaves
+# Callers that leave
 
 
 @pytest.mark.parametrize("how", ["FIN", "RST"])
@@ -411,7 +411,7 @@ def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separ
 
     port = served(bind(serve.deployment(K)))
     with Connection(port) as leaver:
-        # More than is read before it takes a slot, and not all of it.
+        # More bytes than are read before the slot, but fewer than the length.
         leaver.request("/", method="POST", headers="Content-Length: 100000\r\n")
         leaver.send(b"x" * 70_000)
         assert entered.wait(PATIENCE_S)
@@ -437,7 +437,7 @@ def test_a_cancelled_call_leaves_the_batch_it_started_to_the_others(separate: st
     assert made[0].ended == [None]
 
 
-# How it ends
+# The end of a batch
 
 
 def test_a_replica_that_stops_cancels_its_batches_and_no_caller_hangs(separate: str) -> None:

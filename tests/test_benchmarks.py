@@ -1,6 +1,6 @@
-"""The benchmarks measure both sides alike, leave nothing out, and leave nothing running.
+"""The benchmarks measure both sides alike, omit nothing, and leave nothing running.
 
-How fast anything is, no test says.
+No test checks a speed.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ Transfer/sec:      1.42MB
 
 
 def pairs(row: str = "async", ratios: tuple[float, ...] = (0.5, 3.0, 1.0, 0.9, 1.1)) -> Result:
-    """Return a result with these ratios, all against 1,000 requests per second."""
+    """Return a result with these ratios to a baseline of 1,000 requests per second."""
     runs = [{"requests_per_s": 1000 * ratio, "p50_ms": 1.0, "p99_ms": 2.0} for ratio in ratios]
     plain = [{"requests_per_s": 1000.0, "p50_ms": 1.0, "p99_ms": 2.0}] * len(ratios)
     return Result(row, "32 connections", "", runs, "plain FastAPI", plain)
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is there that has not ended; who reaps it is not ours to say."""
+    """Return whether a process exists that is not a zombie; another process reaps it."""
     ran = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, check=False)
     return ran.stdout.strip() not in (b"", b"Z", b"Zs", b"ZN", b"Z+")
 
 
-# What is measured
+# Measured requests
 
 
 @pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
@@ -125,7 +125,7 @@ def test_a_slice_has_the_watchdog_look_or_not() -> None:
             wait_until(partial(is_so, there))  # it ends after its last look
 
 
-# How it is measured
+# Measuring
 
 
 def test_fewer_than_five_pairs_are_refused() -> None:
@@ -188,7 +188,7 @@ def test_another_answer_than_expected_stops_it() -> None:
             pass
 
 
-# What is left behind
+# Processes left behind
 
 
 def test_a_server_that_ends_is_told_with_what_it_said() -> None:
@@ -207,7 +207,7 @@ def test_a_command_that_is_not_there_is_told() -> None:
 
 
 class Family(Program):
-    """A process that has a child, which is deaf to it; `pid` is the child's."""
+    """A process with a child that outlives it; `pid` is the child's."""
 
     SCRIPT = (
         "import signal, subprocess, sys, time\n"
@@ -334,7 +334,7 @@ def test_what_was_measured_before_an_error_is_printed_and_not_written(
     assert not (FOLDER / "none.json").exists()
 
 
-# What is told
+# Reports
 
 
 def test_a_target_says_whether_it_is_met() -> None:

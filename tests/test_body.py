@@ -1,4 +1,4 @@
-"""`ingress.http.body`: bodies that stand still, or are too large, seen over real sockets."""
+"""`ingress.http.body`: bodies that stall, or are too large, over real sockets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ongoing() -> int:
 
 
 def post(connection: Connection, path: str, length: int, sent: int, headers: str = "") -> None:
-    """Begin a POST of that length, and send so much of it."""
+    """Start a POST of that length, and send a part of it."""
     connection.request(path, method="POST", headers=f"Content-Length: {length}\r\n{headers}")
     connection.send(b"7" * sent)
 
@@ -69,7 +69,7 @@ def chunk(size: int) -> bytes:
 
 
 class Log:
-    """What became of the requests."""
+    """The outcomes of the requests."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []
@@ -79,7 +79,7 @@ class Log:
 
 
 def uploads(log: Log, **options: Any) -> Application:
-    """An application with every way to take a body."""
+    """An application with every way to read a body."""
     app = FastAPI()
 
     @serve.deployment(**options)
@@ -127,7 +127,7 @@ def uploads(log: Log, **options: Any) -> Application:
     return bind(Uploads)
 
 
-# Standing still.
+# Stalls.
 
 
 @pytest.mark.reliability("C06")
@@ -189,7 +189,7 @@ def test_a_body_that_comes_slowly_has_all_the_time_it_needs() -> None:
         post(small, "/stream", 6, 0, "Connection: close\r\n")
         post(large, "/stream", BUFFER_BYTES + 6, BUFFER_BYTES, "Connection: close\r\n")
         for _ in range(6):
-            time.sleep(0.5)  # 3 s in all
+            time.sleep(0.5)  # 3 s in total
             small.send(b"x")
             large.send(b"x")
 
@@ -199,7 +199,7 @@ def test_a_body_that_comes_slowly_has_all_the_time_it_needs() -> None:
 
 def test_user_code_that_takes_its_time_is_not_the_clients_fault() -> None:
     port = served(uploads(Log()), body_idle_timeout_s=IDLE_S)
-    body = b"x" * 40 * BUFFER_BYTES  # more than all buffers on the way
+    body = b"x" * 40 * BUFFER_BYTES  # larger than all buffers together
 
     answer = httpx.post(f"http://127.0.0.1:{port}/late", content=body, timeout=PATIENCE_S)
 
@@ -240,7 +240,7 @@ def test_a_body_whose_length_is_over_the_limit_is_refused_before_it_is_read(path
 
 
 @pytest.mark.reliability("C05")
-def test_who_sends_a_large_body_and_reads_only_then_gets_the_answer_too() -> None:
+def test_a_client_that_reads_only_after_sending_a_large_body_gets_the_answer_too() -> None:
     port = served(uploads(Log()), max_body_size=1000)
     with Connection(port) as connection:
         post(connection, "/stream", 20_000_000, 20_000_000)
@@ -278,7 +278,7 @@ def test_the_limits_can_be_changed_while_it_serves() -> None:
     assert httpx.post(f"http://127.0.0.1:{port}/stream", content=b"xx").status_code == 413
 
 
-# Without our server.
+# Under another server.
 
 
 def test_the_test_client_and_bare_uvicorn_have_these_limits_from_the_environment(

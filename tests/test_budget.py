@@ -1,4 +1,4 @@
-"""`ingress.inspection.budget`: the cores, divided; and what `ingress run` makes of it."""
+"""`ingress.inspection.budget`: cores divided among native threads, and `ingress run` with it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def budget(
     return thread_budget(built, settings, processes=processes, cores=cores)
 
 
-# How many.
+# Number of threads.
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_product_is_what_is_multiplied() -> None:
     assert made.summary == f"16 cores: {made.product} (OMP_NUM_THREADS=5, set by `ingress run`)"
 
 
-# Which variables.
+# Environment variables.
 
 
 def test_all_variables_are_set_to_the_same_number() -> None:
@@ -152,7 +152,7 @@ def test_all_variables_are_set_to_the_same_number() -> None:
     assert made.variables == dict.fromkeys(NATIVE_THREADS, "4")
 
 
-def test_what_is_set_is_left_as_it_is_and_so_is_what_would_follow_it() -> None:
+def test_variables_that_are_set_stay_and_so_do_those_that_default_to_them() -> None:
     made = budget(bound(Async), {"OMP_NUM_THREADS": "3"})
 
     assert made.threads == 3
@@ -284,13 +284,13 @@ svd = Svd.bind()
 
 
 def unset(folder: Path) -> dict[str, str]:
-    """Return an environment that says nothing of native threads."""
+    """Return an environment without variables for native threads."""
     every = environment(folder)
     return {name: value for name, value in every.items() if name not in NATIVE_THREADS}
 
 
 def run(folder: Path, *, calls: int, at_import: str = "", **environ: str) -> tuple[Any, str]:
-    """Return what the endpoint found, and what was printed."""
+    """Return the endpoint's findings, and the output."""
     write_module(folder, "svd", SVD.format(calls=calls, at_import=at_import))
     command = [*INGRESS, "run", "svd:svd", "--port", "0"]
     with process(command, folder, {**unset(folder), **environ}) as server:
@@ -334,7 +334,7 @@ def test_run_divides_the_cores_among_its_processes(tmp_path: Path, workers: int)
     with process(command, tmp_path, unset(tmp_path)) as server:
         found = server.wait_for(r"each call has (\d+)")[1]
         server.signal()
-        server.wait()  # the workers, too
+        server.wait()  # the workers end, too
 
     assert found == str(max(1, int(available_cores()) // workers))
 

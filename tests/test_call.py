@@ -1,4 +1,4 @@
-"""`ingress.calls.call`: one answer per call, whoever is first, at every stage."""
+"""`ingress.calls.call`: one answer per call, under every race and at every stage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_call_that_is_made_while_its_caller_is_cancelled_is_cancelled_too() ->
         caller.interrupt()
 
     class Late(set[Call]):
-        """Before a call is among the others, another thread cancels the caller and all of them."""
+        """A set of children: another thread cancels the caller just before a child is added."""
 
         def add(self, each: Call) -> None:
             together(cancel)
@@ -162,7 +162,7 @@ def test_cancelling_while_it_is_assigned_costs_no_slot(switch_interval: None) ->
         assert isinstance(call.error, RequestCancelledError)
 
 
-def test_what_one_waits_for_is_noted_while_one_waits() -> None:
+def test_a_call_notes_the_calls_it_waits_for_while_it_waits() -> None:
     waiter, call = make_call(), make_call()
 
     def wait() -> None:
@@ -180,7 +180,7 @@ def test_what_one_waits_for_is_noted_while_one_waits() -> None:
 
 
 def test_an_ended_call_keeps_nothing_of_the_call_that_started_it() -> None:
-    """A call that starts the next as its last act must not be kept alive by it."""
+    """The next call must not keep alive the call that started it as its last act."""
 
     class Argument:
         pass

@@ -1,4 +1,4 @@
-"""`calls.cancel_scopes`: a cancellation comes once, and is counted where it was asked for."""
+"""`calls.cancel_scopes`: a cancellation is delivered once, and counted where it was requested."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import anyio
 from ingress.calls.cancel_scopes import OnceScope
 
 
-def test_what_anyio_cancels_in_a_child_is_not_taken_off_its_parents_cancellations() -> None:
-    """The child leaves a scope of its own in the turn in which its parent is cancelled."""
+def test_a_cancellation_by_anyio_in_a_child_leaves_its_parents_count_alone() -> None:
+    """The child leaves its own scope in the loop iteration that cancels its parent."""
 
     async def main() -> int:
         is_in_shield, may_leave = asyncio.Event(), asyncio.Event()

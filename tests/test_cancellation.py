@@ -1,4 +1,4 @@
-"""`serve.cancellation()` and what a cancelled request takes with it: its own children."""
+"""`serve.cancellation()`, and the children that a cancelled request cancels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Seen:
-    """What happened in user code."""
+    """A record of what happened in user code."""
 
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
@@ -53,7 +53,7 @@ class Seen:
 
 
 class Child:
-    """Begins, and goes on until it is cancelled or let go."""
+    """Runs until it is cancelled or released."""
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
@@ -164,7 +164,7 @@ class Worker:
 @pytest.mark.parametrize(
     "method", ["in_def", "in_generator", "in_to_thread", "in_executor", "in_async"]
 )
-def test_it_is_requested_wherever_the_work_is_and_whoever_ended_it(
+def test_cancellation_is_requested_for_every_kind_of_work_and_every_cause(
     method: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
@@ -204,7 +204,7 @@ def test_it_is_requested_wherever_the_work_is_and_whoever_ended_it(
 
 
 class Parent:
-    """Calls its child in one of several ways, then waits to be cancelled, or not."""
+    """Calls its child in one of several ways; in some it then waits to be cancelled."""
 
     def __init__(self, child: Any, seen: Seen) -> None:
         self.child = child
@@ -278,7 +278,7 @@ class Parent:
         def call() -> None:
             self.seen.responses.append(self.child.remote())
 
-        thread = threading.Thread(target=call)  # begins with an empty context
+        thread = threading.Thread(target=call)  # a thread starts with an empty context
         thread.start()
         thread.join()
         contextvars.Context().run(call)
@@ -594,7 +594,7 @@ def test_children_that_come_and_go_while_their_parent_is_cancelled(
 
 def cancelled_as_it_should(response: DeploymentResponse) -> None:
     response.cancel()
-    response.cancel()  # as often as one likes
+    response.cancel()  # repeated calls are allowed
     assert response.cancelled()
     with pytest.raises(RequestCancelledError, match=f"{response.request_id} was cancelled"):
         response.result(timeout_s=PATIENCE_S)
@@ -667,7 +667,7 @@ def test_cancel_after_it_was_answered_is_nothing(one_slot: DeploymentHandle, see
 
 @pytest.mark.parametrize("stage", ["assigned", "queued"])
 def test_cancel_before_the_first_line_means_no_line(stage: str, seen: Seen) -> None:
-    """The replica's loop is busy, so what has a slot has not begun."""
+    """The replica's loop is busy, so a call with a slot has not started."""
     gate, entered = threading.Event(), threading.Event()
 
     @serve.deployment(max_ongoing_requests=2 if stage == "assigned" else 1)
@@ -692,7 +692,7 @@ def test_cancel_before_the_first_line_means_no_line(stage: str, seen: Seen) -> N
 
 
 def test_one_hundred_thousand_calls_leave_a_request_as_it_was() -> None:
-    """Of the bookkeeping alone: that a request could make so many is shown above."""
+    """Tests the bookkeeping alone; a test above makes a thousand real calls."""
     parent = make_call()
     for _ in range(100_000):
         child = make_call()

@@ -1,4 +1,4 @@
-"""`ingress.calls.channel`: in order, bounded, and never a waiter left behind."""
+"""`ingress.calls.channel`: items in order, bounded, and no waiter forgotten."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> Non
         await asyncio.sleep(0)
     assert len(put) == room
 
-    for number in range((room + 1) // 2):  # woken once for half of it, not for every place
+    for number in range((room + 1) // 2):  # woken once per half of the room, not per place
         assert await channel.get() == number
     for _ in range(50):
         await asyncio.sleep(0)
@@ -134,7 +134,7 @@ def test_a_full_channel_holds_a_producer_in_a_thread() -> None:
 
 
 @on_the_loop
-async def test_what_is_taken_at_once_takes_room_until_its_consumer_comes_back() -> None:
+async def test_items_taken_at_once_take_room_until_their_consumer_comes_back() -> None:
     channel = Channel()
     for number in range(MAX_ITEMS):
         await channel.put(number)
@@ -302,7 +302,7 @@ def test_an_item_that_does_not_come_is_a_timeout_and_no_item_is_lost() -> None:
 
 @pytest.mark.reliability("D07")
 @pytest.mark.parametrize("seed", range(20))
-def test_finishing_closing_and_cancelling_at_once_leave_nobody_waiting(
+def test_finishing_closing_and_cancelling_at_once_leave_no_waiter(
     other: EventLoopThread, seed: int, switch_interval: None
 ) -> None:
     channel = Channel()

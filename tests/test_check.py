@@ -1,4 +1,4 @@
-"""`ingress check`: what blocks an event loop, seen as the application's user sees it."""
+"""`ingress check`: code that blocks an event loop, as reported on the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, write_module
 EXAMPLES = sorted(path.stem for path in (ROOT / "app_examples").glob("*.py"))
 EXAMPLES.remove("ray_parallel")  # which needs Ray
 OF_THE_FLAG = {"cpu_with_threadpool"}
-"""Examples that say themselves that they block without the flag."""
+"""Examples whose docstrings say that they block without the flag."""
 
 
 def example(name: str, *, flag: bool = False, migrate: bool = False) -> Report:

@@ -1,4 +1,4 @@
-"""`ingress check --migrate`: what is not safe once each `def` runs in a thread."""
+"""`ingress check --migrate`: code that is not safe once each `def` runs in a thread."""
 
 from __future__ import annotations
 

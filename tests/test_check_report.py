@@ -1,4 +1,4 @@
-"""`ingress check`: how what was found is printed, and the page each rule has."""
+"""`ingress check`: the output of findings, and the page of each rule."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ URL = ""
 
 
 def program(block: str) -> str:
-    """Return the code of a page as a whole program."""
+    """Return the code of a page as a complete program."""
     if re.search(r"^(async )?def \w+\(self", block, re.M) and not re.search("^class", block, re.M):
         block = "class Page:\n" + "".join(f"    {line}\n" for line in block.splitlines())
     return HEAD + re.sub(r"^class ", "@serve.deployment\nclass ", block, flags=re.M)

@@ -1,4 +1,4 @@
-"""`ingress check --run`: the user's tests decide what `--migrate` has found."""
+"""`ingress check --run`: the user's tests confirm or refute the findings of `--migrate`."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_an_act_on_a_container_is_too_late_if_another_thread_acted_since_it_was_
         trace.begin_call()
         ask(container)
         act(container)
-        acted.append(container == expected)  # here: who compares has read
+        acted.append(container == expected)  # compare here: a comparison reads
 
     acted: list[bool] = []
     trace.begin_call()
@@ -186,7 +186,7 @@ def test_an_act_on_a_container_is_too_late_if_another_thread_acted_since_it_was_
     try:
         act(container)
     except (KeyError, IndexError):
-        pass  # as it may be, too late
+        pass  # the act may fail, being too late
 
     assert [writes.lost for writes in trace.writes.values()] == [1]
 
@@ -228,7 +228,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
-    # The user's tests are the proof that no request fails: they run at flag 0, and pass.
+    # The user's tests pass at flag 0, which shows that no request fails.
     write_module(folder, "test_app", TESTS)
 
     result = check(folder, "app:counter", "--run", "pytest -sq -p no:cacheprovider")

@@ -1,4 +1,4 @@
-"""`ingress run` and `ingress openapi`: what they print, and one clear line for each mistake."""
+"""`ingress run` and `ingress openapi`: their output, and one clear line for each mistake."""
 
 from __future__ import annotations
 

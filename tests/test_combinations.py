@@ -1,4 +1,4 @@
-"""Where two of a request's capabilities meet: batches, models, streams, deadlines, cancellation."""
+"""Combinations of features: batches, models, streams, deadlines, cancellation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def asking(timeout_s: float | None) -> str:
 
 
 def replica(name: str = "default") -> Any:
-    """The one replica of the one deployment of an application; status tells no more of it."""
+    """Return the one replica of an application, of which the status shows too little."""
     (deployment,) = local_engine().applications[name].deployments.values()
     (found,) = deployment.replicas
     return found
@@ -166,7 +166,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
             assert first.answer().status == second.answer().status == 503
         wait_until(lambda: told)
         assert child_ended.wait(PATIENCE_S)
-    # A stop ends the requests first: the batch may see that before it is cancelled itself.
+    # A stop ends the requests first: the batch may see that before its own cancellation.
     assert told in (["True"], ["cancelled, True"])
 
 
@@ -317,10 +317,10 @@ def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> 
 
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
         async def outer(self, xs: list[int]) -> list[Any]:
-            never = serve.get_app_handle("default").inner.remote()  # its own callers have the slots
+            never = serve.get_app_handle("default").inner.remote()  # its callers hold all slots
             asked = [asyncio.ensure_future(each._wait()) for each in (self.leaf.remote(), never)]
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            never.cancel()  # if it is not known by now that it can never start
+            never.cancel()  # unless the cycle is detected already
             await asyncio.gather(*asked, return_exceptions=True)
             return [asked[0].result()] * len(xs)
 
@@ -341,7 +341,7 @@ def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> 
 def test_a_request_is_told_that_its_time_is_up_before_it_hears_of_its_children(
     separate: str, by: str
 ) -> None:
-    """Their timers are on other loops, and one is always first."""
+    """The timers of the request and its children are on different loops, in no fixed order."""
     app = FastAPI()
     asked: list[Any] = []
 
@@ -449,7 +449,7 @@ def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) 
     wait_until(lambda: not replica()._models.in_use)
 
 
-# What is raised when nobody listens
+# Errors after the client left
 
 
 @pytest.mark.parametrize("written", ["async def", "def"])

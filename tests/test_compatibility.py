@@ -1,6 +1,6 @@
-"""docs/compatibility.md: what it says was observed, and this version still does it.
+"""docs/compatibility.md is what was observed, and this version still behaves so.
 
-`make test-ray` observes; here the record is read. The scenarios run once more in this process.
+`make test-ray` observes; these tests read its record and run the scenarios again in this process.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ ABSENT = [
 
 
 def use(kind: str, name: str) -> None:
-    """Use a name of Ray Serve as its user would."""
+    """Use a name of Ray Serve as a user would."""
     if kind == "parameter":
         function, _, parameter = name.removesuffix(")").partition("(")
         use_parameter(function, parameter)
@@ -184,8 +184,8 @@ def test_using_what_is_absent_says_what_to_do(entry: dict[str, str]) -> None:
         use(entry["kind"], entry["name"])
 
 
-def test_what_is_told_is_of_ray_serve() -> None:
-    """A sentence about a name that Ray Serve has not is never told."""
+def test_every_note_is_about_a_name_of_ray_serve() -> None:
+    """A note about a name that Ray Serve does not have would never be shown."""
     known = {each["name"] for each in RESULTS.api}
     parameters = {f"{f}({name})" for f, names in PARAMETERS.items() for name in names}
     names = {f"serve.{name}" for name in NAMES}
@@ -205,7 +205,7 @@ MODULES = {
     *("async_inference_autoscaling_policy", "dag", "experimental", "gradio_integrations", "llm"),
     *("scripts", "task_consumer", "task_processor", "taskiq_task_processor"),
 }
-"""Of Ray Serve, but imported on their own: `from ray.serve.llm import ...`."""
+"""Modules of Ray Serve that users import separately: `from ray.serve.llm import ...`."""
 
 
 def test_a_deployment_has_its_options_as_attributes() -> None:

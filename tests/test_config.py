@@ -1,4 +1,4 @@
-"""`ingress.config`: what is accepted, recorded and refused, and in which words."""
+"""`ingress.config`: options that are accepted, recorded or refused, and the messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CHANGED: dict[str, Any] = {
 
 
 def configured(**options: Any) -> DeploymentConfig:
-    """Make a config out of what a type checker would not let pass."""
+    """Make a config from values that a type checker would refuse."""
     return DeploymentConfig(**options)
 
 
@@ -356,7 +356,7 @@ def test_what_has_no_effect_of_num_replicas_and_ray_actor_options_is_listed() ->
 def test_the_options_not_acted_on_are_those_nothing_reads() -> None:
     """An option has an effect here only if a module above `config` reads it, as `config.<option>`.
 
-    What the Ray engine reads has its effect there.
+    Options that only the Ray engine reads have their effect there.
     """
     package = Path(ingress.__file__).parent
     read_as = {name: name for name in CHANGED}

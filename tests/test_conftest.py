@@ -1,4 +1,4 @@
-"""`tests/conftest.py`: the leak check finds what a test leaves, and hides no failure."""
+"""`tests/conftest.py`: the leak check finds the leaks of a test, and hides no failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ingress.http.connections`: what a client may send and for how long, over real sockets."""
+"""`ingress.http.connections`: limits on size, time and number of connections, over sockets."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ CHUNKED = b"POST /length HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\
 
 @pytest.fixture(scope="module", params=[INGRESS, H11], ids=["httptools", "h11"])
 def parser(request: pytest.FixtureRequest) -> list[str]:
-    """The command line, with either of uvicorn's parsers."""
+    """The command-line options for each of uvicorn's parsers."""
     command: list[str] = request.param
     return command
 
 
 @pytest.fixture(scope="module")
 def server(parser: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """`ingress run` with little patience."""
+    """`ingress run` with short timeouts."""
     variables = {HEADER_TIMEOUT_S: str(TIMEOUT_S), MAX_HEADER_BYTES: "20000"}
     with _serving(parser, tmp_path_factory.mktemp("small"), (), variables) as started:
         yield started
@@ -109,10 +109,10 @@ def resident_mb(server: ServerProcess) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-# What leaves a doubt.
+# Ambiguous requests.
 
 DOUBTS = {
-    "no host": (b"GET / HTTP/1.1\r\n\r\n", ""),  # h11 has words of its own
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", ""),  # h11 has its own message
     "two hosts": (HEAD + b"Host: there\r\n\r\n", ""),
     "two hosts in one": (b"GET / HTTP/1.1\r\nHost: a,b\r\n\r\n", "its Host is none"),
     "a user": (b"GET / HTTP/1.1\r\nHost: me@here\r\n\r\n", "its Host is none"),
@@ -123,7 +123,7 @@ DOUBTS = {
     ),
     "two lengths": (
         CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
-        "",  # and so has httptools
+        "",  # httptools has its own message
     ),
     "LF alone": (HEAD.replace(b"\r\n", b"\n") + b"\n", ""),
     "a line that goes on": (HEAD + b"X: a\r\n b\r\n\r\n", ""),
@@ -138,7 +138,7 @@ def test_a_request_that_leaves_a_doubt_is_refused_and_its_connection_closed(
 ) -> None:
     raw, why = DOUBTS[name]
     with Connection(server.port) as connection:
-        connection.send(raw + HEAD + b"\r\n")  # one that could be hidden behind it
+        connection.send(raw + HEAD + b"\r\n")  # a request that could be smuggled in
         answer = connection.answer()
 
     assert answer.status == 400
@@ -215,7 +215,7 @@ def test_the_second_head_of_a_connection_has_as_long_and_none_begins_while_it_re
         connection.request("/", headers="")
         connection.receive_until(b'"here"')
         connection.received = b""
-        time.sleep(2 * TIMEOUT_S)  # that is the keep-alive timeout's business
+        time.sleep(2 * TIMEOUT_S)  # only the keep-alive timeout applies here
         connection.send(HEAD)
 
         assert connection.answer().status == 408
@@ -246,15 +246,15 @@ def test_a_body_that_was_answered_early_may_come_slowly_and_not_stop(server: Ser
 
 
 @pytest.mark.parametrize("pause_s", [0, 0.05], ids=["at-once", "its-end-alone"])
-def test_what_is_left_of_a_body_that_was_answered_early_is_no_head(
+def test_the_rest_of_a_body_that_was_answered_early_is_not_parsed_as_a_head(
     server: ServerProcess, pause_s: float
 ) -> None:
-    piece = b"6000\r\n" + b"x" * 0x6000 + b"\r\n"  # more than headers may have
+    piece = b"6000\r\n" + b"x" * 0x6000 + b"\r\n"  # larger than the limit on headers
     with Connection(server.port) as again, Connection(server.port) as resting:
         for each in (again, resting):
             headers = "Transfer-Encoding: chunked\r\n"
             each.request("/early", method="POST", headers=headers)
-            each.send(3 * piece)  # more than is read before the request begins
+            each.send(3 * piece)  # more than the server reads before the request starts
             each.receive_until(b'"early"')
             if pause_s:
                 each.send(piece)
@@ -389,7 +389,7 @@ def test_worker_processes_have_the_same_limits(tmp_path: Path, arguments: tuple[
     variables = {HEADER_TIMEOUT_S: str(TIMEOUT_S)}
     arguments = (*arguments, "--port", str(port), "--limit-connections", "1")
     with _serving(INGRESS, tmp_path, arguments, variables), ExitStack() as opened:
-        for _ in range(20):  # at least one is where another is already
+        for _ in range(20):  # at least one meets a worker that is full
             opened.enter_context(Connection(port)).send(HEAD + b"X: y\r\n\r\n")
         answers = [get(port, "/") for _ in range(20)]
         with Connection(port) as half:

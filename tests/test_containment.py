@@ -1,6 +1,6 @@
-"""Whatever user code raises, wherever it stands: its own request fails, and nothing else does.
+"""An error of user code, of any type and in any place, fails only its own request.
 
-Each cell of the matrix is one request to a real server and one more after it, which must be served.
+Each cell of the matrix is one request to a real server, and a second one that must be served.
 By default the two SEPARATE flags are equal; `make test-reliability` goes through all eight.
 """
 
@@ -49,10 +49,10 @@ ENDPOINTS = [
 ]
 FEW = ("getattribute", "class-exits", "cause", "behind-another")
 KINDS = ALL if ROUNDS else ERRORS | {name: HOSTILE[name] for name in FEW}
-"""What is raised; of the errors that raise when they are looked at, a few in the default run."""
+"""The errors; of those that raise when they are inspected, the default run has a few."""
 
 FLAGS = [*itertools.product("01", repeat=3)]
-"""Sync methods in a threadpool, user code in a thread of its own, the router in a loop."""
+"""The flags: sync methods in a threadpool, user code in its own thread, router in its own loop."""
 
 MATRIX = {
     "async": "async/",
@@ -66,7 +66,7 @@ MATRIX = {
     "background task": "plain/background_task",
     "websocket": "plain/websocket",
 }
-"""Where user code stands, and the path that gets it there."""
+"""The places of user code, and the path that runs each."""
 
 UNSENT = ["async/", "sync/", "batch/", "sync_batch/"]
 UNSENT += [*(f"{app}/{e}" for app in ("plain", "middleware") for e in ENDPOINTS)]
@@ -102,7 +102,7 @@ def server(
 
 
 def outcomes(server: ServerProcess, path: str, parameter: str = "e") -> dict[str, Any]:
-    """Send a request for each error, and after each one that must be served; return the answers."""
+    """Send a request for each error, then one that must be served; return the answers."""
     port = server.port
     found: dict[str, Any] = {}
     joint = "&" if "?" in path else "?"
@@ -120,11 +120,11 @@ _INSIDE = re.compile(
     rb"|a-local-secret|an-environment-secret|raise \w+\(|python|fastapi|starlette|\d+\.\d+\.\d+",
     re.IGNORECASE,
 )
-"""Paths, source lines, representations of locals, the environment, and versions."""
+"""File paths, source lines, representations of locals, the environment, and versions."""
 
 
 def tells_nothing(answer: Answer, name: str) -> None:
-    """Fail if an answer shows anything of the inside: body, headers, or the status line."""
+    """Fail if body, headers or status line of an answer show internals."""
     _tells_nothing(answer.raw.partition(b" ")[2], name)  # all but HTTP/1.1
 
 
@@ -183,7 +183,7 @@ def test_an_error_after_the_answer_leaves_the_answer_complete(
 
 
 def websocket(server: ServerProcess, path: str) -> int:
-    """Say something if it is accepted, and return the code it was closed with, or the status."""
+    """Open a WebSocket and send a message; return its close code, or the status of its refusal."""
     try:
         with connect(
             f"ws://127.0.0.1:{server.port}/{path}", open_timeout=PATIENCE_S, proxy=None
@@ -208,7 +208,7 @@ def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: 
         codes[name] = websocket(server, f"{app}/websocket?e={name}")
         assert websocket(server, f"{app}/websocket?e=nothing") == 1000
 
-    assert codes.pop("BackPressureError") == 1013  # try again later
+    assert codes.pop("BackPressureError") == 1013  # 1013: try again later
     assert set(codes.values()) <= {1006, 1011}, codes
 
 

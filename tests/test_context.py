@@ -1,4 +1,4 @@
-"""`ingress.context`: which replica the running code belongs to."""
+"""`ingress.context`: the replica that the running code belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ingress.control.controller`: all of an application starts or nothing, and all of it stops."""
+"""`ingress.control.controller`: an application starts as a whole or not at all, and stops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _shutdown() -> Iterator[None]:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Return once `holds()`, which the control loop brings about."""
+    """Wait until `holds()` is true, which the control loop brings about."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline
@@ -133,7 +133,7 @@ def test_a_failed_redeployment_leaves_the_old_application_serving() -> None:
 
 @serve.deployment(health_check_period_s=0.01, health_check_timeout_s=0.1)
 class Patient:
-    """Its health is what the test says, asked on its own loop."""
+    """A deployment whose health the test sets; the check runs on its own loop."""
 
     asked: list[str]
     says: BaseException | None = None
@@ -228,7 +228,7 @@ class Endless:
         await asyncio.Future()
 
 
-def test_what_does_not_end_in_time_is_cut_and_what_waits_is_told() -> None:
+def test_calls_that_do_not_end_in_time_are_cut_and_waiting_calls_fail() -> None:
     latches.__init__()  # type: ignore[misc]
     handle = serve.run(bind(Endless), route_prefix=None)
     running, waiting = handle.remote(), handle.remote()
@@ -276,7 +276,7 @@ serve.shutdown()
 def test_replicas_get_the_file_descriptors_the_hard_limit_allows() -> None:
     result = run_python(LIMITED.format(hard=1000))
     assert "served" in result
-    assert "(1000, 1000) 8" in result  # and eighty-odd threads
+    assert "(1000, 1000) 8" in result  # and some eighty threads
 
 
 def test_more_loops_than_descriptors_fail_before_the_first_is_made() -> None:

@@ -1,4 +1,4 @@
-"""What deadlocks a pool of 40 threads, or of 5: `def` dependencies behind `def` endpoints."""
+"""`def` dependencies behind `def` endpoints, which deadlock a pool of 40 threads, or of 5."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_def_dependencies_never_wait_for_def_endpoints(
         with lock:
             running.add(threading.get_ident())
             most = max(most, len(running))
-        time.sleep(0.001)  # long enough for others to want a thread
+        time.sleep(0.001)  # long enough for other requests to need a thread
         with lock:
             running.discard(threading.get_ident())
 

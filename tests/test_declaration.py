@@ -1,4 +1,4 @@
-"""`ingress.declaration`: what `@deployment` and `.bind()` make, and what they refuse."""
+"""`ingress.declaration`: results and errors of `@deployment` and `.bind()`."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_every_bind_is_a_node_of_its_own_that_can_be_referred_to_weakly() -> Non
 
 
 class Host:
-    """An engine that remembers."""
+    """An engine that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""What becomes of an error that no user code handles: the answer, the connection and the log."""
+"""Unhandled errors of user code: the answer, the connection and the log."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def server(
 def ask(
     connection: Connection, path: str, *, method: str = "GET", headers: str = "", body: bytes = b""
 ) -> Answer:
-    """Send a request over a connection that stays, and return its answer, whose length it says."""
+    """Send a request over a keep-alive connection, and return its answer by `content-length`."""
     if body:
         headers += f"Content-Length: {len(body)}\r\n"
     connection.request(path, method=method, headers=headers)
@@ -159,7 +159,7 @@ def answer_of(connection: Connection, method: str) -> Answer:
 def test_a_connection_goes_on_after_an_answer_that_was_sent_whole(
     server: ServerProcess, path: str, method: str, status: int
 ) -> None:
-    body = b"12345" if method == "POST" else b""  # which nobody reads
+    body = b"12345" if method == "POST" else b""  # a body that user code does not read
     with Connection(server.port) as connection:
         for _ in range(3):
             answer = ask(connection, path, method=method, body=body)
@@ -198,9 +198,9 @@ def test_a_stream_that_fails_is_cut(server: ServerProcess) -> None:
 
 
 def records(server: ServerProcess, text: str) -> list[str]:
-    """Return the records of failures that have a text in their first line, with their lines."""
+    """Return the log records with a text in their first line, with all their lines."""
     server.wait_for(re.escape(text))
-    assert get(server.port, "/ok").status == 200  # what is logged of that is logged behind it
+    assert get(server.port, "/ok").status == 200  # its access-log line follows the records
     found = re.split(r"^(?=(?:INFO|WARNING|ERROR): )", server.output, flags=re.MULTILINE)
     return [each for each in found if text in each.partition("\n")[0]]
 
@@ -247,7 +247,7 @@ def test_a_middleware_around_the_application_sees_the_error(tmp_path: Path) -> N
     with process([*UVICORN, "failing:watched"], tmp_path, environment(tmp_path)) as server:
         assert get(server.port, "/boom/7").status == 500
         server.wait_for(r"the middleware saw LookupError\(7\)")
-        server.wait_for("Exception in ASGI application\n")  # uvicorn's own
+        server.wait_for("Exception in ASGI application\n")  # uvicorn's own record
 
 
 # In this process.

@@ -1,4 +1,4 @@
-"""`http.exchange`: bodies in, streams out, and clients that leave, seen over real sockets."""
+"""`http.exchange`: request bodies, streams, and clients that disconnect, over real sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def ongoing(name: str = "default") -> int:
-    """How many requests hold a slot."""
+    """Return the number of requests that hold a slot."""
     application = serve.status().applications[name]
     return sum(
         replica.ongoing for each in application.deployments.values() for replica in each.replicas
@@ -225,7 +225,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 class Stream:
-    """An endless stream of chunks, and what became of it."""
+    """An endless stream of chunks that records its progress and its end."""
 
     def __init__(self, chunk: bytes = b"x" * 100, pause_s: float = 0.001) -> None:
         self.chunk = chunk
@@ -265,7 +265,7 @@ SHAPES = [
 
 
 def streaming(stream: Stream, shape: str) -> serve.Application:
-    """A deployment that answers with the stream, in one of several ways."""
+    """Return an application that answers with the stream, in one of several ways."""
     if not shape.startswith("fastapi"):
         return serve.deployment(_Generator).bind(stream, shape)
     app = FastAPI()
@@ -322,7 +322,7 @@ def test_a_client_that_leaves_while_the_producer_waits_for_it_closes_the_generat
         connection.request("/")
         connection.receive_until(b"xxx")
         made = -1
-        while made != stream.made:  # it makes no more
+        while made != stream.made:  # until it produces no more
             made = stream.made
             time.sleep(0.1)
         assert not stream.closed.is_set()
@@ -343,7 +343,7 @@ def test_a_reader_that_does_not_read_suspends_the_producer(shape: str) -> None:
             made = stream.made
             time.sleep(0.1)
 
-        assert made < 150  # at 64 KiB each; the sockets' own buffers are the most of it
+        assert made < 150  # at 64 KiB each; most are in the buffers of the sockets
 
 
 @pytest.mark.parametrize("shape", ["async-generator", "response-async", "fastapi-middleware"])
@@ -462,7 +462,7 @@ def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collecto
         return sum(type(each) is Exchange for each in gc.get_objects())
 
     port = served(never_reads.bind())
-    gc.collect()  # what earlier tests left
+    gc.collect()  # collect garbage of earlier tests
     gc.disable()
     try:
         with Connection(port) as connection:

@@ -47,14 +47,14 @@ async def pool() -> AsyncIterator[WorkerPool]:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Most plans here warn at flag 0; the tests of the warning say when."""
+    """Ignore the warning at flag 0 that most plans cause; other tests check it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyncMethodOnEventLoopWarning)
         yield
 
 
 def here() -> ExecutionMode:
-    """Where this line runs: a worker thread has no running event loop."""
+    """Return the mode of this line: a worker thread has no running event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -207,7 +207,7 @@ async def test_a_wrapper_that_really_makes_it_sync_works_in_its_thread(pool: Wor
         lambda: asyncio.run(here_async()), Role.ENDPOINT, sync_in_threadpool=False, pool=pool
     )
 
-    assert await execution.run() is ON_LOOP  # a loop of its own
+    assert await execution.run() is ON_LOOP  # a separate loop
 
 
 async def test_a_builtin_counts_as_def_and_does_not_warn(pool: WorkerPool) -> None:
@@ -443,7 +443,7 @@ async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
 
 @pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
 @pytest.mark.parametrize("how", ["async", "def"])
-async def test_a_cancellation_somebody_asked_for_stays_one(
+async def test_a_requested_cancellation_stays_a_cancellation(
     how: str, flag: bool, pool: WorkerPool
 ) -> None:
     started = threading.Event()
@@ -498,7 +498,7 @@ files = itertools.count()
 
 
 def fresh() -> type:
-    """Return a class from a file of its own: once per process is once per test then."""
+    """Return a class from a new file, so that a warning once per process comes once per test."""
     namespace: dict[str, Any] = {}
     exec(compile(MODEL, f"model_{next(files)}.py", "exec"), namespace)
     return namespace["Model"]  # type: ignore[no-any-return]

@@ -49,7 +49,7 @@ pytestmark = [
 
 
 class Watch:
-    """Notes the threads that code runs on, those started while it is on included."""
+    """Records the threads of code, those started meanwhile included."""
 
     def __init__(self, rows: tuple[Row, ...]) -> None:
         self._wanted = {code for row in rows if (code := code_of_row(row)) is not None}
@@ -75,7 +75,7 @@ def code_of_row(row: Row) -> CodeType | None:
 
 
 def check(explanation: Explanation, watch: Watch, serving: str) -> list[str]:
-    """Assert that each row names where its code ran; return the rows whose code did not run."""
+    """Assert that each row names the place of its code; return the rows whose code did not run."""
     flag = explanation.settings.run_sync_in_threadpool
     expected: dict[CodeType, set[str]] = {}
     unseen = []
@@ -86,7 +86,7 @@ def check(explanation: Explanation, watch: Watch, serving: str) -> list[str]:
             continue
         thread = serving if place.thread == "the server's" else f"{place.thread}"
         where = "loop" if place.where == "event loop" else "thread"
-        # `a or b` where one function is used in two ways.
+        # Two places if a function is used in two ways.
         expected.setdefault(code, set()).add(f"{where} {thread}")
     assert {code: places for code, places in watch.seen.items() if places} == expected
     return unseen
@@ -219,7 +219,7 @@ def test_every_row_of_an_example_names_the_thread_it_runs_on(
     assert check(explanation, watch, "") == []
 
 
-# What it does not do.
+# No side effects.
 
 
 def never(*_: Any) -> Any:
@@ -294,11 +294,11 @@ def test_an_app_that_is_no_starlette_is_one_row() -> None:
     assert list(rows_of(K)) == ["ASGI app"]
 
 
-# What it says.
+# Rows.
 
 
 def rows_of(cls: Any, settings: Settings | None = None, **options: Any) -> dict[str, Row]:
-    """Return the rows of a class by what they are of."""
+    """Return the rows of a class by `Row.what`."""
     found = explain(bind(serve.deployment(**options)(cls)), settings or Settings()).rows
     return {row.what: row for row in found}
 
@@ -453,7 +453,7 @@ def test_what_a_class_inherits_from_a_library_is_left_out() -> None:
     assert [row.name.rpartition(".")[2] for row in rows] == ["__init__", "ours", "run"]
 
 
-# What a function hands over.
+# Functions that pass on code.
 
 
 def a_task() -> None: ...
@@ -666,7 +666,7 @@ def test_a_row_is_a_line_in_a_file_and_fits_a_terminal() -> None:
     assert max(map(len, table.splitlines())) <= 60
 
 
-# What the documentation shows.
+# Output in the documentation.
 
 BLOCKS = re.findall(
     r"^```(\w+)\n(.*?)^```$", (ROOT / "docs/explain.md").read_text(), re.MULTILINE | re.DOTALL
@@ -674,7 +674,7 @@ BLOCKS = re.findall(
 
 
 def without_cores(text: str) -> list[str]:
-    """Return the lines, less the one that tells of the machine."""
+    """Return the lines, without the one about the machine."""
     return [line.rstrip() for line in text.splitlines() if not re.search(r"^[\d.]+ cores?: ", line)]
 
 

@@ -1,4 +1,4 @@
-"""What the collector looks at while an application runs, and what it gets back."""
+"""Objects that are frozen out of the garbage collector while an application runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Model:
-    """Garbage that only the collector finds, once it is let go."""
+    """A reference cycle, which only the collector can free."""
 
     def __init__(self) -> None:
         self.myself = self
@@ -40,14 +40,14 @@ MODEL = serve.deployment(Model).bind()
 
 
 def settle() -> None:
-    """Wait until what is alive has been set aside."""
+    """Wait until live objects are frozen."""
     deadline = time.monotonic() + PATIENCE_S
     while gc.get_freeze_count() == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_what_an_application_is_made_of_is_in_no_full_pass_until_it_stops() -> None:
+def test_the_objects_of_an_application_are_in_no_full_collection_until_it_stops() -> None:
     def looked_at() -> int:
         return sum(type(each) is dict for each in gc.get_objects(generation=2))
 

@@ -1,4 +1,4 @@
-"""Every block of the guides is done as it stands: files written, commands run, output compared."""
+"""Every block of the guides is executed: files written, commands run, output compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ingress.handle`: calling a deployment from wherever one is, at every flag value."""
+"""`ingress.handle`: calling a deployment from every kind of code, at every flag value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Latches:
-    """What the user code of these tests waits for, and what it says."""
+    """The latches that user code waits for, and those it sets."""
 
     def __init__(self) -> None:
         self.started = Latch()
@@ -90,7 +90,7 @@ class Child:
 
 @serve.deployment(max_ongoing_requests=50)
 class Parent:
-    """Calls its child from every place user code can be in."""
+    """Calls its child from every kind of method and thread."""
 
     def __init__(self, child: DeploymentHandle) -> None:
         self.child = child
@@ -108,7 +108,7 @@ class Parent:
         return await asyncio.to_thread(asyncio.run, main())
 
     def from_def(self) -> Any:
-        """A worker thread at flag 1, the event loop at flag 0."""
+        """Call the child from a worker thread at flag 1, from the event loop at flag 0."""
         response = self.child.remote("def")
         try:
             return response.result(timeout_s=PATIENCE_S)
@@ -275,7 +275,7 @@ def test_responses_as_arguments_are_resolved_by_place_and_by_name_side_by_side(
             return [one, other]
 
     pair = serve.run(bind(Pair), name="pair", route_prefix=None)
-    # Each returns only once both run.
+    # Each call returns only when both run.
     assert result(pair.remote(child.meet.remote(), other=child.meet.remote())) == ["met", "met"]
 
 
@@ -305,7 +305,7 @@ def test_a_call_cancelled_while_its_argument_is_on_its_way_never_runs(
 
 @pytest.mark.anyio
 async def test_a_response_inside_a_list_arrives_as_it_is(child: DeploymentHandle) -> None:
-    """Only what is an argument itself is resolved; the user awaits the rest."""
+    """Only a response that is itself an argument is resolved; the user awaits the others."""
     (inner,) = await child.remote([child.remote("inner")])
 
     assert isinstance(inner, DeploymentResponse)

@@ -1,4 +1,4 @@
-"""`@serve.method` and `lanes=`: where each `def` finds itself, and who waits for whom."""
+"""`@serve.method` and `lanes=`: the thread of each `def`, and the waits between calls."""
 
 from __future__ import annotations
 
@@ -246,14 +246,14 @@ async def test_a_batch_outside_of_a_deployment_runs_in_threads_of_its_own() -> N
 
 
 @pytest.mark.parametrize("role", [Role.LIFECYCLE, Role.UNLOAD])
-def test_roles_that_are_nobodys_to_call_take_no_place_of_their_own(role: Role) -> None:
+def test_roles_that_no_caller_can_call_are_in_no_lane(role: Role) -> None:
     no_pool: Any = None
     made = plan(marked(lane="db"), role, sync_in_threadpool=False, pool=no_pool, lanes=LANES)
 
     assert (made.lane, made.mode is ExecutionMode.EVENT_LOOP) == ("", role is Role.LIFECYCLE)
 
 
-# Where it runs.
+# The thread of a method.
 
 
 @contextmanager
@@ -335,7 +335,7 @@ def test_a_function_deployment_runs_where_it_says() -> None:
         assert it.get().text == DB
 
 
-# Who waits for whom.
+# Waits between calls.
 
 
 def lanes(it: Any) -> dict[str, LaneLoad]:
@@ -598,7 +598,7 @@ def test_one_thread_constructs_serves_and_deletes_a_class_with_a_serial_method(
         def __init__(self) -> None:
             threads.append((here(), threading.get_ident()))
             assert serve.get_replica_context().deployment == "Api"
-            self.connection = sqlite3.connect(":memory:")  # which is for this thread alone
+            self.connection = sqlite3.connect(":memory:")  # bound to this thread
             self.connection.execute("create table visits (count)")
 
         def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""`ingress.logs`: a record says whose it is."""
+"""`ingress.logs`: a record names its request and replica."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_record_from_a_request_has_its_identity(
     monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
     handler = Remembering()
     if logger != "ingress":
-        handler.addFilter(RequestFilter())  # a filter of a logger sees that logger's records only
+        handler.addFilter(RequestFilter())  # a logger's filter sees the records of that logger only
     logging.getLogger(logger).addHandler(handler)
     try:
         handle = serve.run(bind(Talker), name="app", route_prefix=None)

@@ -1,4 +1,4 @@
-"""`ingress.calls.loops`: what is posted to a loop arrives once, or is handed back once."""
+"""`ingress.calls.loops`: an item posted to a loop is delivered once, or handed back once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def blocked(home: EventLoopThread) -> Iterator[None]:
 
 
 def settled(home: EventLoopThread) -> None:
-    """Return when everything posted so far has run."""
+    """Return once all items posted so far have run."""
     done = threading.Event()
     home.mailbox.post(done.set)
     assert done.wait(PATIENCE_S)
@@ -75,7 +75,7 @@ def test_a_burst_wakes_the_loop_once(home: EventLoopThread) -> None:
     with blocked(home):
         for number in range(100):
             home.mailbox.post(turns.append, number)
-        # Scheduled after the one drain the burst asked for.
+        # Scheduled after the one drain of the burst.
         home.loop.call_soon_threadsafe(turns.append, -1)
         home.mailbox.post(turns.append, 100)
     settled(home)
@@ -161,8 +161,8 @@ def test_posting_to_a_dead_loop_fails_the_call(home: EventLoopThread) -> None:
     assert buried == [(print, (1,)), (print, (2,))]
 
 
-def test_what_a_loop_was_closed_over_is_buried_with_the_next_post() -> None:
-    """The lender of a loop may close it without a word, a drain still owed."""
+def test_items_left_in_a_closed_loop_are_buried_with_the_next_post() -> None:
+    """The lender of a loop may close it without notice, while a drain is scheduled."""
     buried: list[Any] = []
     loop = asyncio.new_event_loop()
     mailbox = Mailbox(loop, lambda callback, args: buried.append(args))
@@ -219,7 +219,7 @@ def test_posting_while_the_loop_closes_loses_nothing(seed: int, switch_interval:
 def test_posting_while_a_borrowed_loop_closes_loses_nothing(
     seed: int, switch_interval: None
 ) -> None:
-    """Closed by its lender, without a word; who stops using it afterwards gets the rest."""
+    """Its lender closes the loop without notice; `stop` hands back the remaining items."""
     delivered: list[int] = []
     buried: list[int] = []
     loop = asyncio.new_event_loop()
@@ -457,7 +457,7 @@ def test_ten_thousand_wake_ups_across_threads_and_none_is_lost(
 
 
 class StillLoop:
-    """A loop that runs what it was told to when the test says so."""
+    """A loop that runs its callbacks when the test tells it to."""
 
     def __init__(self) -> None:
         self.told: list[Callable[[], object]] = []
@@ -477,9 +477,9 @@ class StillLoop:
 
 
 def interrupted(run: Callable[[], object], line: int, act: Callable[[], object]) -> bool:
-    """Run `run`, and `act` before the `line`-th line of the mailbox's code that it comes to.
+    """Run `run`, and `act` just before the `line`-th line of the mailbox's code.
 
-    This is what another thread may do at that moment. Returns False if there are fewer lines.
+    Another thread may do the same at that moment. Returns False if there are fewer lines.
     """
     left = line
 
@@ -506,7 +506,7 @@ def interrupted(run: Callable[[], object], line: int, act: Callable[[], object])
 @pytest.mark.parametrize("first", ["post", "drain", "close", "lender closes"])
 @pytest.mark.parametrize("second", ["post", "drain", "close", "lender closes"])
 def test_between_any_two_lines_another_thread_may_come(first: str, second: str) -> None:
-    """Every step of the mailbox, interrupted at every line by every other; nothing is lost."""
+    """Interrupt each step of the mailbox at each line by each other step; no item is lost."""
     line = 0
     while True:
         line += 1
@@ -536,7 +536,7 @@ def test_between_any_two_lines_another_thread_may_come(first: str, second: str) 
         posted += ["second"] * (second == "post" and reached)
         loop.run()
         if "close" in first or "close" in second:
-            mailbox.close()  # its owner, in the end
+            mailbox.close()  # its owner closes it in the end
 
         assert Counter(delivered + buried) == Counter(posted), f"at line {line}"
         if not reached:
@@ -557,7 +557,7 @@ def test_an_answer_to_a_loop_that_is_gone_is_dropped_quietly(
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
-def test_a_waiter_on_a_loop_that_went_is_nobodys_although_its_thread_has_the_same_number() -> None:
+def test_a_waiter_on_a_closed_loop_is_not_woken_although_the_thread_id_is_the_same() -> None:
     loop = asyncio.new_event_loop()
 
     async def make() -> Wakeup:
@@ -568,6 +568,6 @@ def test_a_waiter_on_a_loop_that_went_is_nobodys_although_its_thread_has_the_sam
     asyncio.ensure_future(wakeup.wait()).add_done_callback(told.append)
     loop.close()
 
-    wakeup.wake()  # in the thread that the loop ran in
+    wakeup.wake()  # in the thread of the loop
 
     assert told == []

@@ -1,4 +1,4 @@
-"""What several threads write has all its attributes from the start: docs/concurrency.md."""
+"""Objects that several threads write have all attributes from the start: docs/concurrency.md."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ MAY_HAVE_A_DICT = {
     "Guarded": "uvicorn's protocols have one; the server's loop",
     "UvicornServer": "uvicorn's server has one; its loop, and signals set what is there",
 }
-"""Classes of ours with a dict that live requests hold, and why they may; with their subclasses.
+"""Classes of `ingress` that live requests hold and that may have a dict, with the reason.
 
-None of the dicts gets a name while requests run.
+Subclasses are included. No dict gets a new name while requests run.
 """
 
 LATE = "x-request-timeout-seconds: 30\r\n"
-"""A deadline that does not come."""
+"""A deadline that never passes."""
 
 BEGUN = {
     *("wait", "attempt", "thread", "lane", "body", "stream", "lines", "call", "queued", "items"),
     *("batch", "model", "socket"),
 }
-"""What waits for the latch, once all of them do."""
+"""The requests and calls that wait for the latch once all have begun."""
 
 KINDS = {
     *("Exchange", "Attempt", "WebSocketExchange", "Call", "Invocation", "DeploymentResponse"),
@@ -61,12 +61,12 @@ KINDS = {
     *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn", "HTTPProxy"),
     *("ReplicaContext", "ReplicaApp", "RouteIndex", "Lifted", "EventLoopThread", "LocalEngine"),
 }
-"""What the requests below have between them; a walk that does not see it sees too little."""
+"""Classes that the walk must find; otherwise it sees too little."""
 
 
 @pytest.mark.parametrize("kind", FIELDS)
 def test_two_threads_that_write_one_request_do_not_end_the_process(kind: str) -> None:
-    """On CPython 3.11 they did: with a segmentation fault, or a lost attribute."""
+    """On CPython 3.11 they ended it with a segmentation fault, or lost an attribute."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.forced_race", kind],
         cwd=ROOT,
@@ -198,7 +198,7 @@ class Everything:
         return bind(Root, bind(Leaf), bind(Narrow))
 
     def requests(self, port: int) -> list[Callable[[], bool]]:
-        """Return what makes each request, and says whether it was answered well."""
+        """Return functions that make one request each and return whether its answer was right."""
 
         def ask(path: str, method: str = "GET") -> bool:
             with Connection(port) as connection:
@@ -223,13 +223,13 @@ class Everything:
             return bool(serve.get_app_handle("default").wait.remote().result() == "wait")
 
         paths = ["wait", "thread", "stream", "lines", "call", "queued", "items", "batch", "model"]
-        paths += ["lane"] * 4  # two on each replica, or more: one waits for the other's thread
+        paths += ["lane"] * 4  # at least two on a replica: one waits for the thread of the other
         asks = [lambda path=path: ask(f"/{path}") for path in paths]
         return [*asks, lambda: ask("/attempt", "PUT"), upload, talk, call]
 
 
 def referents(thing: Any) -> list[Any]:
-    """Return what a thing holds; not the module it was written in."""
+    """Return the objects that `thing` refers to, except its module."""
     if isinstance(thing, types.FunctionType):
         return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
     if isinstance(thing, types.FrameType):
@@ -238,9 +238,9 @@ def referents(thing: Any) -> list[Any]:
 
 
 def held_by_requests() -> list[Any]:
-    """Return what of ours the requests in flight hold, and the threads that work for them."""
+    """Return the objects of `ingress` that requests in flight and their threads refer to."""
     gc.unfreeze()
-    # By type: a proxy of something that is gone raises if it is asked for its class.
+    # `isinstance` would raise for a weak proxy whose referent is gone.
     calls = [each for each in gc.get_objects() if issubclass(type(each), Call)]
     frames = [frame for frame in sys._current_frames().values() if frame is not sys._getframe()]
     seen: dict[int, Any] = {}
@@ -258,7 +258,7 @@ def is_ours(cls: type) -> bool:
 
 
 def may_have_a_dict(cls: type) -> bool:
-    # Python's exceptions have one; those of other tests' parameters hang on the main thread.
+    # Exceptions have a dict; the main thread refers to enums and errors that are test parameters.
     return issubclass(cls, Enum | BaseException) or any(
         each.__name__ in MAY_HAVE_A_DICT for each in cls.__mro__ if is_ours(each)
     )

@@ -1,6 +1,6 @@
-"""Mistakes are refused where they are made: the right error, in time, with what to do about it.
+"""Mistakes are refused at once, with the right error and a message that says what to do.
 
-A message contains what somebody who made the mistake searches for. Cases with one number are one
+A message contains the words a user would search for. Cases with the same number are one
 mistake.
 """
 
@@ -142,7 +142,7 @@ def bad_host() -> None:
 
 
 def batch_of(result: Any) -> Callable[[], None]:
-    """Return the mistake of a batch handler that returns this for two items."""
+    """Return the mistake of a batch handler that returns `result` for two items."""
 
     def mistake() -> None:
         class Batched:

@@ -1,4 +1,4 @@
-"""`ingress.replicas.multiplex`: which models are there, who loads them, and when they go."""
+"""`ingress.replicas.multiplex`: loading, sharing and evicting models."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def answer(response: DeploymentResponse) -> Any:
 
 
 class Ledger:
-    """What the models of these tests went through. Thread-safe.
+    """The events of the models of these tests. Thread-safe.
 
-    `hold(id)` keeps what is done with that model, a load or a request, inside until `let(id)`.
+    `hold(id)` holds loads and requests of that model inside until `let(id)`.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Ledger:
             await asyncio.sleep(0.001)
 
     def saw(self, *events: str) -> None:
-        """Wait until all of these were noted."""
+        """Wait until all these events were noted."""
         wait_until(lambda: set(events) <= set(self.events))
 
     def begins(self, model_id: str) -> None:
@@ -116,7 +116,7 @@ class AsyncNet:
 
 @serve.deployment
 class Server:
-    """Has room for two models."""
+    """A deployment with room for two models."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -156,7 +156,7 @@ class Server:
         return str(net.id)
 
     async def several(self, first: str, *others: str) -> str:
-        """Use one after the other; each is there when it is used."""
+        """Use models one after the other; each is loaded while it is used."""
         for model_id in (first, *others):
             net = await self.model(model_id)
             assert net.is_loaded
@@ -164,7 +164,7 @@ class Server:
         return str(net.id)
 
     async def wants(self, have: list[str], want: str, name: str) -> str:
-        """Get some models, then, when it may, one more."""
+        """Get some models, then, after the ledger's gate, one more."""
         for model_id in have:
             await self.model(model_id)
         await self.ledger.pass_by(f"{name} has {have}")
@@ -172,7 +172,7 @@ class Server:
 
     async def leaves_a_task(self) -> None:
         async def use() -> list[str]:
-            await asyncio.sleep(0)  # the request is over
+            await asyncio.sleep(0)  # the request has ended
             return [(await self.model(f"t{number % 2}")).id for number in range(40)]
 
         self.task = asyncio.create_task(use())
@@ -191,7 +191,7 @@ class Server:
         return str(await self.together(1))
 
     async def relay(self, model_id: str) -> str:
-        """Use a model until the next request for it has come and had the time to get it."""
+        """Use a model until the next request for it has arrived and had time to get it."""
         self.ledger.relays[model_id] += 1
         mine = self.ledger.relays[model_id]
         net = await self.model(model_id)
@@ -255,14 +255,14 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def server(flags: Settings, ledger: Ledger) -> Iterator[DeploymentHandle]:
-    """One replica, at each combination of the flags."""
+    """Serve one replica, at each combination of the flags."""
     yield serve.run(bind(Server, ledger), name="app", route_prefix=None)
     serve.shutdown()
 
 
 @pytest.fixture
 def one(ledger: Ledger) -> Iterator[DeploymentHandle]:
-    """One replica, at the default flags."""
+    """Serve one replica, at the default flags."""
     yield serve.run(bind(Server, ledger), name="app", route_prefix=None)
     serve.shutdown()
 
@@ -424,7 +424,7 @@ def test_fifty_requests_for_one_model_wait_for_one_load(
     assert ledger.loads == {"a": 1}
 
 
-def test_who_asked_first_may_leave_and_the_others_get_the_model(
+def test_the_first_request_for_a_model_may_leave_and_the_others_get_the_model(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
     ledger.hold("load a")
@@ -444,7 +444,7 @@ def test_who_asked_first_may_leave_and_the_others_get_the_model(
     assert ledger.loads == {"a": 1}
 
 
-def test_a_load_that_nobody_waits_for_is_cancelled_and_begins_anew_for_the_next(
+def test_a_load_without_waiting_requests_is_cancelled_and_starts_again_for_the_next(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
     ledger.hold("load a")
@@ -591,7 +591,7 @@ def test_a_request_that_asks_for_more_than_fits_gives_up_its_own(
 def test_two_requests_that_use_what_the_other_needs_do_not_hang(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
-    """Both use a and b. One wants c, the other d: neither can have it before the other ends."""
+    """Both use a and b. One wants c, the other d: neither can get it before the other ends."""
     for name in ("one", "other"):
         ledger.hold(f"{name} has ['a', 'b']")
     one, other = (
@@ -615,7 +615,7 @@ def test_two_requests_that_use_what_the_other_needs_do_not_hang(
 
 @serve.deployment
 class Cascade:
-    """Asks its own deployment for another model while it uses one."""
+    """A deployment that calls itself for another model while it uses one."""
 
     @serve.multiplexed(max_num_models_per_replica=1)
     async def model(self, model_id: str) -> str:
@@ -642,7 +642,7 @@ def test_a_request_whose_child_needs_its_room_is_told_so() -> None:
 
 @serve.deployment
 class Recursive:
-    """Calls its own deployment for the model it uses itself."""
+    """A deployment that calls itself for the model it uses."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -682,7 +682,7 @@ def test_a_child_for_the_same_model_passes_the_load_that_waits_for_its_parent(
 def test_a_model_that_always_has_requests_makes_room_in_the_end(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
-    """Each request for a, and for b, ends when the next one has come: both are always in use."""
+    """Each request for a, and for b, ends after the next one arrived: both are always in use."""
 
     def relay(model_id: str) -> None:
         previous = server.relay.remote(model_id)
@@ -706,7 +706,7 @@ def test_a_model_that_always_has_requests_makes_room_in_the_end(
     assert ledger.most_alive == 2
 
 
-def test_who_comes_for_a_model_that_is_to_go_stands_behind_the_load_it_goes_for(
+def test_a_request_for_a_model_about_to_be_evicted_waits_behind_the_load_that_evicts_it(
     one: DeploymentHandle, ledger: Ledger
 ) -> None:
     ledger.hold("use a")
@@ -768,7 +768,7 @@ def test_a_function_deployment_has_a_cache_per_replica() -> None:
 
 @serve.deployment
 class Ensemble:
-    """Loads one model in its constructor, and others as parts of one."""
+    """A deployment that loads a model in its constructor, and others as parts of a model."""
 
     async def __init__(self) -> None:  # type: ignore[misc]
         self.loaded: list[str] = []
@@ -801,7 +801,7 @@ def test_a_constructor_and_a_load_may_load_models() -> None:
 def test_a_task_of_no_request_gets_a_model_that_is_loaded(
     one: DeploymentHandle, ledger: Ledger
 ) -> None:
-    """Nobody says when it needs it no more, so that it may be evicted at any time after that."""
+    """The end of its use is unknown, so the model may be evicted at any time after it was given."""
     answer(one.leaves_a_task.remote())
     requests = [one.remote(f"m{number % 5}") for number in range(100)]
     assert [answer(each) for each in requests] == [f"m{number % 5}" for number in range(100)]
@@ -898,7 +898,7 @@ def test_a_del_that_fails_is_logged_and_the_next_model_is_loaded(
 def test_eight_replicas_under_mixed_models_keep_what_they_promise(
     flags: Settings, switch_interval: None
 ) -> None:
-    """In each of 800 requests the model was loaded while it was used; some were cancelled."""
+    """In each of 800 requests the model is loaded while it is used; some are cancelled."""
     ledgers = {str(number): Ledger() for number in range(8)}
 
     @serve.deployment(num_replicas=8, max_ongoing_requests=6)
@@ -961,7 +961,7 @@ def test_eight_replicas_under_mixed_models_keep_what_they_promise(
 
 @serve.deployment(num_replicas=4, max_ongoing_requests=2)
 class Where:
-    """Says on which replica it ran; the first argument holds it there."""
+    """Returns the replica it ran on; the first argument holds it there."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger

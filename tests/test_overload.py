@@ -1,6 +1,6 @@
-"""`ingress.replicas.overload`: which calls are served, overtaken and shed under overload.
+"""`ingress.replicas.overload`: the calls that are served, overtaken and shed under overload.
 
-The queue is given the time by hand; what is asked of a server is asked with latches.
+Tests of the queue pass it the time; tests of a server synchronise with latches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def waiting(*calls: Call, since: float, usual: UsualTimes | None = None) -> Wait
 
 
 def taken(queue: WaitingCalls, now: float) -> tuple[list[Call], list[Shed]]:
-    """Return what the queue gives until it is empty, and what it sheds."""
+    """Empty the queue; return the calls it gave and the calls it shed."""
     shed: list[Shed] = []
     calls: list[Call] = []
     while (call := queue.next(now, shed)) is not None:
@@ -66,7 +66,7 @@ def taken(queue: WaitingCalls, now: float) -> tuple[list[Call], list[Shed]]:
 
 
 def usually(took_s: float, now: float, *, method: str = "m", samples: int = 8) -> UsualTimes:
-    """Return estimates after calls of a method that took so long."""
+    """Return estimates after `samples` calls of a method that took `took_s` each."""
     usual = UsualTimes()
     learn(usual, took_s, now, method=method, samples=samples)
     return usual
@@ -165,7 +165,7 @@ def test_one_call_a_second_begins_all_the_same_so_that_an_estimate_can_be_correc
         calls = [make_call(left_s=second * PROBE_S + 0.1) for _ in range(10)]
         served, shed = taken(waiting(*calls, since=at, usual=usual), at)
         assert (len(served), len(shed)) == (1, 9)
-    learn(usual, 0.01, now + 3, samples=40)  # the probes were quick
+    learn(usual, 0.01, now + 3, samples=40)  # the probes were fast
     assert len(taken(waiting(*calls, since=now, usual=usual), now + 2)[0]) == 10
 
 
@@ -190,7 +190,7 @@ def test_each_kind_of_call_has_an_estimate_of_its_own() -> None:
     assert [each.call for each in shed] == slow[1:]
 
 
-def test_what_was_cut_short_does_not_make_an_estimate_shorter_but_longer() -> None:
+def test_calls_that_were_cut_short_make_an_estimate_longer_but_never_shorter() -> None:
     now = time.monotonic()
     usual = usually(0.5, now)
     for took_s in (0.01, 0.9):
@@ -215,11 +215,11 @@ def test_kinds_without_end_leave_no_more_than_a_thousand_estimates() -> None:
     assert len(usual) == MAX_KINDS
 
 
-# What comes while more wait than can be served.
+# Calls that arrive while more wait than can be served.
 
 
 def standing(rate: float, now: float, number: int = 100, left_s: float = 60) -> WaitingCalls:
-    """Return a queue in which calls wait, of which so many a second were given a slot until now."""
+    """Return a queue of `number` + 1 waiting calls that so far gave `rate` slots a second."""
     queue = waiting(make_call(left_s=left_s), since=now - MIN_TURNS / rate)
     for _ in range(number + MIN_TURNS):
         queue.add(make_call(left_s=left_s), now)
@@ -277,7 +277,7 @@ def test_a_deployment_that_stands_still_turns_more_and_more_away() -> None:
     assert patience == [6, 12, 69, 384], "101 calls, of which 16 were served in 0.8 s and more"
 
 
-def test_who_is_turned_away_is_told_as_who_is_refused_in_the_queue() -> None:
+def test_a_request_turned_away_gets_the_same_error_as_a_call_refused_by_the_queue() -> None:
     router = Router(DeploymentID("D"), max_queued_requests=0)
     replica = FakeReplica(router, 1)
     router.add(replica.real)
@@ -319,11 +319,11 @@ def test_a_shed_call_gets_a_back_pressure_error(after_s: float | None) -> None:
     assert (router.num_queued, router.num_ongoing) == (0, 0)
 
 
-# A replica that begins calls late.
+# A replica that starts calls late.
 
 
 class LateReplica(FakeReplica):
-    """A replica that begins calls when the test says so."""
+    """A replica that starts calls when the test tells it to."""
 
     def __init__(self, router: Router, max_ongoing: int) -> None:
         super().__init__(router, max_ongoing)
@@ -362,8 +362,8 @@ def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
     assert replica.running == {*calls}
 
 
-def test_who_waits_for_a_late_replica_does_not_count_against_the_queue() -> None:
-    """10 slots and a queue of 5: 15 are taken, as if it was not late."""
+def test_calls_that_wait_for_a_late_replica_do_not_count_against_the_queue() -> None:
+    """10 slots and a queue of 5 admit 15 calls, as if the replica was not late."""
     router, replica = late(max_queued=5)
     calls = [make_call(left_s=60) for _ in range(20)]
     for call in calls:
@@ -414,7 +414,7 @@ def test_a_late_replica_is_given_calls_without_a_deadline_as_any_other() -> None
 
 
 def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None:
-    """Callers, and the loop that begins and ends: whatever the order, each call begins."""
+    """Callers race with the loop that starts and ends calls; each call starts."""
     for _ in range(20):
         router, replica = late(max_ongoing=3)
         calls = [make_call(left_s=random.choice([None, 60, 60])) for _ in range(60)]
@@ -450,7 +450,7 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
         assert (router.num_queued, router.num_ongoing, replica.given) == (0, 0, replica.begun)
 
 
-# As a client sees it.
+# Over HTTP.
 
 app = FastAPI()
 go = Latch()
@@ -498,7 +498,7 @@ class Full:
 
 
 def test_a_refusal_is_the_same_with_and_without_a_body() -> None:
-    """Without one it is made before there is a call: it must not show."""
+    """A request without a body is refused before its call exists; its answer is the same."""
     global go, inside
     go, inside = Latch(), Latch()
     serve.start(serve.HTTPOptions(port=0))
@@ -536,11 +536,11 @@ def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> No
         assert [each.result().status_code for each in samples] == [200] * MIN_SAMPLES
         holders = [get("/slow/wait", 60) for _ in range(8)]
         inside.wait()
-        # They wait until less is left than requests like them take: one is let through as a probe.
+        # Their remaining time falls below the estimate; one of them passes as a probe.
         impatient = [get(f"/slow/{item}", 1) for item in "abcd"]
         fast = get("/fast", 1)
         wait_until_queued(5)
-        time.sleep(0.5)  # of the second that they have
+        time.sleep(0.5)  # of their deadline of one second
         go.count_down()
         answers = [each.result() for each in impatient]
 
@@ -605,7 +605,7 @@ def test_turns_of_the_gil_are_shorter_while_loops_wait_for_it_and_then_as_they_w
 
 
 def test_many_short_waits_for_the_gil_are_no_queue() -> None:
-    """Loops that do a little and wait again give it back at once: nothing is to be gained there."""
+    """Loops that run briefly release the GIL at once: a longer interval would gain nothing."""
     pressure = GILPressure()
     pressure.adapts = False
     turn = sys.getswitchinterval()
@@ -665,7 +665,7 @@ def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:
 
             calls = [get(5 * LATE_S) for _ in range(12)]
             until = time.monotonic() + 10
-            while not busy().queued:  # although it has free slots
+            while not busy().queued:  # the call waits although the replica has free slots
                 assert time.monotonic() < until
                 calls += [get(5 * LATE_S)]
                 time.sleep(0.002)

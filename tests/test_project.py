@@ -1,4 +1,4 @@
-"""The package as a whole: what its import costs, what it exports, what its texts say."""
+"""The package as a whole: the cost of its import, its exports, and its texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`http.proxy`: which application a path belongs to, and what the proxy answers by itself."""
+"""`http.proxy`: the application of a path, and the proxy's own answers."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_root_path_and_a_prefix_add_up() -> None:
     assert answer.json() == f"http://127.0.0.1:{port}/api/v1/items/3"
 
 
-# What the proxy answers itself.
+# The proxy's own answers.
 
 
 def test_healthz_says_success_and_before_there_is_anything_503() -> None:
@@ -182,7 +182,7 @@ HOSTS = {
     "127.0.0.1.evil.example": 404,
     "": 404,
     "192.168.1.2": 404,
-    "testserver": 404,  # a name of the test client's, which comes over no socket
+    "testserver": 404,  # the test client's host; it uses no socket
 }
 
 
@@ -223,7 +223,7 @@ async def test_routes_are_told_to_clients_of_the_same_process() -> None:
     with TestClient(application) as client:
         assert client.get("/-/routes").json() == {"/": "default"}
         passed_on = client.get("/-/routes", headers={"via": "1.1 gateway"})
-        assert passed_on.json()["path"] == "/-/routes"  # which is the application's, then
+        assert passed_on.json()["path"] == "/-/routes"  # the application's route then
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as other:
         assert (await other.get("/-/routes")).json() == {"/": "default"}
@@ -262,7 +262,7 @@ async def test_routes_are_told_by_a_loopback_server_only(
 
 @pytest.fixture
 def id_port() -> int:
-    """Serves an application that says the id it sees, and one that fails in every way."""
+    """Serve an application that answers with its request id, and one that fails in every way."""
     app = FastAPI()
 
     @serve.deployment
@@ -386,7 +386,7 @@ def test_a_websocket_to_no_application_is_refused() -> None:
         "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
         "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     )
-    for path in ("/nobody", "/b"):  # a plain deployment takes none either
+    for path in ("/nobody", "/b"):  # a plain deployment accepts none either
         with Connection(port) as connection:
             connection.request(path, headers=upgrade)
             assert connection.receive_until(b"\r\n").startswith(b"HTTP/1.1 403")

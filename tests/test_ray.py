@@ -1,6 +1,6 @@
-"""The Ray engine where there is no Ray: options on their way to it, and what is refused.
+"""The Ray engine without Ray: the options passed to Ray, and the ones refused.
 
-What needs Ray is in tests/engines.
+Tests that need Ray are in tests/engines.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_what_was_not_given_is_left_to_ray_but_for_our_defaults() -> None:
     }
 
 
-def test_what_was_given_is_what_ray_gets_and_of_a_config_only_what_was_given_of_it() -> None:
+def test_ray_gets_the_given_options_and_of_a_config_only_the_given_fields() -> None:
     options = lowered(
         max_queued_requests=7,
         graceful_shutdown_timeout_s=3.0,
@@ -118,7 +118,7 @@ def test_what_was_given_is_what_ray_gets_and_of_a_config_only_what_was_given_of_
     assert options["autoscaling_config"] == {"max_replicas": 4}
     assert options["backpressure_config"] == {"status_code": 429}
     assert options["logging_config"] == {"log_level": "DEBUG"}
-    assert "num_replicas" not in options  # Ray refuses both
+    assert "num_replicas" not in options  # Ray refuses the two together
     assert "lanes" not in options
 
 
@@ -319,7 +319,7 @@ def test_a_server_of_its_own_does_not_run_an_application_that_is_meant_for_ray(
 @pytest.mark.parametrize("code", ["", "serve.run(app, route_prefix=None); serve.shutdown()"])
 def test_nothing_but_its_engine_imports_ray(tmp_path: Path, code: str) -> None:
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "__init__.py").write_text("")  # one that could be imported
+    (tmp_path / "ray" / "__init__.py").write_text("")  # an importable module named `ray`
     script = (
         "import sys, ingress as serve\n"
         "app = serve.deployment(lambda: None, name='one').bind()\n"

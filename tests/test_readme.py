@@ -1,4 +1,4 @@
-"""Every block of the README is run: Python as it stands, commands as they are typed."""
+"""Every block of the README runs: Python as a file, commands as typed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def python_block(name: str) -> str:
 
 @pytest.fixture
 def readme_module(tmp_path: Path) -> Iterator[object]:
-    """Import a named Python block as the file its first line says it is."""
+    """Import a named Python block as the file that its first line names."""
 
     def load(name: str) -> ModuleType:
         path = tmp_path / f"{name}.py"

@@ -1,4 +1,4 @@
-"""docs/reliability.md: it lists every promise, and the tests it names hold them."""
+"""docs/reliability.md lists every promise, and the tests it names exist."""
 
 from __future__ import annotations
 

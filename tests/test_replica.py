@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Latches:
-    """What the user code of these tests waits for, and what it says."""
+    """The latches that user code waits for, and those it sets."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -47,7 +47,7 @@ class Latches:
 
 
 class Model:
-    """User code: every kind of callable, held by latches."""
+    """User code with every kind of callable, held by latches."""
 
     def __init__(self, latches: Latches) -> None:
         self.latches = latches
@@ -127,7 +127,7 @@ class Rig:
         run_blocking(self.control.loop, self.replica.stop(timeout_s), PATIENCE_S + timeout_s)
 
     def free(self) -> bool:
-        """Whether every slot comes back, soon."""
+        """Return whether every slot is free soon."""
         deadline = time.monotonic() + PATIENCE_S
         while self.replica.ongoing and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -147,7 +147,7 @@ def rig(**options: Any) -> Iterator[Rig]:
 
 @pytest.fixture(params=["own-thread", "borrowed-loop"])
 def own(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """A rig on a loop of its own, and one on somebody else's."""
+    """A rig on its own loop, and one on a borrowed loop."""
     lender = EventLoopThread("lender") if request.param == "borrowed-loop" else None
     with rig(borrowed=lender) as it:
         yield it
@@ -176,7 +176,7 @@ def test_a_call_cancelled_in_the_queue_never_starts(own: Rig) -> None:
 def test_a_call_cancelled_between_its_begin_and_its_first_step_gives_its_slot_back(
     own: Rig,
 ) -> None:
-    """On one loop this is simply `handle.remote()` and then `cancel()`."""
+    """On one loop `handle.remote()` and then `cancel()` do this."""
     call = own.call("wait")
 
     async def both() -> None:
@@ -274,7 +274,7 @@ def test_what_runs_when_a_replica_stops_is_told(own: Rig) -> None:
 
 
 def test_calls_on_a_dying_loop_are_failed(own: Rig) -> None:
-    """The router still believes in a replica whose loop has gone; two thousand calls wait."""
+    """The router still uses a replica whose loop is closed, for two thousand calls."""
     own.stop()
     calls = [own.submit("quick") for _ in range(2_000)]
 
@@ -335,7 +335,7 @@ def test_stop_is_bounded_when_a_def_is_stuck_on_the_loop_and_says_so(
         assert isinstance(call.error, ReplicaUnavailableError)
         it.latches.leave.set()
         assert it.latches.ended.wait(PATIENCE_S)
-        it.stop()  # while the loop closes, as it happens
+        it.stop()  # the loop may be closing at this moment
         assert it.replica.loop.is_closed()
         assert len([each for each in caplog.records if "did not stop" in each.message]) == 1
 
@@ -429,7 +429,7 @@ def test_calls_that_each_start_the_next_do_not_keep_all_who_came_before() -> Non
     assert alive < 20
 
 
-# The whole of it.
+# Under load.
 
 
 @serve.deployment(num_replicas=8, max_ongoing_requests=16)
@@ -506,7 +506,7 @@ def test_self_replica_context_and_variables_are_right_under_ten_thousand_mixed_c
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=1)
 class Half:
-    """One replica of two blocks its whole loop."""
+    """A deployment of which one replica of two blocks its loop."""
 
     def __call__(self, how: str) -> str:
         if how == "block":

@@ -1,4 +1,4 @@
-"""`ingress.request_context`: what running code may know of the request it works for."""
+"""`ingress.request_context`: the facts about its request that running code can read."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def test_the_prefix_of_the_application_is_part_of_it(flags: Settings) -> None:
 
 @serve.deployment
 class Entrance:
-    """Calls into another application."""
+    """Calls another application."""
 
     async def __call__(self, request: Request) -> dict[str, Any]:
         return dict(await serve.get_app_handle("other").remote())
@@ -354,11 +354,11 @@ def test_in_another_application_it_still_names_the_one_that_was_asked(flags: Set
 
 
 class Ballast:
-    """Something a framework may keep in a scope."""
+    """An object that a framework may keep in a scope."""
 
 
 def test_what_a_request_keeps_alive_is_gone_after_it(flags: Settings) -> None:
-    """A context that outlives the request has its call, but not its scope."""
+    """A context that outlives the request still has its call, but no scope."""
     kept: list[contextvars.Context] = []
     ballast: list[weakref.ref[Ballast]] = []
 

@@ -1,4 +1,4 @@
-"""`ingress.asgi.responses`: what a plain deployment returns or raises, and what its client gets."""
+"""`ingress.asgi.responses`: HTTP answers for the values and errors of a plain deployment."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_http_exception_keeps_its_status_headers_and_detail() -> None:
 
 
 def items_of(kind: str, items: list[Any], failing: bool = False) -> Any:
-    """A deployment whose call gives these items, written in one of four ways."""
+    """Return a deployment whose call yields these items, written in one of four ways."""
 
     def sync() -> Iterator[Any]:
         yield from items
@@ -260,7 +260,7 @@ BACKPRESSURE = pytest.mark.parametrize(
         (None, 503, None),
         ({"status_code": 429}, 429, None),
         ({"retry_after_s": 0}, 503, "0"),
-        ({"status_code": 429, "retry_after_s": 1.2}, 429, "2"),  # which is in whole seconds
+        ({"status_code": 429, "retry_after_s": 1.2}, 429, "2"),  # `Retry-After` is in whole seconds
     ],
 )
 

@@ -1,4 +1,4 @@
-"""Retries: what no user code has seen goes to another replica; what may have run does not."""
+"""Retries: a request that no user code has seen goes to another replica; others do not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FAILURES = st.builds(
 GONE = ReplicaUnavailableError("gone")
 
 
-# The law.
+# The retry rule.
 
 
 @pytest.mark.reliability("D04")
@@ -136,7 +136,7 @@ def test_the_budget_is_a_fifth_of_the_traffic_and_ten_a_second_and_never_negativ
             assert budget.balance >= 0
             if is_granted:
                 granted.append(now)
-                # To the second: what was put in less than 11 s ago may have paid.
+                # The window is exact to a second: deposits of the last 11 s may have paid.
                 paid_for = sum(each > now - retries.BUDGET_TTL_S - 1 for each in requests)
                 in_window = sum(each > now - retries.BUDGET_TTL_S for each in granted)
                 assert in_window <= 0.2 * paid_for + 10 * retries.BUDGET_TTL_S
@@ -180,7 +180,7 @@ def test_pauses_are_spread_over_their_whole_range() -> None:
 
 
 class SlowReplica(FakeReplica):
-    """A replica that calls take a while to reach; one that ends turns away who arrives."""
+    """A replica that calls reach late; once it ends, it rejects arriving calls."""
 
     def __init__(self, router: Router, max_ongoing: int = 1) -> None:
         super().__init__(router, max_ongoing)
@@ -199,7 +199,7 @@ class SlowReplica(FakeReplica):
 
 
 class Later:
-    """What was put off, until the test lets time pass."""
+    """Delayed callbacks, until the test runs them."""
 
     def __init__(self) -> None:
         self.callbacks: list[tuple[float, Callable[[], Any]]] = []
@@ -251,8 +251,8 @@ def test_a_call_that_was_turned_away_keeps_its_turn_and_its_place_in_a_full_queu
     assert staying.arriving == [first], "before the third, who came later"
 
 
-def test_a_call_that_nobody_takes_is_told_so_after_as_many_retries_as_are_configured() -> None:
-    """Two replicas that are gone, and a router that was not told."""
+def test_a_call_that_no_replica_accepts_fails_after_the_configured_number_of_retries() -> None:
+    """Two replicas are gone, and the router was not told."""
     later = Later()
     router = Router(D, max_retries=4, later=later)
     replicas = [SlowReplica(router), SlowReplica(router)]
@@ -420,7 +420,7 @@ TestTurnedAwayMachine.settings = settings(max_examples=400, stateful_step_count=
 
 
 class Ledger:
-    """How often each request ran, and how many at a time."""
+    """Number of runs of each request, and of concurrent runs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -506,7 +506,7 @@ def test_a_thousand_calls_racing_the_end_of_a_replica_all_run_once_on_another(
         assert len(calls) == 1_000
         for name, call in calls.items():
             assert call.wait_blocking(PATIENCE_S)
-            # Only what was cut short while it ran may fail, and it has run.
+            # Only a call that was cut short while it ran may fail, after one run.
             if call.error is not None:
                 assert isinstance(call.error, ReplicaUnavailableError)
                 assert ledger.runs[name] == 1
@@ -602,7 +602,7 @@ def ongoing() -> int:
 
 
 def end_a_replica(which: Callable[[Replica], bool] = lambda replica: True) -> None:
-    """Take a replica away as a controller that replaces it would."""
+    """Remove a replica as a controller that replaces it does."""
     engine = local_engine()
     deployment = engine.applications["default"].ingress
     replica = next(each for each in deployment.replicas if which(each))
@@ -640,7 +640,7 @@ def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
         statuses = {number: answer.result().status for number, answer in enumerate(answers)}
 
     assert max(ledger.runs.values()) == 1
-    # What failed is what was cut short while it ran.
+    # Each failed request was cut short while it ran.
     assert all(ledger.runs[f"/{number}"] == 1 for number in statuses)
     assert Counter(statuses.values())[200] >= 145
 
@@ -648,7 +648,7 @@ def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
 @pytest.mark.reliability("B09")
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_by_default_what_has_run_is_never_sent_again(method: str, separate: str) -> None:
-    """Neither after a timeout nor after the death of its replica."""
+    """Not after a timeout, and not after the death of its replica."""
     ledger = Ledger()
 
     @serve.deployment(num_replicas=2)
@@ -692,7 +692,7 @@ def test_a_listed_method_is_tried_again_when_an_attempt_is_too_slow(separate: st
 
 
 def test_another_replica_is_preferred_for_another_attempt(separate: str) -> None:
-    """Although the first is as idle as the others, once it has cancelled what it ran."""
+    """The first is as idle as the others, once it has cancelled its call."""
     ledger = Ledger()
     where: dict[str, list[str]] = {}
 
@@ -820,7 +820,7 @@ def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
 
 @pytest.mark.parametrize("error", [TimeoutError, "timeout", "gone"], ids=str)
 def test_errors_of_user_code_are_never_tried_again(error: Any, separate: str) -> None:
-    """Not even of the types that are ours."""
+    """Not even if they have a type of `ingress`."""
     ledger = Ledger()
 
     @serve.deployment
@@ -863,7 +863,7 @@ def test_a_storm_of_timeouts_is_retried_within_the_budget(separate: str) -> None
     with ThreadPoolExecutor(32) as clients:
         statuses = [each.status for each in clients.map(lambda _: send(port, "GET"), range(200))]
 
-    # A call that waited for a busy event loop is shed: calls like it never end in time.
+    # A call that waited for a busy event loop is shed, since such calls never end in time.
     assert set(statuses) <= {408, 503}
     begun = statuses.count(408)
     assert begun < ledger.runs["GET"] <= begun + 100 + 40, "100 for the last 10 s, 20 % of 200"

@@ -1,4 +1,4 @@
-"""`ingress.replicas.router`: who gets a slot, and when; nobody overtakes, nobody is lost."""
+"""`ingress.replicas.router`: calls get slots in their order, and no call is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE_S = 10.0
 
 
 def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]]:
-    """Return a router over fake replicas with so many slots each."""
+    """Return a router over fake replicas with the given numbers of slots."""
     router = Router(DeploymentID("D"), max_queued)
     replicas = [FakeReplica(router, count) for count in slots]
     for replica in replicas:
@@ -41,8 +41,8 @@ def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]
     return router, replicas
 
 
-def test_nobody_overtakes_in_eighteen_thousand_submissions(switch_interval: None) -> None:
-    """Four callers, one who ends the work; each caller's requests start in its order."""
+def test_no_call_overtakes_another_in_eighteen_thousand_submissions(switch_interval: None) -> None:
+    """Four threads submit, one ends the work; the calls of each thread start in its order."""
     count, callers = 4_500, 4
     router = Router(DeploymentID("D"))
     started: list[Call] = []
@@ -132,7 +132,7 @@ def test_a_slot_handed_to_a_cancelled_call_goes_on_to_the_next(
         together(*both)
 
         assert isinstance(second.error, RequestCancelledError)
-        if second in replica.running:  # it began before the cancellation
+        if second in replica.running:  # the call started before the cancellation
             assert replica.cancelled == [second]
             replica.finish(second)
         assert replica.running == {third}
@@ -258,7 +258,7 @@ def test_refusing_settles_all_who_wait_and_all_who_come() -> None:
 
 
 def test_many_replicas_cost_a_request_no_more_than_few() -> None:
-    """Counted, not timed: how often a request looks at how busy a replica is."""
+    """Count, instead of time, how often a request reads the load of a replica."""
 
     class Counting(FakeReplica):
         looks = 0
@@ -286,7 +286,7 @@ def test_many_replicas_cost_a_request_no_more_than_few() -> None:
 
 
 def served(router: Router, replicas: list[FakeReplica], calls: int) -> list[FakeReplica]:
-    """Make calls one after the other; return who served each."""
+    """Make calls one after the other; return the replica of each."""
     order = []
     for _ in range(calls):
         call = make_call()
@@ -429,7 +429,7 @@ def test_ten_thousand_models_leave_no_trace_in_the_router() -> None:
     assert replica.requested == {}
 
 
-# The state machine: any sequence of steps, and what must hold after each.
+# The state machine: random sequences of steps, and invariants after each step.
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -440,7 +440,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.max_queued = max_queued
         self.router = Router(DeploymentID("D"), max_queued)
         self.replicas: list[FakeReplica] = []
-        self.removed: dict[FakeReplica, int] = {}  # how many it had begun by then
+        self.removed: dict[FakeReplica, int] = {}  # number of calls it had started by then
         self.calls: list[Call] = []
         self.number: dict[Call, int] = {}
         self.settled: Counter[Call] = Counter()
@@ -458,7 +458,7 @@ class RouterMachine(RuleBasedStateMachine):
         return sorted(pairs, key=lambda pair: self.number[pair[1]])
 
     def note_starts(self) -> None:
-        """Remember in which order calls began in this step; it may have been several."""
+        """Record the order in which calls started in this step."""
         fresh: list[int] = []
         for each in self.everybody():
             begun = each.started[self.seen.get(each, 0) :]
@@ -598,7 +598,7 @@ def wait_as(waiter: Call, call: Call) -> threading.Thread:
 
 
 def blocked_by(waiter: Call, call: Call) -> threading.Thread:
-    """The same; return once the waiting has begun."""
+    """Start `wait_as`; return once the waiting has begun."""
     thread = wait_as(waiter, call)
     while call not in waiter.waits_for and thread.is_alive():
         thread.join(0.001)
@@ -632,7 +632,7 @@ def test_two_chains_that_wait_for_each_other_are_a_cycle_too() -> None:
     replicas["A"].finish(a)
 
 
-def test_as_long_as_one_holder_can_end_nobody_is_failed() -> None:
+def test_no_call_is_failed_as_long_as_one_holder_can_end() -> None:
     router, (replica,) = routed(2)
     one, other, child, grandchild = (make_call() for _ in range(4))
     router.assign(one)
@@ -651,8 +651,8 @@ def test_as_long_as_one_holder_can_end_nobody_is_failed() -> None:
     replica.finish(one)
 
 
-def test_who_waits_for_whichever_is_first_is_not_stuck_while_one_can_come() -> None:
-    """As `asyncio.wait(..., return_when=FIRST_COMPLETED)` does; nobody can tell it from all."""
+def test_a_wait_for_the_first_of_several_calls_is_not_stuck_while_one_can_end() -> None:
+    """A wait for the first of several looks like a wait for all: `FIRST_COMPLETED` of asyncio."""
     router, (replica,) = routed(1)
     other, (other_replica,) = routed(1)
     parent, stuck, first = make_call(), make_call(), make_call()
@@ -662,14 +662,14 @@ def test_who_waits_for_whichever_is_first_is_not_stuck_while_one_can_come() -> N
     threads = [blocked_by(parent, first), blocked_by(parent, stuck)]
     assert not stuck.settled
 
-    other_replica.finish(first)  # it did want both: now nothing is left that could come
+    other_replica.finish(first)  # the parent wanted both: no other call can end now
     for thread in threads:
         thread.join(PATIENCE_S)
     assert isinstance(stuck.error, RequestCycleError)
     replica.finish(parent)
 
 
-def test_who_needs_all_of_its_arguments_is_stuck_if_one_is() -> None:
+def test_a_call_is_stuck_if_one_of_its_arguments_is() -> None:
     router, (replica,) = routed(1)
     other, (other_replica,) = routed(1)
     parent, stuck, fine, needs_both = (make_call() for _ in range(4))
@@ -688,7 +688,7 @@ def test_who_needs_all_of_its_arguments_is_stuck_if_one_is() -> None:
     replica.finish(parent)
 
 
-def test_a_child_somebody_begins_to_await_late_is_found() -> None:
+def test_a_cycle_that_a_late_await_closes_is_found() -> None:
     """b awaits its child in A first; only then a awaits b."""
     routers = {name: Router(DeploymentID(name)) for name in "AB"}
     replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
@@ -710,7 +710,7 @@ def test_a_child_somebody_begins_to_await_late_is_found() -> None:
 
 
 def test_a_cycle_that_is_seen_once_only_was_none() -> None:
-    """The queues are read one after the other; between two of them a call may have moved on."""
+    """The queues are read one by one; between two reads a call may have moved on."""
     router, (replica,) = routed(1)
     waiter, child = make_call(), make_call("B")
 
@@ -798,7 +798,7 @@ def test_a_chain_that_waits_for_its_own_slot_fails_at_once_and_names_the_cycle(
     assert ping.remote("end").result(timeout_s=PATIENCE_S) == "ended"
 
 
-def test_a_child_that_nobody_awaits_runs_when_its_parent_has_ended(
+def test_a_child_that_is_not_awaited_runs_when_its_parent_has_ended(
     ping: serve.DeploymentHandle,
 ) -> None:
     assert ping.remote("forget").result(timeout_s=PATIENCE_S) == "forgotten"

@@ -1,4 +1,4 @@
-"""What tests start: it behaves as if it was started at a terminal, wherever the tests were."""
+"""Processes of tests heed signals as at a terminal, wherever the tests were started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def ignoring() -> Iterator[None]:
-    """Ignore SIGINT, as a background job of a shell does, and what it starts."""
+    """Ignore SIGINT, as a background job of a shell and its child processes do."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Every way to serve an application, for real, and what each leaves behind: nothing."""
+"""Every way to serve an application, by real servers; none leaves anything behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# In a process of its own.
+# In a separate process.
 
 
 @pytest.mark.reliability("F08")
@@ -135,7 +135,7 @@ def test_reload_serves_the_edited_file(folder: Path, command: list[str]) -> None
         def says(body: bytes) -> bool:
             try:
                 return get(server.port, "/sync").body == body
-            except ConnectionRefusedError:  # the process that listens is on its way
+            except ConnectionRefusedError:  # the listening process has not started yet
                 return False
 
         wait_until(lambda: says(b'"hi you"'))
@@ -180,7 +180,7 @@ def test_a_constructor_that_fails_ends_the_server_with_its_traceback(
         assert "deployment 'Failing' failed to start" in server.output
 
 
-# In this process, each twice.
+# In this process, each way twice.
 
 
 def greeting(name: str = "you") -> serve.Application:
@@ -323,7 +323,7 @@ def test_a_start_that_fails_fails_all_who_wait_and_is_tried_again(separate: str)
     async def come_first(count: int) -> list[Any]:
         scope = {"type": "http", "path": "/", "headers": []}
         comers = [asyncio.create_task(application(scope, never, never)) for _ in range(count)]
-        asyncio.get_running_loop().call_soon(all_wait.set)  # each has gone as far as it can
+        asyncio.get_running_loop().call_soon(all_wait.set)  # every request waits now
         return await asyncio.gather(*comers, return_exceptions=True)
 
     async def ask(count: int) -> list[int]:
@@ -444,14 +444,14 @@ def test_a_server_that_went_without_a_word_does_not_hang_the_next(separate: str)
 
         application_task: Any = application({"type": "lifespan"}, receive, send)
         tasks.append(asyncio.ensure_future(application_task))
-        await started.wait()  # and nobody tells it to shut down
+        await started.wait()  # and no `lifespan.shutdown` follows
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(start_and_die())
     left = asyncio.all_tasks(loop)
     loop.close()
     assert by_client_with(application) == ["hi you"] * 2
-    # Here, and not where the collector would find them: in another test.
+    # Close the tasks here; otherwise the collector finds them in another test.
     for task in left:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         with suppress(RuntimeError):  # the loop is closed
@@ -545,7 +545,7 @@ def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder
         assert listening(server.port) == 2
         answered = Counter(where() for _ in range(64))
         assert len(answered) == 2
-        assert min(answered.values()) >= 8  # by chance not once in a billion runs
+        assert min(answered.values()) >= 8  # it fails by chance less than once in a billion runs
 
         one, other = answered
         os.kill(one, signal.SIGKILL)

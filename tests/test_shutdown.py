@@ -1,4 +1,4 @@
-"""Stopping: refuse, drain, tell, cancel, run the user's last words, and be gone in time."""
+"""Shutdown: refuse, drain, notify, cancel, run the user's cleanup, and end in time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.servers import (
 )
 
 GRACEFUL_S = 0.5
-LAST_WORDS_S = 4.0  # what is stuck is given a second to end, and machines are slow
+LAST_WORDS_S = 4.0  # stuck code gets a second to end, and machines are slow
 
 APP = """
 import asyncio, time, threading
@@ -120,7 +120,7 @@ OTHER_COMMANDS = {
     "uvicorn": [*UVICORN, "app:hello"],
     "workers": [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"],
 }
-"""Where uvicorn, which knows nothing of applications, gets the signal."""
+"""Commands under which uvicorn, which knows no applications, gets the signal."""
 
 
 @pytest.fixture(params=COMMANDS)
@@ -145,7 +145,7 @@ def server(tmp_path: Path, command: list[str], separate: str) -> Iterator[Server
 def _is_ready(server: ServerProcess) -> bool:
     try:
         return get(server.port, "/-/healthz").status == 200
-    except ConnectionRefusedError:  # the address is known before a worker listens there
+    except ConnectionRefusedError:  # the address is known before a worker listens
         return False
 
 
@@ -260,7 +260,7 @@ def test_open_streams_are_ended(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("command", OTHER_COMMANDS, indirect=True)
 def test_what_has_no_end_does_not_keep_a_server_that_waits_for_it(server: ServerProcess) -> None:
-    """uvicorn stops an application only once all requests have ended."""
+    """uvicorn shuts an application down only after all requests have ended."""
     port = server.port
     with Connection(port) as events, Connection(port) as running:
         events.request("/events")
@@ -304,7 +304,7 @@ def test_under_load_every_request_is_answered_or_refused(server: ServerProcess) 
             written = math.inf
             try:
                 connection.request("GET", "/slow?s=0.02")
-                written = time.monotonic()  # the last byte of it is on its way
+                written = time.monotonic()  # its last byte has been sent
                 outcome = str(connection.getresponse().status)
             except ConnectionRefusedError:
                 outcome = "refused"
@@ -431,7 +431,7 @@ def test_replacing_an_application_does_not_touch_the_requests_of_the_new_one(
         with Connection(port) as new:
             new.request("/wait")
             assert began.wait(PATIENCE_S)
-            redeploy.join()  # by then the old one's time is over
+            redeploy.join()  # the old application's timeout is over by then
             may_end.set()
             assert new.answer().body == b"2"
         assert old.answer().status == 503
@@ -443,7 +443,7 @@ def test_a_port_is_free_again_after_shutdown(in_process: None) -> None:
     serve.shutdown()
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))  # raises if somebody still has it
+        listener.bind(("127.0.0.1", port))  # raises if the port is still in use
         assert listener.getsockname()[1] == port
 
 

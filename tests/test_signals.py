@@ -1,4 +1,4 @@
-"""Signals at every moment: while it starts, as soon as it serves, and again."""
+"""Signals to a server: while it starts, once it serves, and repeated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.servers import (
     write_module,
 )
 
-STARTS = ROUNDS * 3 or 3  # a hundred under `make test-reliability`
+STARTS = ROUNDS * 3 or 3  # 100 rounds under `make test-reliability`
 
 APP = """
 import asyncio, time
@@ -122,14 +122,14 @@ def test_a_signal_ends_a_start_that_hangs(
         server.wait_for("constructs")
         server.signal(number)
         began = time.monotonic()
-        # Python ends a program that a Ctrl-C went through by that signal.
+        # After an unhandled `KeyboardInterrupt` Python ends the process by SIGINT.
         assert server.wait() in ((code, -signal.SIGINT) if number == signal.SIGINT else (code,))
         assert time.monotonic() - began < 5.0
         assert "Error" not in server.output
 
 
 def test_a_signal_in_the_middle_of_a_start_is_not_lost(folder: Path, how: str) -> None:
-    """Wherever it comes: before there is a handler, the system ends the process."""
+    """A signal at any moment ends it; before a handler exists, the system does."""
     for delay_s in (0.2, 0.4, 0.6, 0.8, 1.0):
         with process(command(how, "hello"), folder, environment(folder)) as server:
             time.sleep(delay_s)

@@ -1,4 +1,4 @@
-"""Nothing that prints ends a server: not a full disk, and not a reader or terminal that is gone."""
+"""A failing standard stream ends no server: a full disk, a closed pipe, a closed terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOTH = "> /dev/full 2> /dev/full"
 def serving(
     folder: Path, *options: str, redirection: str = "", **popen: object
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Run a server under a shell that has redirected its output, until it is ready."""
+    """Run a server under a shell that redirects its output; wait until the server is ready."""
     write_module(folder, "app", APP)
     port = free_port()
     command = [*INGRESS, "run", "app:hello", "--port", str(port), *options]
@@ -93,7 +93,7 @@ def test_output_that_cannot_be_written_ends_nothing(
 
 
 @pytest.mark.parametrize("options", [[], ["--workers", "2"]], ids=["run", "workers"])
-def test_a_pipe_that_nobody_reads_any_more_ends_nothing(tmp_path: Path, options: list[str]) -> None:
+def test_a_closed_pipe_ends_no_server(tmp_path: Path, options: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:

@@ -1,4 +1,4 @@
-"""Applications that start: what is answered meanwhile, and that nothing waits for a constructor."""
+"""Applications that start: answers meanwhile, and no operation that waits for a constructor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.servers import (
 )
 
 BOUND_S = 4.0
-"""How long an operation may take that has to leave a stuck constructor behind: 1 s, and busy."""
+"""Bound on operations that abandon a stuck constructor: 1 s, plus time for a busy machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def _shutdown() -> Iterator[None]:
 
 
 class Doors:
-    """How far a constructor got, and what lets it go on."""
+    """Latches of a constructor: it has entered, and it may leave."""
 
     def __init__(self, count: int = 1) -> None:
         self.entered = Latch(count)
@@ -63,7 +63,7 @@ class Doors:
 def doors() -> Iterator[Doors]:
     doors = Doors()
     yield doors
-    doors.leave.count_down()  # a thread that was left behind ends before the check for leaks
+    doors.leave.count_down()  # an abandoned thread ends before the leak check
 
 
 def fine(answer: str = "fine", **options: Any) -> Any:
@@ -76,7 +76,7 @@ def fine(answer: str = "fine", **options: Any) -> Any:
 
 
 def slow(doors: Doors, kind: str = "def", **options: Any) -> Any:
-    """Return an application whose constructor, of one kind or another, waits at the doors."""
+    """Return an application whose constructor, of a given kind, waits at the doors."""
     if kind == "def":
 
         @serve.deployment(name="Model", **options)
@@ -137,7 +137,7 @@ KINDS = ["def", "async def", "serial", "lifespan"]
 
 
 class Running:
-    """A `serve.run` in a thread, and what became of it."""
+    """A `serve.run` in a thread, and its outcome."""
 
     def __init__(self, application: Any, **options: Any) -> None:
         self.error: BaseException | None = None
@@ -162,7 +162,7 @@ class Running:
 
 
 def in_time(operation: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
-    """Return what an operation returns. Fails if it does not within the bound."""
+    """Return the result of an operation. Fails if it exceeds the bound."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(operation()), daemon=True)
     thread.start()
@@ -180,7 +180,7 @@ def starting_port(application: Any, doors: Doors, **options: Any) -> tuple[int, 
     return int(url.rpartition(":")[2]), running
 
 
-# What is answered.
+# Answers meanwhile.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -281,7 +281,7 @@ def test_status_shows_what_starts_and_what_is_yet_to_start(doors: Doors) -> None
     assert {each.status for each in application.deployments.values()} == {DeploymentStatus.HEALTHY}
 
 
-# That nothing waits for a constructor.
+# No operation waits for a constructor.
 
 
 @pytest.mark.reliability("B04")
@@ -398,7 +398,7 @@ def test_a_replacement_that_is_ended_gives_the_children_back(doors: Doors) -> No
     serve.run(bind(parent, fine("old child")), route_prefix=None)
     replacing = Running(bind(parent, fine("new child"), waits=True), route_prefix=None)
     doors.entered.wait()
-    earlier = Running(fine(), route_prefix=None)  # of another shape, and ready at once
+    earlier = Running(fine(), route_prefix=None)  # with other deployments, ready at once
     assert earlier.join().error is None
     assert isinstance(replacing.join().error, RuntimeError)
     handle = serve.get_app_handle("default")
@@ -457,7 +457,7 @@ def test_ctrl_c_ends_a_run_that_waits_and_leaves_nothing(doors: Doors) -> None:
     assert not local_engine().is_running
 
 
-# Two threads meet: whoever ends it, and the last replica that becomes ready.
+# Race of the end of an application with its last replica that becomes ready.
 
 
 ENDS: dict[str, Callable[[], object]] = {
@@ -516,7 +516,7 @@ def test_starts_and_shutdowns_at_once_leave_nothing(switch_interval: None) -> No
         assert not local_engine().is_running
 
 
-# Under a server of somebody else's.
+# Under another ASGI server.
 
 
 @pytest.mark.anyio
@@ -567,7 +567,7 @@ model = Model.bind()
 
 
 def free_port() -> int:
-    """Return a port to give to a server that says where it is when it is ready."""
+    """Return a free port for a server that prints its address once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -584,7 +584,7 @@ def test_a_server_whose_application_starts_says_so_and_ends_at_a_signal(
         server.wait_for("constructing")
         for path in ("/", "/x", "/-/healthz"):
             if separate == "0":
-                break  # the constructor has the server's loop
+                break  # the constructor blocks the server's loop
             answer = get(port, path)
             assert (answer.status, answer.headers["retry-after"]) == (503, "1"), path
             assert b"starting" in answer.body
@@ -620,7 +620,7 @@ def test_from_the_moment_it_listens_no_path_of_what_starts_is_a_404(tmp_path: Pa
     assert set(answers) == {200, 503}
 
 
-# What is told of it.
+# Progress messages.
 
 
 ONE_IS_SLOW = HANGS.replace(
@@ -677,7 +677,7 @@ def test_a_start_goes_on_where_nothing_can_be_printed(tmp_path: Path) -> None:
     ):
         try:
             wait_until(lambda: answers(port) == 503)
-            time.sleep(1.5)  # it would have been told by now
+            time.sleep(1.5)  # a message would have come by now
             assert (server.poll(), answers(port)) == (None, 503)
         finally:
             server.kill()

@@ -1,4 +1,4 @@
-"""`serve.status()`: what runs, how it is, and what was counted."""
+"""`serve.status()`: applications, their states, and their counters."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_processing_time_and_errors_are_counted_by_route() -> None:
 
 
 class Health:
-    """What the checks of a deployment do, and what became of them."""
+    """The behaviour of a deployment's health checks, and a record of them."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""Streams from user code to their consumer: where they run, how far ahead, and how they end."""
+"""Streams from user code to a consumer: their thread, how far they run ahead, and their end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ongoing() -> int:
 
 
 def http_scope(path: str) -> dict[str, Any]:
-    """What a server of the test's own says of a request."""
+    """Return the ASGI scope of a GET request."""
     return {
         "type": "http",
         "http_version": "1.1",
@@ -59,19 +59,19 @@ def http_scope(path: str) -> dict[str, Any]:
     }
 
 
-# Sync iterators, however they reach Starlette.
+# Sync iterators, in every way they reach Starlette.
 
 WHO: ContextVar[str] = ContextVar("who", default="nobody")
 
 
 class Events(StreamingResponse):
-    """As libraries make them: a media type, and the same constructor."""
+    """A response class as libraries define them: a media type, and the same constructor."""
 
     media_type = "text/event-stream"
 
 
 def over_http(shape: str, make: Callable[[], Any]) -> serve.Application:
-    """An application that answers with `make()`, a sync iterator or generator."""
+    """Return an application that answers with `make()`, a sync iterator or generator."""
     if shape == "call":
 
         @serve.deployment
@@ -257,7 +257,7 @@ def test_what_is_no_generator_streams_from_a_worker_too_and_a_file_stays_open() 
 
 
 @pytest.mark.usefixtures("stopped")
-def test_an_iterator_somebody_has_begun_and_an_async_iterator_are_left_alone() -> None:
+def test_a_started_iterator_and_an_async_iterator_are_left_alone() -> None:
     class AsyncItems:
         def __init__(self) -> None:
             self.left = ["one\n", "two\n"]
@@ -359,7 +359,7 @@ def test_what_a_generator_raises_when_it_is_closed_is_in_the_log(
 
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("shape", ["raw", "response", "lines", "events"])
-def test_an_async_generator_that_never_awaits_keeps_nobody_waiting_and_ends_with_its_client(
+def test_an_async_generator_that_never_awaits_blocks_no_request_and_ends_with_its_client(
     shape: str,
 ) -> None:
     closed = threading.Event()
@@ -448,11 +448,11 @@ def test_an_async_def_that_returns_a_sync_generator_has_it_iterated_on_the_loop(
     assert over.startswith("loop ")
 
 
-# By handle, through a chain.
+# Through a chain of handles.
 
 
 class Producer:
-    """An endless stream, and what became of it."""
+    """An endless stream that records its thread, its items and its end."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -470,7 +470,7 @@ class Producer:
 
 
 def chain(first: Producer, kind: str) -> serve.Application:
-    """Three deployments; the last of them makes what the other two pass on."""
+    """Return three deployments: the last produces a stream, the other two pass it on."""
 
     @serve.deployment(name="Last")
     class AsyncLast:
@@ -527,7 +527,7 @@ def test_a_chain_of_three_is_suspended_by_its_last_consumer_and_ends_with_it(
     try:
         stream = handle.remote()
         assert [next(stream) for _ in range(3)] == [0, 1, 2]
-        # Three deployments, at most a channel each and one more for a worker thread.
+        # Each of three deployments buffers at most one channel, a worker thread one more.
         assert steady() <= 4 * 17 + 3
         assert [next(stream) for _ in range(500)] == list(range(3, 503))
         assert steady() <= 4 * 17 + 503
@@ -563,7 +563,7 @@ def test_two_who_wait_for_the_next_item_of_one_stream_is_an_error_and_taking_tur
         stream = handle.remote()
         assert [await anext(stream), await asyncio.create_task(anext(stream))] == [0, 1]
         waiting = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)  # it begins to wait
+        await asyncio.sleep(0)  # the task begins to wait
         with pytest.raises(RuntimeError, match="somebody else waits for the next item"):
             await anext(stream)
         gate.open()
@@ -574,11 +574,11 @@ def test_two_who_wait_for_the_next_item_of_one_stream_is_an_error_and_taking_tur
     asyncio.run(main())
 
 
-# Anything at all.
+# Random streams.
 
 
 class Plan:
-    """What the producer of one example does, and what was seen of it."""
+    """The producer of one example, and its record."""
 
     def __init__(self, sizes: list[int], raises_at: int | None) -> None:
         self.sizes = sizes
@@ -629,7 +629,7 @@ APPLICATION = bind(Streaming)
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[EventLoopThread]:
-    """The loop of the server that the examples are; the application has answered one request."""
+    """The server loop of the examples; the application has answered one request."""
     home = EventLoopThread("client")
     CURRENT[:] = [Plan([1], None)]
 
@@ -707,7 +707,7 @@ def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_
     if fails:
         assert not is_complete
     largest = max(sizes, default=0)
-    buffers = 2 if is_sync else 1  # what a chunk is put into on its way to the server
+    buffers = 2 if is_sync else 1  # buffers between the generator and the server
     assert plan.furthest <= buffers * (MAX_BYTES + largest) + largest
     assert plan.closed == plan.began
     assert len(plan.began) <= 1

@@ -1,6 +1,6 @@
-"""Requests made from an OpenAPI schema, and from what it forbids, on a server that runs.
+"""Requests that an OpenAPI schema allows, and requests that it forbids, on a running server.
 
-Never a 5xx, never an answer that the schema does not know, never a hang. All checks but one: the
+No answer is a 5xx or unknown to the schema, and no request hangs. All checks run but one: the
 `Allow` of a 405 names the methods of the first route only, as it does in Starlette.
 """
 
@@ -33,7 +33,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
 
 
 def tried(server: ServerProcess, folder: Path, *options: str) -> Any:
-    """Return the report of schemathesis after it found nothing."""
+    """Return the report of schemathesis; fail if it found an error."""
     report = folder / "report.json"
     options = ("--exclude-checks", "allow_header_conformance", *options)
     options += ("--report", "json", "--report-json-path", str(report), "--no-color")
@@ -67,5 +67,5 @@ def test_thousands_of_cases_from_the_schema_find_nothing(
 ) -> None:
     cases = tried(server, tmp_path, "--seed", seed, "--max-examples", "400")
 
-    figures.at_least(f"cases of seed {seed}", cases["generated"], 1_700)  # 5,000 in all
+    figures.at_least(f"cases of seed {seed}", cases["generated"], 1_700)  # 5,000 in total
     figures.at_most("5xx, violations of the schema, hangs", cases["with_failures"], 0)

@@ -1,4 +1,4 @@
-"""`ingress.testing.TestClient`: FastAPI's, with handles, and with everything stopped at its end."""
+"""`ingress.testing.TestClient`: FastAPI's client with handles; it stops everything at its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.servers import PATIENCE_S, UVICORN, bind, environment, process, set_f
 
 
 def greeter(greeting: str = "hello") -> serve.Application:
-    """An application of two deployments."""
+    """Return an application of two deployments."""
     app = FastAPI()
 
     @serve.deployment
@@ -309,7 +309,7 @@ def test_a_handler_that_returns_without_an_answer_is_an_error_where_it_was_conne
 
 
 def test_starlettes_own_client_waits_for_ever_for_such_a_handler_of_starlettes() -> None:
-    """So what ours does may go once that does it, too."""
+    """If this fails, the workaround in `ingress.testing.TestClient` can go."""
     script = """
 import os, threading
 from starlette.applications import Starlette
@@ -369,11 +369,11 @@ def test_a_server_answers_500_where_the_client_raises(tmp_path: Path) -> None:
             connect(f"ws://127.0.0.1:{server.port}/never", proxy=None)
 
 
-# What it costs who does not use it.
+# Cost without using it.
 
 
 def output_of(script: str) -> list[str]:
-    """Return the words that a program prints."""
+    """Return the words of a program's output."""
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
     )

@@ -1,4 +1,4 @@
-"""`ingress.testing.VirtualClock`: the loops of replicas, at the time the test says."""
+"""`ingress.testing.VirtualClock`: replica loops whose time the test sets."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_timeout_comes_before_the_sleep_it_cuts_short(
 
 
 def test_more_than_a_day_passes_at_once(clock: VirtualClock, client: TestClient) -> None:
-    """asyncio itself waits for a day at most."""
+    """One wait of asyncio is at most a day."""
     answer = client.handle.for_a_day.remote()
     clock.wait_for_timers()
 
@@ -127,7 +127,7 @@ def test_more_than_a_day_passes_at_once(clock: VirtualClock, client: TestClient)
 def test_what_other_threads_post_is_never_overtaken_by_the_clock(
     clock: VirtualClock, client: TestClient
 ) -> None:
-    """A loop with work to do is busy from the moment it gets it, not from when it wakes up."""
+    """A loop counts as busy from the moment work is posted, not from when it wakes up."""
     for number in range(1, 50):
         answer = client.handle.sleep.remote(number)
         clock.wait_for_timers()
@@ -184,7 +184,7 @@ def test_a_loop_that_is_blocked_is_told_of(clock: VirtualClock, client: TestClie
 
 
 @pytest.mark.parametrize("clock", [0.05], indirect=True)
-def test_who_waits_for_timers_that_nobody_sets_is_told(
+def test_waiting_for_timers_that_are_never_set_raises_a_timeout_error(
     clock: VirtualClock, client: TestClient
 ) -> None:
     with pytest.raises(TimeoutError, match="have 3 timers"):
@@ -207,7 +207,7 @@ def test_what_sleeps_when_the_application_stops_does_not_hold_it_up(clock: Virtu
             try:
                 await asyncio.sleep(HOUR_S)
             finally:
-                await asyncio.sleep(0.01)  # in real time: the loop is let go
+                await asyncio.sleep(0.01)  # in real time: the clock no longer controls the loop
 
     deployment = serve.deployment(graceful_shutdown_timeout_s=0.05)
     with TestClient(bind(deployment(Stubborn))) as client:
@@ -230,7 +230,7 @@ def test_loops_that_outlive_the_clock_go_on_in_real_time() -> None:
     client.__exit__()
 
 
-# Where it does not work, it says so.
+# Unsupported uses are refused.
 
 
 def test_replicas_without_loops_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`ingress.testing`: `Latch`, between threads and loops, and `leak_check`, of a user's test."""
+"""`ingress.testing`: `Latch` between threads and loops, and `leak_check` of a user's test."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_latch_lets_threads_and_loops_through_once_it_is_counted_down(
     assert passed == [True, True]
 
 
-def test_an_open_latch_holds_nobody_and_is_counted_down_without_effect(
+def test_an_open_latch_holds_no_caller_and_is_counted_down_without_effect(
     home: EventLoopThread,
 ) -> None:
     latch = Latch()
@@ -70,7 +70,9 @@ def test_an_open_latch_holds_nobody_and_is_counted_down_without_effect(
     assert repr(latch) == "<Latch: 1 of 1 counted, open>"
 
 
-def test_who_waits_in_vain_is_told_what_for(home: EventLoopThread) -> None:
+def test_a_wait_that_times_out_says_how_often_the_latch_was_counted_down(
+    home: EventLoopThread,
+) -> None:
     latch = Latch(3, timeout_s=0.01)
     latch.count_down()
 
@@ -80,7 +82,7 @@ def test_who_waits_in_vain_is_told_what_for(home: EventLoopThread) -> None:
         run_blocking(home.loop, wait_at(latch), 5)
 
 
-def test_who_is_cancelled_at_a_latch_is_cancelled(home: EventLoopThread) -> None:
+def test_a_task_that_is_cancelled_at_a_latch_is_cancelled(home: EventLoopThread) -> None:
     latch = Latch()
 
     async def cancelled() -> bool:
@@ -95,7 +97,7 @@ def test_who_is_cancelled_at_a_latch_is_cancelled(home: EventLoopThread) -> None
 
 
 @pytest.mark.usefixtures("switch_interval")
-def test_nobody_is_forgotten_who_comes_as_the_latch_opens(home: EventLoopThread) -> None:
+def test_a_waiter_that_arrives_as_the_latch_opens_is_not_forgotten(home: EventLoopThread) -> None:
     for _ in range(100):
         latch = Latch(2, timeout_s=5)
         together(
@@ -187,7 +189,7 @@ def test_a_body_that_raises_and_one_that_is_forgiven_are_not_checked() -> None:
 
 
 class Holds:
-    """Keeps what a caller has left behind: a task, and a slot with another that waits for it."""
+    """Leaks a task, and a slot with a call that waits for it."""
 
     go = Latch()
 

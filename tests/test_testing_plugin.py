@@ -1,4 +1,4 @@
-"""pytest's `--sync-in-threadpool`: a user's tests, run by a pytest of their own."""
+"""pytest's `--sync-in-threadpool`: a user's tests, run by a separate pytest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.servers import bind, served, set_flags
 
 pytest_plugins = ("pytester",)
 
-# Each starts processes that run tests of their own.
+# Each test starts processes that run tests.
 pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ TESTS = """
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what runs a user's test file, `shop.py` next to it."""
+    """Return a function that runs a user's test file beside `shop.py`."""
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path), str(ROOT)]))
     pytester.syspathinsert()
@@ -108,7 +108,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
             options.append(f"--sync-in-threadpool={flag}")
         if is_apart:
             return pytester.runpytest_subprocess(*options)
-        # Here warnings are errors, and that would hold for theirs, too.
+        # Warnings are errors in this suite; the user's tests must not inherit that.
         return pytester.runpytest_inprocess("-Wdefault", *options)
 
     return run
@@ -180,7 +180,7 @@ def test_answers_that_are_never_the_same_are_no_finding(run: Any) -> None:
 
 
 def test_an_answer_that_depends_on_the_tests_before_is_compared_all_the_same(run: Any) -> None:
-    """What is run again is run in the same company."""
+    """A test that runs again runs after the same tests as before."""
     result = run(
         """
         @pytest.fixture(scope="session")
@@ -416,7 +416,7 @@ def test_pytest_finds_the_plugin_by_an_entry_point_of_the_distribution() -> None
     assert name == plugin.__name__, "so that `-p` and the entry point are one plugin"
 
 
-# What was seen.
+# Observations.
 
 
 def test_the_places_are_those_that_explain_prints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +539,7 @@ def test_afterwards_nothing_is_observed() -> None:
     assert (execution.plan, HTTPProxy.__call__, DeploymentHandle.remote) == before
 
 
-# What differs.
+# Differences.
 
 
 def test_a_difference_is_about_one_thing() -> None:

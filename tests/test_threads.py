@@ -1,4 +1,4 @@
-"""`execution.threads`: what runs in worker threads, how many at once, and what an awaiter sees."""
+"""`execution.threads`: calls in worker threads, their limit, and the results for awaiters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def worker_pool(limit: int = 4) -> AsyncIterator[WorkerPool]:
 
 
 class Ledger:
-    """How many calls execute now, and how many at once at most."""
+    """Numbers of calls that run now, and that ran at once at most."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
         cancelled.set()
         await asyncio.sleep(0.01)
         assert not task.done(), "no one can stop a thread, so the awaiter stays with it"
-        task.cancel()  # as often as one likes
+        task.cancel()  # repeated cancellations are allowed
         leave.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -132,7 +132,7 @@ async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
 async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled(
     when: str,
 ) -> None:
-    """Whether it began before the cancellation or after it: AnyIO's functions wait for theirs."""
+    """It may begin before or after the cancellation: AnyIO's functions wait for its result."""
     began, told = threading.Event(), threading.Event()
     outcome: list[str] = []
 
@@ -173,7 +173,7 @@ async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
         second = asyncio.ensure_future(pool.run(lambda: ran.append(1)))
         await asyncio.sleep(0)
         second.cancel()
-        await asyncio.sleep(0)  # it has heard of it before the thread is free
+        await asyncio.sleep(0)  # the awaiter is told before the thread is free
         leave.set()
         assert await first
         with pytest.raises(asyncio.CancelledError):
@@ -222,7 +222,7 @@ async def test_never_more_threads_than_the_limit(switch_interval: None) -> None:
 
 @on_the_loop
 async def test_the_limit_follows_the_thread_and_not_the_awaiter() -> None:
-    """Cancel the awaiters and submit more: what executes at once never exceeds the limit."""
+    """Cancel the awaiters and submit more calls: the number that run never exceeds the limit."""
     ledger = Ledger()
     leave = threading.Event()
 
@@ -383,7 +383,7 @@ def test_a_call_is_refused_if_the_system_has_no_thread_and_the_next_may_have_one
 
 
 def test_a_thread_outlives_a_call_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    """A callback of a future may let a `SystemExit` out; the limit is no smaller afterwards."""
+    """A callback of a future may raise `SystemExit`; the limit stays the same."""
     loop = asyncio.new_event_loop()
     executor = LoopExecutor("outlives", 1, loop)
 
@@ -551,7 +551,7 @@ async def test_what_a_generator_raises_comes_after_what_it_yielded(
 
 @on_the_loop
 async def test_a_stream_error_of_the_generators_own_is_not_taken_for_the_end() -> None:
-    """Raised by what it reads from, say; only `put` says that nobody takes more."""
+    """User code may raise the error itself; only the error of `put` means a closed consumer."""
 
     def items() -> Iterator[int]:
         yield 1
@@ -627,7 +627,7 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
     assert name.startswith("ingress-executor")
 
     def retire() -> bool:
-        executor.retire_idle()  # a thread is idle a moment after its result is there
+        executor.retire_idle()  # a thread is idle shortly after its result is set
         return executor.join(0.01)
 
     wait_until(retire)

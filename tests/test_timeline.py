@@ -1,4 +1,4 @@
-"""`ingress.timeline`: what is recorded of calls, whatever becomes of them, and how it is drawn."""
+"""`ingress.timeline`: records of calls, for each of their outcomes, and their drawing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def record() -> Iterator[Callable[..., Recorder]]:
-    """Set what records from the next application on; everything ends with the test."""
+    """Set the recorder of later applications; stop everything at the end of the test."""
     engine = local_engine()
 
     def set_recorder(**limits: int) -> Recorder:
@@ -57,7 +57,7 @@ def record() -> Iterator[Callable[..., Recorder]]:
 
 
 class Held:
-    """Whoever is called waits at the gate of its class, which a test sets."""
+    """A deployment whose calls wait at the gate of its class, which a test opens."""
 
     gate: Gate
 
@@ -81,7 +81,7 @@ def only(timeline: Timeline) -> Journey:
 
 
 def check(timeline: Timeline) -> tuple[Trace, Picture]:
-    """Read it as viewers do, which checks it."""
+    """Check a trace by reading it as viewers do."""
     return Trace(as_json(timeline, "t")), Picture(as_svg(timeline, "t"))
 
 
@@ -166,7 +166,7 @@ def test_what_runs_now_can_be_looked_at(
     assert "has not ended" in picture.about
 
 
-def test_who_waits_for_a_thread_is_seen_to(
+def test_a_wait_for_a_thread_is_recorded(
     record: Callable[..., Recorder],
 ) -> None:
     class OneThread:

@@ -1,4 +1,4 @@
-"""Deadlines: 408 on time, slots that stay taken, work that never starts; seen over real sockets."""
+"""Deadlines: 408 on time, slots that stay taken, work that never starts; over real sockets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def replicas() -> list[ReplicaDetails]:
 
 
 class Ledger:
-    """What user code did."""
+    """A record of what user code did."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -308,7 +308,7 @@ def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> 
                     b"x-request-timeout-seconds: " + value + b"\r\n\r\n"
                 )
                 answer = connection.answer()
-            # A million characters, or what is no header, the server may refuse itself.
+            # The server itself may refuse a million characters and invalid headers.
             assert answer.body == b"True" or answer.status in (400, 431), (value[:20], answer.raw)
             assert answer.status != 500
         twice = asking(0.1) + asking(60)
@@ -318,7 +318,7 @@ def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> 
 
 @contextmanager
 def uvicorn_in_a_thread(target: Any, http: Any, **options: Any) -> Iterator[int]:
-    """Serve an application by a uvicorn of the test's own, with this parser."""
+    """Serve an application by a separate uvicorn with this parser."""
     serve.start({"host": None, **options})
     config = uvicorn.Config(target, port=0, http=http, log_config=None)
     server = uvicorn.Server(config)
@@ -367,7 +367,7 @@ def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
 def test_never_more_run_than_there_are_slots_while_timeouts_fire(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each takes five times as long as its client waits, and fails when nobody listens."""
+    """Each request runs five times as long as its client waits, and then fails unheard."""
     ledger = Ledger()
 
     @serve.deployment(max_ongoing_requests=4)
@@ -421,7 +421,7 @@ def test_a_late_result_of_async_code_that_will_not_be_cancelled_is_dropped(
 
 
 def test_a_late_stream_is_not_waited_for_by_who_makes_it(caplog: pytest.LogCaptureFixture) -> None:
-    """More than fits on the way to a client that is not there any more."""
+    """The stream holds more than the buffers of a client that has left."""
     ledger = Ledger()
 
     async def items() -> AsyncIterator[bytes]:
@@ -445,7 +445,7 @@ def test_a_late_stream_is_not_waited_for_by_who_makes_it(caplog: pytest.LogCaptu
 
 @pytest.mark.reliability("A09")
 def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
-    """A slot that is blocked for longer than a thousand requests can wait."""
+    """One request keeps the slot until the deadlines of a thousand queued ones have passed."""
     ledger = Ledger()
     count, timeout_s = 1_000, 0.5
 
@@ -466,7 +466,7 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
 
         async def client() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            sent_at = time.monotonic()  # before: the server may be quicker than our next line
+            sent_at = time.monotonic()  # before sending: the answer may be quick
             writer.write(head.encode())
             statuses.append(await reader.readline())
             late_s.append(time.monotonic() - sent_at - timeout_s)
@@ -487,7 +487,7 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
 
 @pytest.mark.reliability("A09")
 def test_a_call_whose_deadline_passes_on_the_way_to_its_replica_never_starts() -> None:
-    """The timer that would tell it is late itself: the replica looks at the clock too."""
+    """The timer of the deadline may be late, so the replica checks the clock too."""
     ledger = Ledger()
 
     class Late:
@@ -522,7 +522,7 @@ def test_a_body_that_is_not_there_by_the_deadline_is_answered_with_408() -> None
         connection.request("/", method="POST", headers="Content-Length: 6\r\n")
         connection.receive_until(b"timed out after")
         assert not ledger.started
-        # What comes of it later is not taken for the next request.
+        # The rest of the body is not parsed as the next request.
         connection.send(b"abcdef")
         connection.request("/", method="POST", headers="Connection: close\r\n")
         rest = connection.receive_all()
@@ -626,7 +626,7 @@ def test_a_client_that_does_not_read_is_cut_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("also_by", ["nobody", "the-server"])
-def test_what_is_on_its_way_to_a_client_that_does_not_read_is_cut_although_the_work_has_ended(
+def test_an_answer_to_a_client_that_does_not_read_is_cut_although_the_work_has_ended(
     also_by: str, separate: str
 ) -> None:
     if separate == "0":
@@ -741,7 +741,7 @@ FORGOTTEN: list[Any] = []
 
 @serve.deployment
 class Middle:
-    """Passes what it is asked on to another deployment."""
+    """Forwards its requests to another deployment."""
 
     def __init__(self, child: Any) -> None:
         self.child = child
@@ -814,7 +814,7 @@ def test_a_child_that_waits_for_a_slot_is_settled_at_the_deadline_and_never_star
     assert sum(ledger.started.values()) == 1
 
 
-def test_a_child_nobody_awaits_ends_at_the_deadline_of_the_request_that_began_it() -> None:
+def test_a_child_that_is_not_awaited_ends_at_the_deadline_of_its_request() -> None:
     ledger = Ledger()
     port = served(bind(Middle, bind(Child, ledger)))
 
@@ -935,7 +935,7 @@ def test_none_is_forgotten_when_many_threads_add_while_the_timer_rings(
 def test_none_is_forgotten_when_one_is_added_while_the_timer_looks_at_them(
     home: EventLoopThread,
 ) -> None:
-    """On CPython 3.11 memory that is taken may run the collector, and that a callback of ours."""
+    """On CPython 3.11 an allocation may run the collector, whose callbacks add a deadline."""
     deadlines = deadlines_of(home.loop)
     errors: list[Any] = []
     home.loop.set_exception_handler(lambda loop, context: errors.append(context))
@@ -982,7 +982,7 @@ def test_one_that_is_added_just_after_the_timer_has_looked_is_not_forgotten(
         return deadline
 
     class Looked(dict[Any, float]):
-        """Once it has been looked at, and before the looker goes on, another thread adds one."""
+        """A dict of calls: another thread adds one between its iteration and its use."""
 
         def __iter__(self) -> Any:
             seen = list(super().__iter__())

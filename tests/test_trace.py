@@ -1,4 +1,4 @@
-"""`ingress trace` and `INGRESS_TRACE`: what they write of what ran, read as a viewer would."""
+"""`ingress trace` and `INGRESS_TRACE`: their files, read as a viewer reads them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def traced(folder: Path, *arguments: str, environ: dict[str, str] | None = None)
 
 
 class Example:
-    """What the command wrote of an example, as the documents show it."""
+    """Output and files of the command for one example, as the documents show it."""
 
     def __init__(self, name: str, folder: Path, *, sync: str = "0") -> None:
         arguments = [f"app_examples.{name}:app", "--svg", "blocking.svg", "--app-dir", str(ROOT)]
@@ -206,7 +206,7 @@ def test_requests_that_await_overlap_and_nothing_stalls(folder: Path) -> None:
 
     assert len(trace.requests) == 3
     assert all(a.overlaps(b) for a, b in itertools.combinations(trace.requests, 2))
-    # Steps: until it awaits, and from then on; who comes last need not wait.
+    # A request has two steps, before and after its `await`; the last one need not wait.
     assert set(Counter(each.args["request"] for each in trace.runs)) == {1, 2, 3}
     assert len(trace.runs) >= 5
     assert {each.track for each in trace.runs} == {"Together#0"}
@@ -268,23 +268,23 @@ def test_the_document_shows_what_the_command_prints(blocking: Example) -> None:
         r"^\$ ingress trace .* --svg blocking\.svg\n(.*?)^```$", text, re.M | re.S
     )
 
-    # How long it took, and how often anybody saw it stand still, are not the same twice.
+    # Durations and the number of stalls differ from run to run.
     masked = [re.sub(r"[\d,]+ ms.*", "ms", each) for each in (shown, blocking.stdout)]
     assert masked[0] == masked[1]
 
 
 def blocked(trace: Trace) -> list[Span]:
-    """The stalls by code on the loop; on a busy machine any loop may wait for the GIL."""
+    """Return the stalls by code on the loop; on a busy machine any loop may wait for the GIL."""
     return [each for each in trace.stalls if each.args["reason"] == "blocked"]
 
 
 def shape(picture: Picture) -> object:
-    """What is the same each time: what there is, what it mostly does, and what is said of it."""
+    """Return the parts of a picture that are the same in each run: tracks, requests, texts."""
     requests = [(bar.request, bar.label, bar.work.kind) for bar in picture.bars_of("request")]
     return picture.title, picture.tracks, picture.places, requests
 
 
-# Where and what
+# Tracks and names
 
 
 @pytest.mark.parametrize("separate", ["1", "0"])
@@ -293,7 +293,7 @@ def test_what_runs_is_on_the_track_of_the_thread_it_finds_itself_on(
     folder: Path, sync: str, separate: str
 ) -> None:
     paths = ["/sync/7", "/async", "/lane", "/call"]
-    # A loop that is not the replica's own has an executor that is not, either.
+    # Of a loop that the replica does not own, it does not own the executor either.
     paths += ["/to_thread"] if separate == "1" else []
     environ = environment(folder, sync=sync, separate=separate)
     trace = traced(folder, "app:where", *paths, "-n", "3", environ=environ)
@@ -328,7 +328,7 @@ def test_a_batch_is_one_run_for_all_its_requests(folder: Path) -> None:
     assert all(call.began <= run.began and run.ended <= call.ended for call in calls)
 
 
-def test_who_finds_no_slot_waits_in_the_queue_in_order(folder: Path) -> None:
+def test_requests_without_a_slot_wait_in_the_queue_in_order(folder: Path) -> None:
     trace = traced(folder, "app:one")
     queued = trace.waits_for("queue")
 
@@ -404,7 +404,7 @@ def test_help_tells_how_to_record_a_server_too(folder: Path) -> None:
         assert word in text
 
 
-# A server that runs
+# A running server
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_a_file_that_cannot_be_written_is_one_line_before_anything_starts(folder
 
 
 def test_the_readers_refuse_what_a_viewer_would() -> None:
-    """The tests above are worth what these two are."""
+    """The tests above rely on these two readers."""
     event = {"ph": "X", "cat": "run", "name": "a", "pid": 1, "tid": 1, "args": {"request_id": ""}}
     name = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "t"}}
 

@@ -1,4 +1,4 @@
-"""`ingress.execution.unreadable`: whatever user code raises, what leaves it can be looked at."""
+"""`ingress.execution.unreadable`: errors of user code are safe to inspect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def raised(name: str) -> BaseException:
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_looked_at_is_stood_for_with_its_traceback(name: str) -> None:
+def test_an_unreadable_error_is_replaced_by_one_with_its_traceback(name: str) -> None:
     standing = readable(raised(name))
 
     assert type(standing) is UnreadableError
@@ -32,7 +32,7 @@ def test_what_cannot_be_looked_at_is_stood_for_with_its_traceback(name: str) -> 
     assert str(pickle.loads(pickle.dumps(standing))) == str(standing)
 
 
-def test_what_can_be_looked_at_is_itself() -> None:
+def test_a_readable_error_is_not_replaced() -> None:
     class Odd(Exception):
         __suppress_context__ = True
 

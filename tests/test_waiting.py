@@ -1,4 +1,4 @@
-"""Whoever waits for something, and what ends the wait: retries, full queues, handshakes, models.
+"""Waiting requests, and the ends of their waits: retries, full queues, handshakes, models.
 
 Each leaves slots, queues and tasks as they were: `Engine.is_idle`.
 """
@@ -54,7 +54,7 @@ def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Engine:
-    """What is served, and whether it is as it was when nothing had come yet."""
+    """A served application; `is_idle` if its slots, queues and tasks are as at its start."""
 
     def __init__(self, target: Any, **options: Any) -> None:
         serve.start({"port": 0, **options})
@@ -97,7 +97,7 @@ class Engine:
         )
 
     def end_a_replica(self, which: Callable[[Any], bool] = lambda replica: True) -> None:
-        """Take a replica away as a controller that replaces it would."""
+        """Remove a replica as a controller that replaces it does."""
         deployment = self.running.ingress
         replica = next(each for each in deployment.replicas if which(each))
         deployment.replicas.remove(replica)
@@ -110,7 +110,7 @@ def _tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 def request(engine: Engine, headers: str = "", path: str = "/") -> Connection:
-    """Send a request and return the connection its answer will come on."""
+    """Send a request and return its connection."""
     connection = Connection(engine.port)
     connection.request(path, headers=headers + "Connection: close\r\n")
     return connection
@@ -120,11 +120,11 @@ def asking(timeout_s: float) -> str:
     return f"x-request-timeout-seconds: {timeout_s}\r\n"
 
 
-# A pause before a retry: the proxy and the router, over replicas that are not there.
+# A pause before a retry: the proxy and the router, over fake replicas.
 
 
 class Going(FakeReplica):
-    """A replica that ends, and has not told its router."""
+    """A replica that ends without its router knowing."""
 
     @property
     def loop(self) -> Any:
@@ -153,7 +153,7 @@ class Silent(FakeReplica):
 
 
 LONGEST_PAUSE = next(seed for seed in range(1000) if random.Random(seed).random() > 0.99)
-"""A seed whose first number makes the longest of pauses."""
+"""A seed whose first number gives the longest pause."""
 
 
 class Caller:
@@ -161,7 +161,7 @@ class Caller:
 
     def __init__(self, *headers: tuple[bytes, bytes]) -> None:
         self.left = asyncio.Event()
-        self.asked: Callable[[], Any] = lambda: None  # when the next message is asked for
+        self.asked: Callable[[], Any] = lambda: None  # called by `receive`
         self.statuses: list[int] = []
         self.scope: Scope = {
             "type": "http",
@@ -251,10 +251,10 @@ def test_a_request_that_rests_before_it_is_sent_on_ends_at_once(
 @pytest.mark.parametrize(
     ("how", "statuses"), [("left", None), ("refused", [503]), ("cancelled", [])]
 )
-def test_what_ends_a_request_in_the_pause_before_another_attempt_is_seen_there(
+def test_the_end_of_a_request_in_the_pause_before_another_attempt_is_seen_there(
     how: str, statuses: list[int] | None
 ) -> None:
-    """Its next attempt does not begin. Who has left is told nothing that counts."""
+    """No further attempt starts. A client that has left is sent nothing of importance."""
 
     async def scenario() -> None:
         caller = Caller()
@@ -393,7 +393,7 @@ def test_another_attempt_that_finds_the_queue_full_is_a_503_and_the_last(separat
 
 
 class Door:
-    """A WebSocket handler with room for one, who is let in at once only if named "inside"."""
+    """A WebSocket handler with one slot; it accepts at once only a client named "inside"."""
 
     def __init__(self, **options: Any) -> None:
         self.entered: list[str] = []
@@ -499,7 +499,7 @@ def test_an_application_that_stops_refuses_the_websockets_it_has_not_accepted(
 
 
 class Loads:
-    """How often each model was loaded, and who may go on."""
+    """Counts of the loads of each model, and a gate for each."""
 
     def __init__(self) -> None:
         self.began: Counter[str] = Counter()
@@ -518,7 +518,7 @@ class Loads:
 
 
 def family(loads: Loads, loader: str) -> Any:
-    """A parent whose children each need a model; there is room for one."""
+    """Return a parent whose children need one model each; there is room for one model."""
 
     class Children:
         async def load(self, model_id: str) -> str:
@@ -659,7 +659,7 @@ def batched(runs: list[list[int]], gate: threading.Event, written: str) -> Any:
 
 @pytest.mark.parametrize("written", ["async def", "def"])
 @pytest.mark.parametrize("how", ["died", "replaced", "deleted"])
-def test_who_waits_for_a_permit_is_told_when_its_replica_goes_and_never_runs(
+def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_runs(
     separate: str, written: str, how: str, switch_interval: None
 ) -> None:
     runs: list[list[int]] = []

@@ -1,7 +1,7 @@
-"""`ingress.watchdog`: a loop that stands still is reported with the line that keeps it; no other.
+"""`ingress.watchdog`: a stalled loop is reported with the line that blocks it, and no other is.
 
-What blocks does so until the test has seen the watchdog notice. Each test has a file of its own for
-its user code, because a line is logged once a minute.
+Code blocks until the watchdog has noticed. Each test has a separate file for its user code, because
+a line is logged once a minute.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ASYNCIO: dict[str, Any] = {"use_uvloop": False}
 
 
 class Records(logging.Handler):
-    """What the watchdog logged."""
+    """The watchdog's log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def records() -> Iterator[Records]:
 
 @pytest.fixture(autouse=True)
 def stalls_are_quiet() -> None:
-    """They are not, here."""
+    """Do not silence the watchdog in this module."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def stop() -> Iterator[None]:
 
 
 class Gate:
-    """What user code waits at; `serve.stalls()` since it was made."""
+    """A gate for user code; it sees the `serve.stalls()` since its creation."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -125,7 +125,7 @@ Load = Callable[..., ModuleType]
 
 @pytest.fixture
 def user_module(tmp_path: Path) -> Iterator[Load]:
-    """Import source as a file of the user's; what is given beside is there by its name."""
+    """Import source as a user's file; keyword arguments become its globals."""
     names: list[str] = []
 
     def load(source: str, folder: str = "", **given: Any) -> ModuleType:
@@ -148,7 +148,7 @@ def user_module(tmp_path: Path) -> Iterator[Load]:
 
 
 def line_of(module: ModuleType, text: str) -> tuple[str, int]:
-    """Where the one line is that has a text."""
+    """Return the number of the one line that contains a text."""
     assert module.__file__ is not None
     lines = Path(module.__file__).read_text().splitlines()
     (number,) = [number for number, line in enumerate(lines, 1) if text in line]
@@ -305,7 +305,7 @@ def test_a_request_that_waits_without_blocking_is_not_reported(
     blocks = serve.run(user_module(BLOCKING, gate=gate).model, name="blocks", route_prefix=None)
     responses = [waits.waiting.remote() for _ in range(20)]
     responses.append(blocks.plain.remote())
-    gate.open_when_noticed()  # long enough for any of them
+    gate.open_when_noticed()  # long enough for each response
     for each in responses:
         assert each.result(timeout_s=PATIENCE_S) == "x"
 
@@ -436,7 +436,7 @@ def test_a_worker_thread_that_keeps_the_gil_is_named(
 
     stall = starved()[0]
     holder = next(each for each in stall.holders if each.thread.startswith("Crunch#0-worker-"))
-    # Who slept with it has not run: all who are in user code are named, this test too.
+    # If the thread slept too, each thread in user code is named, including this test's.
     assert sleeps or (stall.holders[0] is holder and stall.method == "Crunch.hold")
     assert (holder.place.file, holder.place.function) == (module.__file__, "Crunch.hold")
     wait_until(lambda: [each for each in records.all if str(holder) in each.getMessage()])
@@ -458,7 +458,9 @@ model = Model.bind()
 """
 
 
-def test_who_debugs_is_left_alone(user_module: Load, gate: Gate, records: Records) -> None:
+def test_a_stall_in_a_debugger_is_not_logged(
+    user_module: Load, gate: Gate, records: Records
+) -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as prompt:
         response = run(user_module(DEBUGGED, stdin=stdin)).remote()
@@ -573,7 +575,7 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
         thread.join(PATIENCE_S)
     wait_until(lambda: not watchdogs())
     owner = Owner("last")
-    loops[0].mailbox.post(WATCHDOG.watch, loops[0].loop, owner, 0.01)  # it still does its work
+    loops[0].mailbox.post(WATCHDOG.watch, loops[0].loop, owner, 0.01)  # the watchdog still works
     loops[0].mailbox.post(gate.opened.wait, PATIENCE_S)
     stall = gate.open_when_noticed()
     WATCHDOG.unwatch(loops[0].loop, owner)
@@ -597,7 +599,7 @@ def test_every_request_is_answered_while_their_frames_are_read(
     user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_flags(monkeypatch, "1", sync="1")
-    monkeypatch.setenv(STALL_THRESHOLD_MS, "0.001")  # each time a heartbeat is not answered at once
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "0.001")  # whenever a heartbeat is not answered at once
     gate.opened.set()
     handle = run(user_module(BLOCKING, gate=gate))
     methods = (handle.plain, handle.free, handle.waiting, handle.spawning)
@@ -629,7 +631,7 @@ def test_a_look_leaves_no_frames_to_the_garbage_collector() -> None:
 
 
 def seen(loop: LoopProbe, *places: Place | None) -> None:
-    """Give a loop what was seen of it: the user's code there, or that it was idle."""
+    """Add samples to a loop: a place in user code, or `None` for idle."""
     for number, place in enumerate(places, 1):
         stack = Stack((), place or Place("", 0, ""), "M.m", is_users=place is not None)
         loop.samples.append(Sample(stack, number, None, is_idle=place is None))
@@ -647,7 +649,7 @@ def test_a_loop_that_is_busy_with_nothing_in_particular_does_not_stand_still() -
     assert (stall.place.line, stall.calls) == (7, 6)
 
 
-def test_a_loop_that_waits_while_nobody_computes_has_been_forgotten_by_the_system() -> None:
+def test_a_waiting_loop_is_reported_only_if_another_thread_computes() -> None:
     place = Place("users.py", 1, "M.crunch")
     computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
     with asyncio.Runner() as runner:
@@ -676,7 +678,7 @@ def test_a_loop_that_lost_the_gil_in_the_middle_of_its_work_is_not_to_blame() ->
     assert (cleared.reason, cleared.place) == (StallReason.GIL, place)
 
 
-# In processes.
+# In separate processes.
 
 APPLICATION = """
 import time
@@ -805,7 +807,7 @@ def test_each_blocking_example_is_reported_and_no_async_one_is(
 ) -> None:
     from importlib import import_module
 
-    monkeypatch.setenv(STALL_THRESHOLD_MS, "500")  # a client of httpx takes 0.1 s to make
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "500")  # creating a client of httpx takes 0.1 s
     with ExitStack() as stack:
         slow = stack.enter_context(slow_server.running())
         monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
@@ -826,7 +828,7 @@ def test_each_blocking_example_is_reported_and_no_async_one_is(
         wait_until(lambda: len({each.application for each in serve.stalls()} & {*LINES}) == 4)
         serve.shutdown()
 
-    # On a busy machine the async ones may wait for the GIL while the others import their libraries.
+    # On a busy machine async examples may wait for the GIL while the others import libraries.
     blocked = (each for each in gate.over() if each.reason is StallReason.BLOCKED)
     found = {each.application: each for each in blocked}
     assert {*found} == {*LINES}

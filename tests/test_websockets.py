@@ -1,4 +1,4 @@
-"""WebSockets over real sockets: bounds, close codes, and handlers that do not behave."""
+"""WebSockets over real sockets: bounds, close codes, and misbehaving handlers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_socket(port: int, path: str) -> ClientConnection:
 
 
 def close_code(client: ClientConnection) -> int:
-    """Read to the end and return the code the server closed with; 1006 without one."""
+    """Read to the end and return the server's close code; 1006 if there is none."""
     try:
         while True:
             client.recv(timeout=PATIENCE_S)
@@ -63,7 +63,7 @@ def close_code(client: ClientConnection) -> int:
 
 
 class Handlers:
-    """What handlers do; `seen` and `done` are for the test."""
+    """WebSocket handlers; `seen` and `done` are for the test."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -93,7 +93,7 @@ class Handlers:
         await websocket.send_denial_response(PlainTextResponse("not you", 401))
 
     async def waits(self, websocket: WebSocket) -> None:
-        """Neither receives nor sends."""
+        """Accept, and neither receive nor send."""
         await websocket.accept()
         await asyncio.sleep(PATIENCE_S)
 
@@ -161,7 +161,7 @@ def application(handlers: Handlers, replicas: int = 1) -> serve.Application:
     return bind(Sockets)
 
 
-# What the client is told.
+# Close codes for the client.
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_handler_is_told_that_its_application_stops(stop: Any) -> None:
         assert handlers.seen == [1001]
 
 
-# What the handler is told.
+# Events for the handler.
 
 
 def test_a_handler_may_clean_up_after_its_client_has_left() -> None:
@@ -271,7 +271,7 @@ def test_a_handler_that_does_not_listen_is_cancelled_after_its_client_has_left(p
     wait_until(lambda: ongoing() == 0)
 
 
-# Bounds, by an ASGI server of the test's own.
+# Bounds, tested by an ASGI server in the test.
 
 SCOPE = {
     "type": "websocket",
@@ -286,7 +286,7 @@ SCOPE = {
 
 
 async def steady(count: Callable[[], int]) -> int:
-    """Wait until a count that has begun stands still for a while, and return it."""
+    """Wait until a positive count stays the same for a while, and return it."""
     before = -1
     while before != count() or not before:
         before = count()
@@ -327,7 +327,7 @@ def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, ki
             pass
 
         serving = asyncio.ensure_future(bind(Slow)(SCOPE, receive, send))
-        # `connect`, what the queue holds, and the one that waits for room in it.
+        # `connect`, the messages in the queue, and one that waits for room in it.
         room = WEBSOCKET_MESSAGES if size == 1 else 4
         assert 1 < await steady(lambda: read) <= 1 + room + 1
         may_receive.set()

@@ -1,4 +1,4 @@
-"""`ingress run --workers`: workers that fail, that die, and what is left of them: nothing."""
+"""`ingress run --workers`: workers that fail or die, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def serving(folder: Path) -> Iterator[ServerProcess]:
 
 
 def workers_of(server: ServerProcess) -> list[int]:
-    """Return the pids of its workers, without the process that cleans up after them."""
+    """Return the pids of the workers, without the process that cleans up after them."""
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(each) for each in children if b"spawn_main" in words(int(each))]
@@ -187,7 +187,7 @@ def test_what_workers_run_may_end(folder: Path) -> None:
 
 
 def signal_group(server: ServerProcess, number: signal.Signals) -> None:
-    """Do what a Ctrl-C at a terminal does: it reaches the command and its workers."""
+    """Signal the command and its workers, as Ctrl-C at a terminal does."""
     for pid in (*workers_of(server), server.process.pid):
         os.kill(pid, number)
 
@@ -220,7 +220,7 @@ def test_a_second_signal_ends_workers_at_once(
 
 
 def is_cancellation(server: ServerProcess) -> bool:
-    """Whether it drains: uvicorn says so, once."""
+    """Return whether the server drains: uvicorn logs that once."""
     return "Shutting down" in server.output
 
 

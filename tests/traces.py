@@ -1,4 +1,4 @@
-"""Reading what `ingress trace` writes: both readers fail on whatever a viewer would not accept."""
+"""Readers of the files of `ingress trace`; they fail on everything a viewer would not accept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span:
 
 
 class Trace:
-    """A file of Chrome Trace Event JSON, which is checked against the format's rules."""
+    """A file of Chrome Trace Event JSON, checked against the rules of the format."""
 
     def __init__(self, text: str) -> None:
         self.events: list[Event] = json.loads(text)["traceEvents"]
@@ -65,7 +65,7 @@ class Trace:
         return Span(each["name"], track, each["ts"] / 1e3, ended / 1e3, each["args"])
 
     def _by_id(self) -> list[Span]:
-        """Pair the begins with the ends: those of one id nest."""
+        """Pair begin and end events; events with the same id nest."""
         by_id: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for each in self.events:
             if each["ph"] in "be":
@@ -73,7 +73,7 @@ class Trace:
         found = []
         for several in by_id.values():
             opened: list[Event] = []
-            # A viewer sorts by time, and leaves what has the same as it is in the file.
+            # A viewer sorts by time; the sort is stable.
             for each in sorted(several, key=lambda each: each["ts"]):
                 if each["ph"] == "b":
                     opened.append(each)
@@ -123,7 +123,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a picture: which request's, and when, in ms."""
+    """One bar of a picture: its request, and its times in ms."""
 
     kind: str
     request: int
@@ -134,13 +134,13 @@ class Bar:
 
     @property
     def work(self) -> Part:
-        """The widest of what is no wait."""
+        """The widest part that is not a wait."""
         kinds = ("run", "work", "await")
         return max((each for each in self.parts if each.kind in kinds), key=lambda each: each.width)
 
 
 class Picture:
-    """An SVG file, of which no text may be cut off, or lie on another."""
+    """An SVG file; no text may be cut off or overlap another."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -180,7 +180,7 @@ class Picture:
 
     @property
     def is_stairs(self) -> bool:
-        """Whether each request does its work behind that of the one before."""
+        """True if the work of each request follows that of the request before."""
         work = [each.work for each in self.bars_of("request")]
         return all(b.x >= a.x + a.width - 1 for a, b in itertools.pairwise(work))
 
@@ -205,7 +205,7 @@ def _bar(group: ElementTree.Element) -> Bar:
 
 
 def _box(each: ElementTree.Element, shift: float) -> tuple[float, float, float, float]:
-    """Return where a text is: 0.52 of its size is what a letter of these fonts takes."""
+    """Return the box of a text; a letter of these fonts is 0.52 of its size wide."""
     size = 14 if each.get("class") == "title" else 12
     width = len(each.text or "") * size * 0.52
     x, y = float(each.get("x") or 0), float(each.get("y") or 0) + shift

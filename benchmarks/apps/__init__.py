@@ -1,7 +1,7 @@
 """The same endpoints twice; each app is served as `uvicorn benchmarks.apps.plain:name`.
 
-`plain` has them without `ingress`, which it does not import either; `ours` with it. Every app with
-routes has ten of them, and what is measured stands in the middle. Here is what both sides share.
+`plain` has them without `ingress`, which it does not import; `ours` has them with it. Every app
+with routes has ten of them, with the measured one in the middle. This module has the shared code.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pydantic import BaseModel
 CHUNKS = 100
 CHUNK = "x" * 1024
 LEFT_S = 0.1
-"""How long the answer takes that clients do not wait for."""
+"""Duration of the answer that clients do not wait for."""
 CPU_S = 0.005
-"""How much of a core the CPU-bound endpoint uses."""
+"""Processor time of the CPU-bound endpoint."""
 
 
 class Item(BaseModel):

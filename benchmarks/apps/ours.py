@@ -1,4 +1,4 @@
-"""The same as methods of deployments, and deployments without FastAPI."""
+"""The same endpoints as methods of deployments, and deployments without FastAPI."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Link:
 
 
 def chain(length: int) -> Any:
-    """Return deployments in a row: the first is asked by HTTP, each asks the next."""
+    """Return a chain of deployments: the first gets the HTTP request, each calls the next."""
     node = serve.deployment(Last).bind()
     for number in range(length - 1):
         node = serve.deployment(name=f"Link{number}")(Link).bind(node)
@@ -152,10 +152,10 @@ chain_1, chain_2, chain_5 = (chain(length) for length in (1, 2, 5))
 
 
 class Model:
-    """A recurrent network: 1,000 steps of three NumPy calls, for one sample as for 32."""
+    """A recurrent network: 1,000 steps of three NumPy calls, for one sample or for 32."""
 
     def __init__(self) -> None:
-        # Before NumPy is there: as many threads as cores would fight with wrk and the server.
+        # Set before the import of NumPy: one thread per core would compete with wrk and the server.
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         import numpy as np
 
@@ -192,7 +192,7 @@ predict_app = FastAPI()
 
 @serve.ingress(predict_app)
 class Predict:
-    """What the peers answer, at the addresses and in the words they choose."""
+    """The no-op of each peer, at the peer's path and in its format."""
 
     @predict_app.post("/predict")
     async def litserve(self, value: Annotated[int, Body(embed=True)]) -> dict[str, int]:

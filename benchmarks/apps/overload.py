@@ -1,4 +1,4 @@
-"""Deployments whose capacity is known, for `benchmarks.overload`."""
+"""Deployments of known capacity, for `benchmarks.overload`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ingress` is compared with: functions on plain FastAPI and on plain Starlette."""
+"""The baselines of `ingress`: functions on plain FastAPI and on plain Starlette."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, sync_chunks
 
-# `response_model=None`: a return annotation, which types want, would otherwise be a model.
+# `response_model=None`: otherwise the return annotation would be a response model.
 
 fastapi_app = FastAPI()
 add_others(fastapi_app, 0, 4)

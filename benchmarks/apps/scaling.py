@@ -1,4 +1,4 @@
-"""What `benchmarks.scaling` serves: two replicas, and one request of each kind."""
+"""The application of `benchmarks.scaling`: two replicas, and an endpoint for each request."""
 
 from __future__ import annotations
 

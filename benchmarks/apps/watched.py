@@ -1,6 +1,6 @@
-"""A server under load that has its stall watchdog look, or not, and counts meanwhile.
+"""A server under load that counts requests with its stall watchdog on, or off.
 
-`GET /slice?watched=1` or `0` answers after `SLICE_S` with the requests per second there were.
+`GET /slice?watched=1` or `0` answers after `SLICE_S` with the requests per second meanwhile.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ingress.watchdog.loop_probe import Owner
 
 SLICE_S = 0.05
 SETTLE_S = 0.0125
-"""Before a slice. Half of what lies between two looks, of which the first is at once."""
+"""Pause before a slice: half the interval between two looks, the first of which is immediate."""
 
 
 class Slices:
-    """An ASGI application, and what it answers to `/slice`."""
+    """An ASGI application, and an endpoint `/slice` in front of it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,1 +1,1 @@
-"""The same no-op on other servers; each module here is run by that peer's own environment."""
+"""The same no-op on other servers; each module here runs in its peer's own environment."""

@@ -2,13 +2,13 @@
 
     no-op      requests per second, in turn with ingress
     start      from the start of the process to the first answer
-    memory     resident, idle, of all processes that were started
+    memory     resident memory of all started processes, idle
     ensemble   the guide's, by handle: 10 nodes, their sum, 4 clients x 20 requests
     recursive  the guide's, smaller: 6 deployments x 2 replicas, so a request is 32 calls
     replicas   a no-op on 8 replicas by handle, where the guide has 1,000
 
-Each peer is in an environment of its own, .venv-peers/NAME, which `make bench-peers` makes; one
-that is not there is left out. With --peers, what is measured is printed and not written.
+Each peer is in its own environment, .venv-peers/NAME, which `make bench-peers` makes; a missing
+peer is left out. With --peers, the results are printed and not written.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CONNECTIONS = 32
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "BENTOML_DO_NOT_TRACK": "True"}
 
 Command = Callable[[Path, str, int], list[str | Path]]
-"""What starts a peer, from its `bin` folder, a folder for its files, and a port."""
+"""Returns the command of a peer for its `bin` folder, a folder for its files, and a port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server of a no-op in the words it chooses, and the app of ours that answers alike."""
+    """A server of a no-op with its own request format, and the app of `ingress` that matches it."""
 
     name: str
     package: str
@@ -112,7 +112,7 @@ def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
             load.wrk, request=peer.request, connections=CONNECTIONS, seconds=options.seconds
         )
         for server in (their, mine):
-            one(server)  # warms up
+            one(server)  # to warm up
         runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
         yield Result(
             f"no-op on {peer.name}", f"{CONNECTIONS} connections", "", runs, peer.name, baseline
@@ -122,7 +122,7 @@ def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
 
 
 class Guides(Program):
-    """`benchmarks.guides` on the module it is given."""
+    """The process of `benchmarks.guides`, run on a given module."""
 
     def __init__(self, name: str, python: str | Path, *arguments: str) -> None:
         command = [python, "-m", "benchmarks.guides", *arguments]
@@ -136,7 +136,7 @@ class Guides(Program):
         self.run(guides.SHAPES[0])
 
     def run(self, shape: str) -> Sample:
-        """Return what one run of one of the guide's benchmarks found."""
+        """Return the figures of one run of one of the guide's benchmarks."""
         asks, says = self.process.stdin, self.process.stdout
         assert asks is not None
         assert says is not None
@@ -148,7 +148,7 @@ class Guides(Program):
             found: dict[str, float] = json.loads(says.readline())
         except (OSError, ValueError) as error:
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)  # so that it can be told how it ended
+                self.process.wait(1.0)  # so that its exit code is known
             raise self.failed("did not run") from error
         finally:
             patience.cancel()
@@ -159,7 +159,7 @@ class Guides(Program):
 
 
 def by_handle(options: Namespace, folder: str) -> command.Results:
-    """Yield the guide's benchmarks, in the size that Ray Serve can have on one machine."""
+    """Yield the guide's benchmarks, in a size that Ray Serve can run on one machine."""
     python = FOLDER / "ray" / "bin" / "python"
     with (
         Guides("Ray Serve", python, "ray.serve", folder) as theirs,
@@ -174,7 +174,7 @@ def by_handle(options: Namespace, folder: str) -> command.Results:
 
 
 def measure(peers: list[Peer], options: Namespace) -> command.Results:
-    # A short name: Ray has sockets in it, whose path may take 107 bytes.
+    # A short name: the path of Ray's sockets in it is limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ib", dir="/tmp", ignore_cleanup_errors=True) as folder:
         for peer in peers:
             yield from http(peer, options, folder)
@@ -183,7 +183,7 @@ def measure(peers: list[Peer], options: Namespace) -> command.Results:
 
 
 def installed(peers: list[Peer]) -> Iterator[Peer]:
-    """Yield those that are there, and say which are not."""
+    """Yield the installed peers, and print the missing ones."""
     for peer in peers:
         if (FOLDER / peer.package / ".made").exists():
             yield peer

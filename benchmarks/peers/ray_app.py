@@ -1,6 +1,6 @@
-"""A no-op on Ray Serve: `python -m benchmarks.peers.ray_app FOLDER PORT`; also begins a cluster.
+"""A no-op on Ray Serve: `python -m benchmarks.peers.ray_app FOLDER PORT`; also starts a cluster.
 
-The cluster is of this process, keeps its files in FOLDER, and ends with it.
+The cluster keeps its files in FOLDER, and ends with this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QUIET = {"enable_access_log": False}
 
 
 def begin(folder: str, port: str = "") -> None:
-    """Start a cluster, and HTTP if there is a port."""
+    """Start a cluster, and an HTTP server if a port is given."""
     ray.init("local", include_dashboard=False, log_to_driver=False, _temp_dir=folder)
     http: dict[str, Any] = {"port": int(port)} if port else {"location": "NoServer"}
     serve.start(http_options={"host": "127.0.0.1", **http}, logging_config=QUIET)

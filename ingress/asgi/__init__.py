@@ -1,19 +1,19 @@
 """FastAPI and other ASGI apps on the replicas of a deployment.
 
-    spec          the decorator; what it records; the app bound once per deployment
-    apps          the clone of the app each replica gets
-    routes        the clone of the route tree, endpoints wrapped
-    route_index   the route of a path, looked up
+    spec          the decorator, its record, and the app, bound once per deployment
+    apps          the clone of the app for each replica
+    routes        the clone of the route tree, with wrapped endpoints
+    route_index   the lookup of a path's route
     template      the path template of the route that was found
-    lean          a route without the exit stacks it does not need
+    compiled      a route's `app` without the work that FastAPI repeats at each request
     dependencies  `Depends(...)` on the replica's threads and instance
-    parts         what it consists of, for `ingress explain`
-    methods       whose function it is, and what runs for it
+    parts         the user's callables in an app, for `ingress explain`
+    methods       the functions that belong to the class, and their targets
     state         `app.state`, one per replica
     replica_app   the ASGI app of one replica
     lifespan      its start-up and shutdown
-    telemetry     whether FastAPI's is on
-    guard         failures stay inside their request
+    telemetry     the state of FastAPI's own telemetry
+    guard         containment of failures in their request
 
 Only these modules touch FastAPI's route internals.
 """

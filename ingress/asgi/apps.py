@@ -1,4 +1,4 @@
-"""An app bound to a class, and the clone of it that each replica gets."""
+"""An app bound to a class, and its clones, one for each replica."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 
 _apps_lock = threading.RLock()
 """Held while a user's app is read or changed. Two deployments may share one app and be built in two
-threads: both would replace its `state`, or one would read the routes the other has just swapped in
+threads: both would replace its `state`, or one would read the routes that the other has swapped in
 for `app.openapi`."""
 
 
 class BoundRoutes:
-    """An app with its routes bound to a class. Thread-safe: nothing changes once it is made.
+    """An app with its routes bound to a class. Thread-safe: immutable once made.
 
-    `targets` is what a replica makes plans for, `infos` what there is to show.
+    `targets` are the functions that a replica makes plans for, `infos` the routes, for display.
     """
 
     __slots__ = ("_custom_schema", "_router", "_view", "_webhooks", "app", "infos", "targets")
@@ -64,8 +64,8 @@ class BoundRoutes:
         self.infos = list(route_infos(self._router.routes))
 
     def clone(self) -> ASGIApp:
-        """Return the app of one replica; it shares the bound routes and nothing that changes."""
-        # Without the lock: what `_custom_openapi` changes for a while is replaced here.
+        """Return the app of one replica; it shares the bound routes, and no mutable object."""
+        # Without the lock: the attributes that `_custom_openapi` swaps are replaced here.
         app = self.app
         if not isinstance(app, Starlette):
             return Guard(app)
@@ -88,7 +88,7 @@ class BoundRoutes:
         return clone  # type: ignore[no-any-return]
 
     def parts(self) -> list[Part]:
-        """Return the user's callables in the app, with what they are to `execution`."""
+        """Return the user's callables in the app, with their roles in `execution`."""
         return app_parts(self.app, self._router, self.targets)
 
     def openapi(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class BoundRoutes:
     def _custom_openapi(self) -> dict[str, Any]:
         """Call the user's `app.openapi = custom`, once.
 
-        It closes over the user's app, so that app shows the bound routes while it runs.
+        The function refers to the user's app, so that app has the bound routes during the call.
         """
         app: Any = self.app
         with _apps_lock:
@@ -125,7 +125,7 @@ def docs_path(app: object) -> str | None:
 
 
 async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
-    """Answer for a deployment behind this one that cannot take the request now."""
+    """Answer a request that fails because a called deployment is overloaded or unavailable."""
     assert isinstance(error, RayServeException)
     if isinstance(connection, WebSocket):
         await connection.close(TRY_AGAIN_LATER, reason=error.message[:100])
@@ -134,7 +134,7 @@ async def answer_unavailable(connection: Request | WebSocket, error: Exception) 
 
 
 def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:
-    """Return the exception handlers and ours, where the user has none for the error or its base."""
+    """Return the user's exception handlers, plus defaults for errors that have none there."""
     ours: dict[Any, Callable[..., Any]] = {}
     for error in (BackPressureError, DeploymentUnavailableError):
         if handlers.keys().isdisjoint((error, RayServeException)):
@@ -143,9 +143,9 @@ def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def _with_own_docs(clone: Any) -> list[BaseRoute]:
-    """Return the clone's routes with FastAPI's documentation routes made again, in their places.
+    """Return the clone's routes, with FastAPI's documentation routes made anew, in the same places.
 
-    Those of the user's app show the user's app.
+    The documentation routes of the user's app would show the user's app.
     """
     routes: list[BaseRoute] = clone.router.routes
     clone.router.routes = []

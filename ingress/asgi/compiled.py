@@ -1,16 +1,16 @@
-"""A route's `app`, compiled: what answers most requests in place of FastAPI's own handler.
+"""A route's `app`, compiled: it answers most requests in place of FastAPI's own handler.
 
-FastAPI finds out at every request what its endpoint needs: exit stacks, a span, a response that
+At every request, FastAPI determines the needs of its endpoint: exit stacks, a span, a response that
 dependencies may write to, the headers and cookies, the media type of a body. For most endpoints
-that never changes, so it is found out once, when the app is bound:
+this never changes, so it is determined once, when the app is bound:
 
-    body     as JSON, if the endpoint or a dependency has one     nothing of the user's runs yet
-    steps    read what a call takes, call it: dependencies, innermost first, then the endpoint
+    body     as JSON, if the endpoint or a dependency has one     no user code runs yet
+    steps    read a call's parameters, call it: dependencies, innermost first, then the endpoint
     render   to JSON, by the route's response class, or as a stream of items
 
-Everything out of the ordinary is FastAPI's: a route that is unfit keeps its `app`, and a body that
-is not simply JSON is given to it whole, since nothing has happened yet. What validates a value,
-words a refusal and renders a model are FastAPI's own fields and functions, too.
+FastAPI handles all other cases: an unfit route keeps its `app`, and a request whose body is not
+simply JSON is passed to that `app` as a whole, because no user code has run yet. FastAPI's own
+fields and functions also validate values, word refusals and render models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
 from ingress.asgi.telemetry import TELEMETRY
 
 NEWEST_KNOWN = (0, 165)
-"""The FastAPI whose handler this was last compared with. With a newer one no route is fit."""
+"""The FastAPI version last compared with this module. With a newer one, all routes are unfit."""
 
 _FILE_STACK = "fastapi_middleware_astack"
 _REQUEST_STACK = "fastapi_inner_astack"
@@ -43,9 +43,9 @@ _ABSENT = object()
 
 
 def compiled_app(route: Any) -> ASGIApp:
-    """Return what stands in for the `app` of an `APIRoute`, or of one as it was included.
+    """Return the compiled `app` of an `APIRoute`, or of an included one.
 
-    That is `route.app` itself if the route is unfit.
+    Returns `route.app` itself if the route is unfit.
     """
     try:
         return _compiled(route)
@@ -101,13 +101,13 @@ def _compiled(route: Any) -> ASGIApp:
                 return await send({"type": "http.response.body", "body": content})
         except Exception as error:
             answer = _raising(error, started=started)
-        # The user's exception handlers. For a response that has started they come too late.
+        # Runs the user's exception handlers. They cannot answer once the response has started.
         request = _request(scope, receive, send, first, body)
         sent = _discard if started else send
         return await wrap_app_handling_exceptions(answer, request)(scope, receive, sent)
 
     def in_stacks(request: Request, body: Any) -> ASGIApp:
-        # Who is given the request finds FastAPI's exit stacks in its scope, and may use them.
+        # User code that gets the request may use FastAPI's exit stacks in its scope.
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with AsyncExitStack() as scope[_REQUEST_STACK]:
                 async with AsyncExitStack() as scope[_FUNCTION_STACK]:
@@ -123,11 +123,11 @@ def _compiled(route: Any) -> ASGIApp:
 def _check(route: Any) -> None:
     original = getattr(route, "original_route", route)
     require(tuple(map(int, fastapi.__version__.split(".")[:2])) <= NEWEST_KNOWN)
-    # Not a class of the user's, which may have put something before its app, or in its place.
+    # Not a class of the user's, which may have wrapped or replaced its app.
     require(type(original).__init__ is APIRoute.__init__)
     cls = getattr(original, "__ingress_base__", type(original))
     require(cls.get_route_handler is APIRoute.get_route_handler)
-    # Nor what a tracer has put in the place of what FastAPI would call.
+    # Nor functions of FastAPI that a tracer has replaced.
     require(all(map(_is_fastapi_s, _REPLACED)))
     require(getattr(route, "max_body_size", None) is None)
     require(not makes_events(route) or (is_stream(route) and _is_fastapi_s("format_sse_event")))
@@ -144,14 +144,14 @@ def _is_fastapi_s(name: str) -> bool:
 
 def _request(scope: Scope, receive: Receive, send: Send, first: Message, body: Any) -> Request:
     request = Request(scope, receive, send)
-    if first:  # where it keeps what it has read
+    if first:  # the attributes where `Request` caches its body
         request._body = first.get("body", b"")
         request._json = body
     return request
 
 
 def _raising(error: Exception, *, started: bool) -> ASGIApp:
-    """Return an app that fails as one that has failed did."""
+    """Return an app that raises `error`, after the start of its response if `started`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if started:
@@ -174,9 +174,9 @@ def _json_start(body: bytes) -> Message:
 
 
 async def _first_message(scope: Scope, receive: Receive) -> tuple[Message, Receive]:
-    """Return the first message of a JSON body, and a `receive` that begins with it once more.
+    """Return the first message of a JSON body, and a `receive` that returns that message again.
 
-    An empty message stands for what FastAPI must look at: another media type may be JSON, too.
+    Returns an empty message if FastAPI must decide: another media type may be JSON, too.
     """
     for name, value in scope["headers"]:
         if name == b"content-type":
@@ -191,7 +191,7 @@ async def _first_message(scope: Scope, receive: Receive) -> tuple[Message, Recei
 
 
 def _json(message: Message) -> Any:
-    """Return the body, `_ABSENT` if it is not there as a whole, or is not JSON."""
+    """Return the parsed body, `_ABSENT` if it is incomplete or not JSON."""
     if message.get("type") != "http.request" or message.get("more_body"):
         return _ABSENT
     body = message.get("body", b"")
@@ -202,7 +202,7 @@ def _json(message: Message) -> Any:
 
 
 def _again(receive: Receive, first: Message | Exception) -> Receive:
-    """Return a `receive` that begins with what `receive` has just returned or raised."""
+    """Return a `receive` that returns or raises `first` once, then continues with `receive`."""
     left = [first]
 
     async def receive_again() -> Message:

@@ -1,14 +1,14 @@
-"""What `Depends(...)` calls, moved to the replica's own threads and instance.
+"""The callables of `Depends(...)`, run in the replica's own threads and bound to its instance.
 
-    what it calls                           becomes
-    `def`, a class, an object with a        a `LiftedFunction`: runs as the replica plans it
+    callable                                becomes
+    `def`, a class, an object with a        a `LiftedFunction`: runs by the replica's plan
       `def __call__`
     a method of the deployment's class      the same; with `yield`, its `self` is bound
     a `def` with `yield` and `@method`      a `LiftedPlacedGenerator`: entered and left as planned
     `async def`, `yield`, a security scheme left to FastAPI
 
-FastAPI would run a plain `def` dependency with AnyIO, whose hop to a thread costs as much as the
-rest of the request on a loop that is not the main thread's.
+FastAPI would run a plain `def` dependency with AnyIO. On a loop outside of the main thread, AnyIO's
+switch to a thread costs as much as the rest of the request.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ingress.execution.execution import Kind, override_of
 
 
 class Lifted:
-    """Stands for a dependency, and equals it.
+    """A replacement of a dependency, equal to the original.
 
-    So the user's `app.dependency_overrides`, whose keys are the original callables, finds it, and
-    FastAPI's cache of one request sees one dependency and not two. `__signature__` is for FastAPI,
-    which analyses a dependency again at each request once there are overrides.
+    Equality makes the user's `app.dependency_overrides`, whose keys are the originals, apply to the
+    replacement, and makes both one dependency in FastAPI's cache of a request. `__signature__` is
+    for FastAPI, which analyses a dependency again at each request once there are overrides.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lifted:
 
 
 class LiftedFunction(Lifted):
-    """Runs as the current replica plans it."""
+    """A function, run by the current replica's plan."""
 
     async def __call__(self, **values: Any) -> Any:
         return await REPLICA.get()._plans[self._func].run(**values)
@@ -70,8 +70,8 @@ class LiftedFunction(Lifted):
 class LiftedGenerator(Lifted):
     """A method with `yield`, bound to the current replica's instance and run by FastAPI.
 
-    It cannot be handed on through a plan's stream: an exception of the endpoint must arrive at the
-    user's `yield`.
+    A plan's stream cannot run it, because an exception of the endpoint must be raised at the user's
+    `yield`.
     """
 
     def __call__(self, **values: Any) -> Generator[Any, None, None]:
@@ -81,7 +81,7 @@ class LiftedGenerator(Lifted):
 
 
 class LiftedPlacedGenerator(Lifted):
-    """A `def` with `yield` that `@serve.method` gives a place to run: each of its halves does."""
+    """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
     async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
         plan = REPLICA.get()._plans[self._func]
@@ -90,7 +90,7 @@ class LiftedPlacedGenerator(Lifted):
         try:
             yield value
         except BaseException as error:
-            # Not the request's to skip, cancelled or not: something is to be closed there.
+            # A cleanup, because it must run even if the request is cancelled.
             leave = partial(manager.__exit__, type(error), error, error.__traceback__)
             if not await plan.run_part(leave, is_cleanup=True):
                 raise
@@ -99,7 +99,7 @@ class LiftedPlacedGenerator(Lifted):
 
 
 class LiftedAsyncGenerator(Lifted):
-    """As `LiftedGenerator`, written `async def`."""
+    """As `LiftedGenerator`, for `async def`."""
 
     async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
         bound = self._target.bound_to(REPLICA.get().servable_object)
@@ -108,7 +108,7 @@ class LiftedAsyncGenerator(Lifted):
 
 
 class Dependencies:
-    """Lifts the dependencies of one deployment's routes; `targets` is what a replica must plan."""
+    """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`."""
 
     def __init__(self, methods: Methods) -> None:
         self._methods = methods
@@ -116,7 +116,7 @@ class Dependencies:
         self.targets: list[Target] = []
 
     def lift(self, dependant: Dependant) -> None:
-        """Replace what the dependant's dependencies call, at any depth."""
+        """Replace the callables of the dependant's dependencies, at any depth."""
         dependant.dependencies[:] = [self._replaced(each) for each in dependant.dependencies]
 
     def _replaced(self, dependant: Dependant) -> Dependant:
@@ -126,7 +126,7 @@ class Dependencies:
         if call is dependant.call:
             return dependant
         known = inspect.signature(call).parameters
-        return dataclasses.replace(  # a new one: older FastAPIs cache what they find out of `call`
+        return dataclasses.replace(  # a copy: older FastAPIs cache results of `call`
             dependant,
             call=call,
             query_params=[field for field in dependant.query_params if field.name in known],
@@ -165,9 +165,9 @@ class Dependencies:
     def _parameter(self, parameter: inspect.Parameter) -> inspect.Parameter:
         """Return the parameter with the callable of its `Depends` lifted.
 
-        What is in an `Annotated` becomes a default, which means the same to FastAPI: `typing` keeps
-        one `Annotated` for equal arguments, and would give the original back. Keyword-only, because
-        a default may then come before a parameter without one.
+        A `Depends` in an `Annotated` becomes a default, which is equivalent for FastAPI: `typing`
+        caches one `Annotated` for equal arguments, so a new one would have the original. The
+        parameter becomes keyword-only, so that a default may precede a parameter without one.
         """
         parameter = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         annotated, *metadata = (

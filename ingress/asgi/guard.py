@@ -1,13 +1,13 @@
-"""What keeps a failure of user code inside the request it belongs to.
+"""Guards, which contain failures of user code in their request.
 
     ReplicaApp -> ServerErrorMiddleware -> Guard -> m1 -> Guard -> m2 -> Guard -> routes
 
 Starlette calls user code that `execution` does not see: middleware, exception handlers, streamed
-bodies, background tasks, `yield` dependencies. Three things go wrong there without a guard on each
-side of every middleware. `BaseHTTPMiddleware`, which `@app.middleware("http")` is, runs the app
-below it in a task of its own, and a `SystemExit` or `KeyboardInterrupt` that leaves a task ends the
-event loop. It cancels that task again and again. And it ends a stream that failed half-way as if it
-had been complete.
+bodies, background tasks, `yield` dependencies. `BaseHTTPMiddleware` (`@app.middleware("http")`)
+causes three failures unless there is a guard on each side of every middleware. It runs the app
+below in a task of its own, and a `SystemExit` or `KeyboardInterrupt` that leaves a task ends the
+event loop. It cancels that task again and again. It ends a stream that failed half-way as if the
+stream were complete.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ANSWER = "ingress.answer"
 
 
 class Answer:
-    """One response on its way out. Owned by the task of its request.
+    """The response to one request. Owned by the task of the request.
 
-    `failure` is the error of an app that had sent a part of its response. Whatever a middleware
-    then makes of it, the end of the body is withheld: the client sees a connection that was cut,
-    not a response that is complete.
+    `failure` is the error of an app that failed after a part of its response was sent. Even if a
+    middleware handles that error, the end of the body is withheld: the client sees a broken
+    connection, not a complete response.
     """
 
     __slots__ = ("_send", "failure")
@@ -43,14 +43,14 @@ class Answer:
     async def send(self, message: Message) -> None:
         if self.failure is not None:
             if message["type"] == "http.response.start" and message["status"] >= 500:
-                self.failure = None  # the failed part was kept back; this answer tells of it
+                self.failure = None  # a middleware held the failed part back and reports it
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 return
         await self._send(message)
 
 
 class Guard:
-    """An ASGI middleware that lets only an `Exception` out, and notes a response that failed."""
+    """An ASGI middleware that raises only an `Exception`, and notes a response that failed."""
 
     __slots__ = ("app",)
 
@@ -62,7 +62,7 @@ class Guard:
 
         async def watched_send(message: Message) -> None:
             nonlocal is_half_sent
-            await send(message)  # first: a middleware that raises here has not taken the message
+            await send(message)  # first: if it raises, the message was not sent
             is_half_sent = message["type"] == "http.response.start" or bool(
                 message.get("more_body")
             )
@@ -71,7 +71,7 @@ class Guard:
             await self.app(scope, receive, watched_send)
         except BaseException as error:
             told = contained(error, "the ASGI app")
-            # Who cancels a part of the request (a timeout, say) answers for it.
+            # Not for a cancellation: the code that cancels (a timeout, say) handles it.
             if is_half_sent and isinstance(told, Exception):
                 _note(scope, told)
             if told is not error:
@@ -88,9 +88,9 @@ def _note(scope: Scope, error: Exception) -> None:
 class GuardInTask(Guard):
     """A guard below a `BaseHTTPMiddleware`, which runs it in a task of an AnyIO group.
 
-    A `finally` block that awaits would be cancelled there again and again, and code that swallows a
-    cancellation would get thousands. A WebSocket has no such task: the middleware steps aside, and
-    a scope here would cancel the server's own task in a way that nobody takes back.
+    In that task, a `finally` block that awaits would be cancelled again and again, and code that
+    swallows a cancellation would get thousands. A WebSocket has no such task: the middleware passes
+    it on, and a scope here would cancel the server's own task without ever uncancelling it.
     """
 
     __slots__ = ()
@@ -102,9 +102,7 @@ class GuardInTask(Guard):
         with OnceScope() as once:
 
             async def send_if_wanted(message: Message) -> None:
-                if (
-                    once.is_cancelled
-                ):  # the middleware takes nothing any more: it would wait for ever
+                if once.is_cancelled:  # the middleware no longer reads: `send` would wait for ever
                     raise StreamClosedError("the request was cancelled")
                 await send(message)
 
@@ -112,9 +110,9 @@ class GuardInTask(Guard):
 
 
 class OutermostGuard:
-    """A guard for the place below `ServerErrorMiddleware`, which raises whatever it is given.
+    """A guard for the place below `ServerErrorMiddleware`, which always re-raises errors.
 
-    So it need not note that a response failed, and leaves `send` alone.
+    So this guard need not note failed responses, and does not wrap `send`.
     """
 
     __slots__ = ("app",)

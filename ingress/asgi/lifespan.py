@@ -1,4 +1,4 @@
-"""The ASGI lifespan of one replica's app: start-up, shutdown, and what it yields."""
+"""The ASGI lifespan of one replica's app: start-up, shutdown, and its state."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger("ingress")
 
 
 class Lifespan:
-    """Owned by the user event loop.
+    """The lifespan of one app. Owned by the user loop.
 
-    Start-up and shutdown run in one task, because a lifespan is one context manager and what it
-    opened (a task group, a context variable) must be closed in the task that opened it. `state` is
-    what it yielded; each request gets a copy.
+    Start-up and shutdown run in one task, because a lifespan is one context manager: a task group
+    or context variable must be closed in the task that opened it. `state` is the yielded state;
+    each request gets a copy.
     """
 
     __slots__ = (
@@ -46,7 +46,7 @@ class Lifespan:
         self._is_up = False
 
     async def startup(self) -> None:
-        """Run the app's start-up. `REPLICA` is set. Raises what the start-up raises."""
+        """Run the app's start-up; `REPLICA` must be set. Raises the error of the start-up."""
         app = self._context._asgi_app
         self._answered = asyncio.get_running_loop().create_future()
         self._messages.put_nowait({"type": "lifespan.startup"})
@@ -63,7 +63,7 @@ class Lifespan:
         logger.debug("%r does not support lifespan and is served without", app)
 
     async def shutdown(self) -> None:
-        """Run the app's shutdown, once and if it has started up. Raises what it raises."""
+        """Run the app's shutdown, once, if it has started up. Raises the error of the shutdown."""
         if self._task is None or not self._is_up:
             return
         self._is_up = False
@@ -92,7 +92,7 @@ class Lifespan:
             self._is_up = True
             self._answer()
         elif message["type"] in ("lifespan.startup.failed", "lifespan.shutdown.failed"):
-            # Starlette raises next what it has put into words here; a raw app may just return.
+            # Starlette raises the error next; a raw app may just return.
             self._failed = message.get("message", "")
 
     def _answer(self) -> None:

@@ -1,12 +1,12 @@
-"""Which functions of an app belong to a class, and what runs for them on a replica.
+"""The functions of an app that belong to a class, and the targets a replica runs for them.
 
-    the function is                                          so
-    a method of the class or of a base of it                 bound to the replica's instance
-      and a class below its definer redefines the name       the redefinition runs instead
-    a method of another class (its first parameter: `self`)  absent from this deployment
-    anything else                                            runs as it is
+    the function is                                          on a replica
+    a method of the class or of a base class                 it is bound to the replica's instance
+      and a subclass of its definer redefines the name       the redefinition runs instead
+    a method of another class (its first parameter: `self`)  it is absent from this deployment
+    any other function                                       it runs as it is
 
-The class is known by the name of the body a function was written in, as tracebacks show it.
+The class of a function is found by its qualified name, as tracebacks show it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What runs for a function that was given to FastAPI.
+    """The function that runs for one that was given to FastAPI.
 
-    `func` is the key of its plan. `descriptor` is what binds it to an instance: the function
-    itself, a `staticmethod` or a `classmethod`; `None` if it belongs to no class. `takes_self`
-    says whether the function *given to FastAPI* has a first parameter that is not the caller's.
+    `func` is the key of its plan. `descriptor` binds it to an instance: the function itself, a
+    `staticmethod` or a `classmethod`; `None` if it belongs to no class. `takes_self` is true if the
+    function *given to FastAPI* has a first parameter that is not the caller's.
     """
 
     func: Callable[..., Any]
@@ -44,7 +44,7 @@ class Target:
 
 
 class Methods:
-    """The class of a deployment, as the owner of functions it gave to an app."""
+    """The class of a deployment, as the owner of functions in an app."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -54,7 +54,7 @@ class Methods:
         return self._definer(func) is not None
 
     def is_foreign(self, func: Any) -> bool:
-        """Whether `func` is an ordinary method of another class, so nothing here can run it."""
+        """Return whether `func` is a method of another class, which this deployment cannot run."""
         return (
             _class_name(func) is not None
             and not self.owns(func)
@@ -62,11 +62,12 @@ class Methods:
         )
 
     def target(self, func: Callable[..., Any]) -> Target:
-        """Return what runs for `func`.
+        """Return the target of `func`.
 
         Not `getattr(instance, name)`: two routes whose methods share a name would both run the
-        second, a decorator above `@app.get` would run here and not in FastAPI, and a `__private`
-        name would not be found. Raises `TypeError` if an override takes other parameters.
+        second method, a decorator above `@app.get` would run here although FastAPI does not run it,
+        and a `__private` name would not be found. Raises `TypeError` if an override takes other
+        parameters.
         """
         definer = self._definer(func)
         if definer is None:
@@ -80,7 +81,7 @@ class Methods:
         raise AssertionError("the definer is in the MRO")  # pragma: no cover
 
     def check(self, func: Callable[..., Any]) -> None:
-        """Refuse a method of the class which no request could be given to."""
+        """Raise `TypeError` or `RayServeException` for a method that FastAPI cannot call."""
         definer = self._definer(func)
         if definer is None or isinstance(_descriptor(definer, func), staticmethod):
             return
@@ -121,8 +122,8 @@ class Methods:
         if name is None:
             return None
         for cls in self._classes:
-            # The name says it, also for a function that a decorator has replaced in the class.
-            # The function itself says it, also for a class that was renamed.
+            # By name, also for a function that a decorator has replaced in the class.
+            # By identity, also for a class that was renamed.
             if f"{cls.__module__}.{cls.__qualname__}" == name or _descriptor(cls, func) is not func:
                 return cls
             if any(value is func for value in vars(cls).values()):
@@ -131,7 +132,7 @@ class Methods:
 
 
 def kind_for_fastapi(func: Callable[..., Any]) -> Kind:
-    """Return how FastAPI thinks `func` is written: it looks through `__wrapped__`, too."""
+    """Return the kind of `func` in FastAPI's view, which looks through `__wrapped__`, too."""
     outer = kind(func)
     if outer is not Kind.FUNCTION:
         return outer
@@ -143,7 +144,7 @@ def kind_for_fastapi(func: Callable[..., Any]) -> Kind:
 
 
 def _class_name(func: Any) -> str | None:
-    """Return the module and qualified name of the class body a Python function was written in."""
+    """Return the module and qualified name of the class in which a function was written."""
     if not inspect.isfunction(func):
         return None
     head = func.__qualname__.rpartition(".")[0]

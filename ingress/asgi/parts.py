@@ -1,4 +1,4 @@
-"""The user's code in an app, as its replicas serve it: what `explain` asks `execution` about.
+"""The user's callables in an app, as its replicas serve it, for `ingress explain`.
 
     route, WebSocket                     ENDPOINT if it is bound, else FRAMEWORK
     dependency, its teardown             ENDPOINT if a replica plans it, else FRAMEWORK; once an app
@@ -6,7 +6,7 @@
     the routes of a mounted app          FRAMEWORK: no replica binds them
     an app, middleware, start-up         ASGI
 
-Nothing is called: a part is read off the very objects that answer requests.
+No part is called: the parts are read from the objects that answer requests.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FRAMEWORKS = ("fastapi", "starlette", "ingress")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One callable of the user's: what it is to them, and what it is to `execution`.
+    """One callable of the user's: its description, and its role in `execution`.
 
-    `at_once` is how many calls of it run at a time, if something other than threads says so.
+    `at_once` is the number of its concurrent calls, if something other than threads limits it.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Part:
 def app_parts(app: Any, router: Router, targets: Iterable[Target]) -> list[Part]:
     """Return the parts of an app whose routes are bound in `router`, in the order of a request.
 
-    `targets` is what a replica makes plans for.
+    `targets` are the functions that a replica makes plans for.
     """
     if not isinstance(app, Starlette):
         return [Part("ASGI app", app, Role.ASGI)]
@@ -54,14 +54,14 @@ def app_parts(app: Any, router: Router, targets: Iterable[Target]) -> list[Part]
 
 
 class _Routes:
-    """One walk over the routes of an app and of what is mounted there."""
+    """One walk over the routes of an app and of its mounts."""
 
     def __init__(self, targets: Iterable[Target]) -> None:
         self._planned = {id(target.func) for target in targets}
         self._seen: set[Any] = set()
 
     def parts(self, app: Any, routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[Part]:
-        """Yield all but the lifespan, which Starlette does not run for an app that is mounted."""
+        """Yield all parts but the lifespan, which Starlette does not run for a mounted app."""
         for middleware in getattr(app, "user_middleware", ()):
             yield from _middleware_parts(middleware)
         for served in served_routes(routes):
@@ -95,12 +95,12 @@ class _Routes:
             yield from self._dependencies(dependant)
 
     def _dependencies(self, dependant: Any) -> Iterator[Part]:
-        """Yield the dependencies, innermost first as they are called, each once an app."""
+        """Yield the dependencies in the order of their calls, innermost first, each once an app."""
         for each in dependant.dependencies:
             yield from self._dependencies(each)
             call = each.call
             is_lifted = isinstance(call, Lifted)
-            # A mounted app calls the original of what is lifted here, which equals it.
+            # A mounted app calls the original of a lifted dependency; both are equal.
             is_hashable = getattr(type(call), "__hash__", None) is not None
             key = (call if is_hashable else id(call), is_lifted)
             if key in self._seen:
@@ -109,7 +109,7 @@ class _Routes:
             func = call._func if is_lifted else call
             is_planned = is_lifted and id(func) in self._planned
             if not is_planned and kind_for_fastapi(func) is not kind(func):
-                func = inspect.unwrap(func)  # FastAPI looks at what is wrapped
+                func = inspect.unwrap(func)  # FastAPI looks at the wrapped function
             role = Role.ENDPOINT if is_planned else Role.FRAMEWORK
             at_once = getattr(getattr(each, "concurrency", None), "max_concurrency", None)
             yield Part("dependency", func, role, at_once)
@@ -130,14 +130,14 @@ class _Routes:
 def _middleware_parts(middleware: Any) -> Iterator[Part]:
     cls: Any = middleware.cls
     func = middleware.kwargs.get("dispatch") or getattr(cls, "dispatch", None)
-    if func is None:  # a class of middleware, or what makes one
+    if func is None:  # a middleware class, or a factory
         func = cls.__call__ if inspect.isclass(cls) else cls
     if not _is_frameworks(func):
         yield Part("middleware", func, Role.ASGI)
 
 
 def _lifespan_parts(context: Any) -> Iterator[Part]:
-    """Yield what a lifespan runs; FastAPI nests those of included routers in one of its own."""
+    """Yield the parts of a lifespan; FastAPI nests those of included routers in its own."""
     func = inspect.unwrap(context)
     if not _is_frameworks(func) and not _is_frameworks(type(context)):
         yield Part("lifespan", func, Role.ASGI)

@@ -1,4 +1,4 @@
-"""From what an endpoint returned to its response, as FastAPI renders it."""
+"""The rendering of an endpoint's result to a response, as FastAPI does it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Encoder = Callable[[Scope, Any], bytes]
 
 
 def encoder(route: Any, steps: Steps) -> Encoder | None:
-    """Return what makes the JSON of a 200 of a result, `None` if there is more to it."""
+    """Return a function from a result to the JSON of a 200; `None` if it needs `renderer`."""
 
     def by_encoder(scope: Scope, result: Any) -> bytes:
         return encode(result if is_json(result) else jsonable_encoder(result)).encode()
@@ -35,7 +35,7 @@ def encoder(route: Any, steps: Steps) -> Encoder | None:
 
 
 def field_encoder(field: Any, route: Any, steps: Steps) -> Encoder:
-    """Return what makes the JSON of a value that the field has validated."""
+    """Return a function that validates a value with the field and makes its JSON."""
     validate, serialize, options = field.validate, field.serialize_json, _options(route)
 
     def by_field(scope: Scope, result: Any) -> bytes:
@@ -50,7 +50,7 @@ def field_encoder(field: Any, route: Any, steps: Steps) -> Encoder:
 
 
 def renderer(route: Any, steps: Steps) -> Any:
-    """Return what makes a response of the endpoint's result, as FastAPI does."""
+    """Return a function from an endpoint's result to a response, as FastAPI makes it."""
     field, status_code, options = route.response_field, route.status_code, _options(route)
     response_class = response_class_of(route)
     dump_json = field is not None and isinstance(route.response_class, DefaultPlaceholder)
@@ -82,7 +82,7 @@ def renderer(route: Any, steps: Steps) -> Any:
 
 
 def response_arguments(shared: Shared | None, status_code: int | None) -> dict[str, Any]:
-    """Return what FastAPI hands to a response class besides the content."""
+    """Return the arguments that FastAPI passes to a response class besides the content."""
     given: dict[str, Any] = {"background": shared and shared.background}
     status = shared and shared.response and shared.response.status_code
     if (status := status or status_code or status) is not None:
@@ -91,17 +91,17 @@ def response_arguments(shared: Shared | None, status_code: int | None) -> dict[s
 
 
 def add_written_headers(response: Response, shared: Shared | None) -> None:
-    """Add what user code wrote into the response it was given."""
+    """Add the headers that user code wrote into the response it was given."""
     if shared is not None and shared.response is not None:
         response.headers.raw.extend(shared.response.headers.raw)
 
 
 def is_json(value: Any, depth: int = 0) -> bool:
-    """Whether `jsonable_encoder` would return an equal value."""
+    """Return whether `jsonable_encoder` would return an equal value."""
     kind = type(value)
     if kind in JSON_SCALARS:
         return True
-    if depth > 16:  # where it gives up is the encoder's to say
+    if depth > 16:  # the encoder decides on deeper values
         return False
     if kind is dict:
         return all(
@@ -111,7 +111,7 @@ def is_json(value: Any, depth: int = 0) -> bool:
     return kind is list and all(is_json(each, depth + 1) for each in value)
 
 
-# As `JSONResponse`, which makes a new encoder for each response.
+# As in `JSONResponse`, which makes a new encoder for each response.
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -121,7 +121,7 @@ def response_class_of(route: Any) -> Any:
 
 
 def makes_events(route: Any) -> bool:
-    """Whether FastAPI makes server-sent events of what the endpoint returns, generator or not."""
+    """Return whether FastAPI makes server-sent events of the result, generator or not."""
     events = getattr(fastapi.routing, "EventSourceResponse", None)
     given = response_class_of(route)
     return events is not None and isinstance(given, type) and issubclass(given, events)

@@ -21,9 +21,9 @@ MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
 
 class ReplicaApp:
-    """Owned by the user event loop.
+    """The ASGI app of one replica. Owned by the user loop.
 
-    In this order: made, the constructor runs, `attach`, `lifespan.startup`, requests,
+    Order of events: made, the constructor runs, `attach`, `lifespan.startup`, requests,
     `lifespan.shutdown`.
     """
 
@@ -45,11 +45,11 @@ class ReplicaApp:
         self.lifespan = Lifespan(context)
         self._telemetry: Telemetry | None = None
         if routes is not None:
-            # Before the constructor, so that `app.state` is the replica's in there.
+            # Before the constructor, so that `app.state` is the replica's inside it.
             context._asgi_app = routes.clone()
 
     async def attach(self, instance: Any) -> None:
-        """Bind the endpoints to the instance; build the app first if it is built per replica."""
+        """Bind the endpoints to the instance; first build an app that is built per replica."""
         if self._routes is None:
             self._routes = BoundRoutes(await self._build(instance), self._cls)
             self._context._asgi_app = self._routes.clone()
@@ -62,15 +62,16 @@ class ReplicaApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or WebSocket.
 
-        `REPLICA` is set. `send` raises an `OSError` once the client has gone, which is what ASGI
-        2.4 promises: Starlette then streams without a second task, from which an exit would leave.
-        Raises the exception of the app, and `UserCodeExit` for what is not an `Exception`.
+        `REPLICA` must be set. `send` raises an `OSError` once the client has gone, as ASGI 2.4
+        promises. Starlette then streams without a second task, from which a `SystemExit` could
+        reach the loop. Raises the exception of the app, and `UserCodeExit` if that is not an
+        `Exception`.
         """
         answer = Answer(send)
         scope[ANSWER] = answer
         scope["asgi"] = ASGI
         if self._telemetry is not None and not self._telemetry.is_on():
-            scope.setdefault(TELEMETRY, None)  # a parent app that mounts us may have its own
+            scope.setdefault(TELEMETRY, None)  # a parent app may have set its own
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:
@@ -79,13 +80,13 @@ class ReplicaApp:
             contain(error, "the ASGI app")
             raise
         finally:
-            del scope[ANSWER]  # it leads back to the scope
+            del scope[ANSWER]  # breaks a reference cycle with the scope
         if answer.failure is not None:
             raise answer.failure
 
     async def _build(self, instance: Any) -> ASGIApp:
         build = getattr(instance, BUILDER_METHOD, self._builder)
-        assert build is not None  # the decorator has seen to it
+        assert build is not None  # the decorator checks it
         app: ASGIApp | None = await self._make_plan(build, Role.LIFECYCLE).run()
         if not callable(app):
             name = getattr(build, "__name__", repr(build))

@@ -1,18 +1,18 @@
-"""From a plain deployment's return value, or an exception, to an HTTP response.
+"""The HTTP response for a plain deployment's return value, or for an exception.
 
     Response (Starlette)   sent as it is
     None                   200 text/plain, empty
     bytes                  200 text/plain
     str                    200 text/plain; charset=utf-8
-    a generator            200, a chunk an item: text if the first is str or bytes, else JSON lines
+    a generator            200, a chunk per item: text if the first is str/bytes, else JSON lines
     anything else          200 application/json, by FastAPI's `jsonable_encoder`
 
     HTTPException          its status, headers and {"detail": ...}
     RayServeException      its `status_code` and `retry_after_s`, its message as text
     any other              500 "Internal Server Error"
 
-Source: Ray 2.60.0, http_util.py; complete responses carry a content-length, generators stream and
-`HTTPException` keeps its status, which Ray does not do.
+Source: Ray 2.60.0, http_util.py. Different from Ray: complete responses have a content-length,
+generators stream, and `HTTPException` keeps its status.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ async def send_value(
         body = value
     else:
         body, content_type = _to_json(value).encode(), b"application/json"
-    # As messages: a `Response` would be as much work again.
+    # As messages, because a `Response` object would double the work.
     headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def take_over_stream(response: Any, pool: ThreadPool) -> None:
-    """Have a response that streams iterate in one worker thread, and close what it streams.
+    """Make a streaming response iterate in one worker thread, and close its iterator.
 
-    Starlette asks AnyIO's threads for each chunk of a sync iterator, which costs a hundred
-    microseconds, and each comes from another thread. And it leaves a generator whose client is
-    gone to the garbage collector, which comes late, because the error on its way out holds the
-    generator: its `finally` blocks would not run.
+    Starlette takes each chunk of a sync iterator in another of AnyIO's threads, which costs a
+    hundred microseconds. It leaves the generator of a disconnected client to the garbage collector,
+    which runs late, because the propagating error holds the generator: its `finally` blocks would
+    not run.
     """
     body = getattr(response, "body_iterator", None)
     items = _waiting_for_threads(body)
@@ -83,13 +83,13 @@ def take_over_stream(response: Any, pool: ThreadPool) -> None:
             if aclose is not None:
                 await aclose()
             if isinstance(items, Generator):
-                items.close()  # it has been, or it never began
+                items.close()  # no effect, unless the iteration never began
 
     response.stream_response = stream_and_close  # type: ignore[method-assign]
 
 
 def _waiting_for_threads(body: Any) -> Iterable[Any] | None:
-    """Return what Starlette was given to iterate in its threads, if none has begun to."""
+    """Return the iterable that Starlette would iterate in threads, unless that has begun."""
     if getattr(body, "ag_code", None) is not iterate_in_threadpool.__code__:
         return None
     names = {} if body.ag_frame is None else body.ag_frame.f_locals
@@ -100,9 +100,9 @@ def _waiting_for_threads(body: Any) -> Iterable[Any] | None:
 
 
 async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:
-    """Send what a generator yields, each item as soon as it is there, and close it.
+    """Send each item of a generator as soon as it is yielded, and close the generator.
 
-    An error before the first item is raised before anything is sent, so it still becomes a 500.
+    An error before the first item is raised before the response starts, so it becomes a 500.
     """
     async with aclosing(items):
         try:
@@ -136,10 +136,10 @@ def _chunk(item: Any, *, is_text: bool) -> bytes:
 
 
 def error_response(error: BaseException) -> Response:
-    """Return what the client of a failed request sees; nothing of the error's inside."""
+    """Return the response to a failed request; it reveals no internals of the error."""
     try:
         return call_inline(_response_for, error)
-    except Exception:  # what it says of itself is no answer
+    except Exception:  # raised while the error was read
         return Response(b"Internal Server Error", 500)
 
 
@@ -156,7 +156,7 @@ def _response_for(error: BaseException) -> Response:
 
 
 def refusal_of(error: BaseException) -> str | None:
-    """Return why a WebSocket is refused; `None` for an error without a status of its own."""
+    """Return the reason to refuse a WebSocket; `None` for an error without its own status."""
     try:
         return call_inline(_refusal_of, error)
     except Exception:
@@ -168,14 +168,14 @@ def _refusal_of(error: BaseException) -> str | None:
 
 
 def refusal(error: RayServeException) -> Response:
-    """Return what a client sees of an error of the framework: its status, and its message."""
+    """Return the response for an error of the framework, with its status and message."""
     after_s = error.retry_after_s
     headers = None if after_s is None else {"retry-after": str(ceil(after_s))}
     return PlainTextResponse(error.message, error.status_code, headers)
 
 
 async def send_refusal(error: RayServeException, request_id: str, send: Send) -> None:
-    """Send what `refusal` returns, as messages: a `Response` would be as much work again."""
+    """Send the response of `refusal` as messages: a `Response` would double the work."""
     body = error.message.encode()
     headers = [
         (b"content-length", b"%d" % len(body)),
@@ -193,7 +193,7 @@ def _to_json(value: Any) -> str:
 
 
 def _encoders() -> dict[Any, Callable[[Any], Any]]:
-    """Return what Ray adds to FastAPI's encoders, for libraries that are in use already."""
+    """Return the encoders that Ray adds to FastAPI's, for libraries that are imported already."""
     encoders: dict[Any, Callable[[Any], Any]] = {Exception: str}
     if numpy := sys.modules.get("numpy"):
         encoders[numpy.ndarray] = encoders[numpy.generic] = lambda array: array.tolist()

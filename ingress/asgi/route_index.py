@@ -1,4 +1,4 @@
-"""Finding the route of a path without trying all those before it."""
+"""An index of routes, which finds the route of a path without trying all routes before it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
 
 
 class RouteIndex:
-    """Stands before a router's `app`. Owned by the user event loop.
+    """An index in front of a router's `app`. Owned by the user loop.
 
     A router tries its routes in turn, at 0.9 us each, and those of an included router at twice 2 us
-    each. This gives the request to a copy of the router, made once, that has in their order only
+    each. The index gives the request to a copy of the router, made once, that has, in order, only
 
-        for a path that a route spells out    the routes whose pattern matches that path
-        for any other path                    those with parameters whose path begins as that does
+        for the path of a route without parameters    the routes whose pattern matches that path
+        for any other path                            routes with parameters and a matching prefix
 
-    and every node that decides for itself: mounts, routes with a `matches` of their own. What is
-    left out could not have matched. There is a copy for each path of the first kind, and for each
-    beginning of a path with parameters, so what clients ask for makes none.
+    and every node with its own matching: mounts, routes with their own `matches`. The routes that
+    are left out cannot match. There is one copy for each path of the first kind, and for each
+    prefix before a parameter, so the number of copies does not depend on the clients' requests.
     """
 
     __slots__ = ("_beginnings", "_lengths", "_narrowed", "_paths", "_router", "_routes")
@@ -63,13 +63,13 @@ class RouteIndex:
         self._lengths = sorted({len(each) for each in self._beginnings}, reverse=True)
 
     def _key(self, path: str) -> tuple[str, bool] | None:
-        """Return the path and True, or its longest known beginning and False; `None` for neither.
+        """Return the path and True, or its longest known prefix and False; `None` for neither.
 
-        A router that finds nothing looks for the path with a slash more or less, to redirect.
+        A router without a match looks for the path with a slash more or less, to redirect.
         """
         if path in self._paths:
             return path, True
-        # A pattern's end matches before a newline, too.
+        # The `$` of a pattern matches before a newline, too.
         if path + "/" in self._paths or path.rstrip("/") in self._paths or path.endswith("\n"):
             return None
         slashed = path + "/"
@@ -102,7 +102,7 @@ def _narrowed(routes: Sequence[Any], may_match: Callable[[Any], bool]) -> Iterat
 
 
 def _leaves(routes: Sequence[Any]) -> Iterator[Any]:
-    """Yield the routes, also of included routers, that match by their path and nothing else."""
+    """Yield the routes, also of included routers, that match by their path alone."""
     for route in routes:
         if _is_open(route):
             yield from _leaves(route.effective_candidates())
@@ -111,7 +111,7 @@ def _leaves(routes: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_open(route: Any) -> bool:
-    """Whether it is an included router whose routes are known."""
+    """Return whether the route is an included router whose routes are known."""
     if _IncludedRouter is None or not isinstance(route, _IncludedRouter):
         return False
     node: Any = route
@@ -120,17 +120,17 @@ def _is_open(route: Any) -> bool:
 
 
 def _is_plain(route: Any) -> bool:
-    """Whether it is the path, and nothing else, that says if a route matches."""
+    """Return whether a route matches by its path alone."""
     original = getattr(route, "original_route", route)
     return isinstance(original, Route) and type(original).matches in _MATCHES
 
 
 def _effective(route: Any) -> Any:
-    """Return what has the path of a route, as it was included."""
+    """Return the object that has the route's full path, with the prefix of its include."""
     return getattr(route, "starlette_route", None) or route
 
 
 def _beginning(route: Any) -> str:
-    """Return what a path that matches begins with: the route's, up to its first parameter."""
+    """Return the prefix of all matching paths: the route's path up to its first parameter."""
     path: str = route.path
     return path.partition("{")[0]

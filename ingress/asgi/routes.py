@@ -1,8 +1,8 @@
 """The routes of the user's app, cloned for one deployment.
 
-The user's app keeps its routes. The clone has all of them in declared order, less the methods of
-other classes, and every endpoint is replaced by a wrapper that runs what the current replica plans
-for it. FastAPI analyses the wrapper as it would analyse the function it stands for.
+The user's app keeps its routes. The clone has them in declared order, without the methods of other
+classes. Each endpoint is replaced by a wrapper, which runs the current replica's plan for it.
+FastAPI analyses the wrapper as it would analyse the original.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ iter_route_contexts: Any = getattr(fastapi.routing, "iter_route_contexts", iter)
 
 @dataclass(frozen=True, slots=True)
 class RouteInfo:
-    """One route, as `ingress run` prints it. `func` is what runs; `methods` is sorted."""
+    """One route, as `ingress run` prints it. `func` is its function; `methods` is sorted."""
 
     path: str
     methods: tuple[str, ...]
@@ -54,10 +54,10 @@ class RouteInfo:
 
 
 class RouteTree:
-    """Clones routers for one deployment.
+    """The cloned routers of one deployment.
 
-    `targets` is what a replica must make plans for. Used by one thread; what it made is not
-    changed any more and may be shared by all replicas.
+    `targets` are the functions that a replica must make plans for. Used by one thread; its results
+    are immutable, and all replicas may share them.
     """
 
     def __init__(self, methods: Methods) -> None:
@@ -73,8 +73,8 @@ class RouteTree:
     def clone(self, router: Router) -> Router:
         """Return the router with its endpoints wrapped and its dependencies lifted."""
         cloned = self._router(router)
-        # This also fills FastAPI's caches of the included routes, which FastAPI 0.137 fills without
-        # a lock: the replicas' threads would race for it, and undo the lifting.
+        # This also fills FastAPI's caches of the included routes. FastAPI 0.137 fills them without
+        # a lock, so the replicas' threads would race, and undo the lifting.
         for served in served_routes(cloned.routes):
             if (dependant := getattr(served, "dependant", None)) is not None:
                 self._dependencies.lift(dependant)
@@ -86,7 +86,7 @@ class RouteTree:
         return cloned
 
     def _router(self, router: Router) -> Router:
-        # By identity: a router that is included twice is two nodes over one clone.
+        # By identity: a router that is included twice has two nodes and one clone.
         known = self._routers.get(id(router))
         if known is None:
             known = self._routers[id(router)] = copy.copy(router)
@@ -107,11 +107,11 @@ class RouteTree:
         if self._methods.is_foreign(route.endpoint):
             return None
         if getattr(route.endpoint, "__hash__", None) is None:
-            return route  # no key for a plan: FastAPI runs it
+            return route  # not hashable, so it can have no plan: FastAPI runs it
         target = self._methods.target(route.endpoint)
         self._targets[target.func] = target
         if isinstance(route, APIWebSocketRoute):
-            # The route does not keep who may override its dependencies; its router does.
+            # The router, not the route, keeps the provider of dependency overrides.
             provider = getattr(router, "dependency_overrides_provider", None)
             endpoint = wrapper(route.endpoint, target, None)
             return rebuilt(route, endpoint, dependency_overrides_provider=provider)
@@ -119,16 +119,16 @@ class RouteTree:
 
 
 def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) -> Any:
-    """Return the endpoint FastAPI sees in place of `original`, a generator if that `streams`.
+    """Return the endpoint that FastAPI sees in place of `original`; a generator if it `streams`.
 
-    It has no `__wrapped__`: FastAPI would look through it and take it for what it wraps.
+    The endpoint has no `__wrapped__`, because FastAPI would use the wrapped function instead.
     """
     func = target.func  # the hot path: one lookup, one call
 
     if streams is Kind.GENERATOR:
 
         def endpoint(**values: Any) -> Iterator[Any]:
-            # In the worker thread `take_over_stream` iterates it in.
+            # Runs in the worker thread of `take_over_stream`.
             yield from REPLICA.get()._plans[func].items(**values)
 
     elif streams is Kind.ASYNC_GENERATOR:
@@ -148,7 +148,7 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
                 take_over_stream(result, plan.pool)
             return result
 
-    endpoint.__dict__.update(getattr(original, "__dict__", {}))  # what libraries marked it with
+    endpoint.__dict__.update(getattr(original, "__dict__", {}))  # marks of libraries
     for name in ("__wrapped__", "__signature__"):
         endpoint.__dict__.pop(name, None)
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
@@ -161,7 +161,7 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
 
 
 def signature(original: Callable[..., Any], *, takes_self: bool) -> inspect.Signature:
-    """Return the signature FastAPI would find, annotations resolved in the user's module."""
+    """Return the signature as FastAPI finds it, with the annotations resolved."""
     parameters = list(get_typed_signature(original).parameters.values())
     returned = inspect.signature(original).return_annotation
     if returned is not inspect.Signature.empty:
@@ -178,13 +178,13 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
     configured = vars(route)
     options = {name: configured[name] for name in _options(base) if name in configured} | given
     if base is APIRoute:
-        # The id names the models of body and response in the schema. It was made from the route
-        # as it was declared; made again it could differ (a set of methods has no order).
+        # The id names the models of body and response in the schema. It is kept from the declared
+        # route; made again it could differ, because a set of methods has no order.
         options |= {"operation_id": None, "generate_unique_id_function": lambda _: route.unique_id}
         if not configured.get("form_limits"):
-            options.pop("form_limits", None)  # as FastAPI: a custom route class may not know it
+            options.pop("form_limits", None)  # as in FastAPI: a custom route class may lack it
         if configured.get("stream_item_type") is not None:
-            # The type of the items is found again, but only when there is no response model.
+            # FastAPI finds the type of the items again, but only without a response model.
             options["response_model"] = Default(None)
     cls: Any = type(route)
     if kind(endpoint) in GENERATORS:
@@ -193,17 +193,17 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
     for name in ("methods", "operation_id", "generate_unique_id_function"):
         if name in configured:
             setattr(clone, name, configured[name])
-    for name, value in configured.items():  # what the user added to the route
+    for name, value in configured.items():  # attributes that the user added
         vars(clone).setdefault(name, value)
     return clone
 
 
 def rebased(stack: Any, end: Any, new_end: Any) -> Any:
-    """Return a copy of a chain of middlewares that ends elsewhere, guarded in between."""
+    """Return a copy of a chain of middlewares with another end and guards in between."""
     if stack == end:
         return new_end
     if not hasattr(stack, "app"):
-        return stack  # no chain to be followed
+        return stack  # not a chain
     layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
     if not isinstance(layer, Guard) and not isinstance(inner, Guard):
         inner = guard_below(type(layer))(inner)
@@ -212,10 +212,10 @@ def rebased(stack: Any, end: Any, new_end: Any) -> Any:
 
 
 def guarded_mount(mount: Mount) -> Mount:
-    """Return the mount with guards between the middlewares of the app it leads to.
+    """Return the mount with guards between the middlewares of the mounted app.
 
-    Its replicas share that app. Two that serve first build its middleware stack at once, and either
-    stack is right.
+    The replicas share that app. Two replicas may build its middleware stack at the same time, and
+    either stack is right.
     """
     app: Any = mount._base_app
     if isinstance(mount._base_app, Starlette):
@@ -235,14 +235,14 @@ def guarded_mount(mount: Mount) -> Mount:
 
 
 def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
-    """Yield the routes as they are served, the prefix and dependencies of each include applied."""
+    """Yield the routes as served, with the prefix and dependencies of each include applied."""
     for served in iter_route_contexts(routes):
-        # FastAPI 0.137 keeps an included route that is not an `APIRoute` one step further away.
+        # FastAPI 0.137 wraps an included route that is not an `APIRoute` once more.
         yield getattr(served, "starlette_route", None) or served
 
 
 def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
-    """Yield the routes of a clone, less those FastAPI adds for its documentation."""
+    """Yield the routes of a clone, without FastAPI's documentation routes."""
     for served in served_routes(routes):
         endpoint = getattr(served, "endpoint", None)
         if endpoint is None or getattr(endpoint, "__module__", None) == "fastapi.applications":
@@ -259,7 +259,7 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
 
 
 def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: str = "") -> None:
-    """Refuse what can never run: raises `TypeError` or `RayServeException`, with the fix."""
+    """Raise `TypeError` or `RayServeException`, with the fix, for routes that can never run."""
     for route in routes:
         if IncludedRouter is not None and isinstance(route, IncludedRouter):
             included: Any = route
@@ -305,11 +305,11 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
 
 
 def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
-    """Return which kind of generator FastAPI is to see, `None` for an ordinary endpoint."""
+    """Return the kind of generator that FastAPI is to see, `None` for an ordinary endpoint."""
     # A FastAPI without streaming endpoints takes the generator for an ordinary result.
     if not hasattr(route, "is_json_stream") or kind_for_fastapi(func) not in GENERATORS:
         return None
-    # Server-sent events are iterated before there is a response to take the iterator from.
+    # FastAPI iterates server-sent events before there is a response with an iterator.
     is_taken_over = not getattr(route, "is_sse_stream", False) and not stays_on_loop(func)
     if kind(func) is Kind.GENERATOR and is_taken_over:
         return Kind.GENERATOR
@@ -317,15 +317,15 @@ def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
 
 
 _OPENED: ContextVar[list[AsyncGenerator[Any, None]]] = ContextVar("ingress_opened")
-"""The streams of endpoints that this request has begun."""
+"""The endpoint streams that the current request has begun."""
 
 
 @cache
 def _closing(base: Any) -> Any:
-    """Return a class of route that closes the generator of its endpoint when the request ends.
+    """Return a route class that closes the generator of its endpoint when the request ends.
 
-    FastAPI leaves it to the garbage collector, between two generators or tasks of its own. A class,
-    because FastAPI asks a route for its handler again wherever it is included.
+    FastAPI leaves the generator to the garbage collector, between two generators or tasks of its
+    own. A class, because FastAPI calls `get_route_handler` again wherever a route is included.
     """
 
     class StreamingRoute(base):  # type: ignore[misc]
@@ -338,7 +338,7 @@ def _closing(base: Any) -> Any:
             async def handle(request: Request) -> Response:
                 opened: list[AsyncGenerator[Any, None]] = []
                 _OPENED.set(opened)
-                # Below what FastAPI puts there: its tasks, which iterate, have ended by then.
+                # Pushed first, so it runs last: FastAPI's tasks, which iterate, have ended by then.
                 request.scope["fastapi_inner_astack"].push_async_callback(_close, opened)
                 response: Response = await handler(request)
                 take_over_stream(response, REPLICA.get()._plans[func].pool)
@@ -360,10 +360,10 @@ def _options(base: type) -> list[str]:
 
 
 def _point_errors_at(endpoint: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Have FastAPI's validation errors name the user's file and line, not the wrapper's.
+    """Make FastAPI's validation errors name the user's file and line, not the wrapper's.
 
-    FastAPI keeps what it finds under the `id` of an endpoint, also when the endpoint is gone and
-    another has its `id`: what is known of the original may be of somebody else.
+    FastAPI caches the context of an endpoint by its `id`, even after the endpoint is gone. So the
+    entry under the original's `id` may belong to another function, and is dropped.
     """
     known = getattr(fastapi.routing, "_endpoint_context_cache", None)
     extract = getattr(fastapi.routing, "_extract_endpoint_context", None)

@@ -1,14 +1,14 @@
-"""`@serve.ingress(app)`: give a class an ASGI app.
+"""`@serve.ingress(app)`, which gives a class an ASGI app.
 
-    app                                      what each replica serves
+    app                                      each replica serves
     FastAPI, APIRouter                       a clone of it, its routes bound to the instance
     Starlette                                a clone of it, with a state of its own
     any other ASGI app, object or function   the app itself
-    a `def` without parameters               what it returns, called once per replica
-    none, and `__serve_build_asgi_app__`     what that method returns
+    a `def` without parameters               its result, from one call per replica
+    none, and `__serve_build_asgi_app__`     that method's result
 
-The decorator only records. The routes are bound when the deployment is built, so that what was
-declared after the class is there too.
+The decorator only records its argument. The routes are bound when the deployment is built, so that
+routes declared after the class are included.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True, slots=True)
 class IngressSpec:
-    """What `@serve.ingress` was given; the class carries it as `__ingress_spec__`.
+    """The argument of `@serve.ingress`; the class has it as `__ingress_spec__`.
 
-    One of `app` and `builder`, or neither for a class that builds its app itself.
+    Either `app` or `builder` is set; neither for a class that builds its app itself.
     """
 
     app: Any = None
     builder: Callable[[], ASGIApp] | None = None
 
     def bind(self, cls: type) -> BoundApp:
-        """Bind the routes declared until now to the class. Raises what is wrong with them."""
+        """Bind the routes declared so far. Raises `TypeError` or `RayServeException`."""
         if hasattr(cls, BUILDER_METHOD) or self.app is None:
             return BoundApp(cls, self.builder, None)
         app = self.app
         if isinstance(app, APIRouter):
-            # Included now, not at decoration: older FastAPIs copy the routes there are.
+            # Included now, not at decoration: older FastAPIs copy the existing routes.
             app = FastAPI()
             app.include_router(self.app)
         return BoundApp(cls, None, BoundRoutes(app, cls))
 
 
 class BoundApp:
-    """The app of one deployment. Thread-safe: its replicas share it and nothing changes it."""
+    """The app of one deployment. Thread-safe: immutable, and shared by the replicas."""
 
     __slots__ = ("_builder", "_cls", "_routes")
 
@@ -84,19 +84,19 @@ class BoundApp:
         return self._routes.openapi()
 
     def routes(self) -> list[RouteInfo]:
-        """Return the routes in declared order; none of an app that is not a Starlette."""
+        """Return the routes in declared order; an empty list for an app that is not a Starlette."""
         return [] if self._routes is None else list(self._routes.infos)
 
     def templates(self) -> RouteTemplates:
-        """Return the path templates of its routes."""
+        """Return the path templates of the HTTP routes."""
         return RouteTemplates(each.path for each in self.routes() if not each.is_websocket)
 
     def parts(self) -> list[Part]:
-        """Return the user's callables in the app; of one that each replica builds, its builder."""
+        """Return the user's callables in the app, or the builder of an app built per replica."""
         if self._routes is not None:
             return self._routes.parts()
         build = getattr(self._cls, BUILDER_METHOD, self._builder)
-        assert build is not None  # the decorator has seen to it
+        assert build is not None  # the decorator checks it
         return [Part("app builder", build, Role.LIFECYCLE)]
 
     @property
@@ -107,7 +107,8 @@ class BoundApp:
 def ingress(app: Any = None) -> Callable[[C], C]:
     """Serve a class through an ASGI app; the app's routes become its methods.
 
-    Raises `TypeError`, `ValueError` or `RayServeException` at decoration if it can never work.
+    Raises `TypeError`, `ValueError` or `RayServeException` at decoration if the app or the class
+    can never work.
     """
     if hasattr(app, "func_or_class"):
         raise _wrong_order(app)
@@ -141,7 +142,7 @@ def _spec(app: Any) -> IngressSpec:
 
 
 def _is_builder(app: Callable[..., Any]) -> bool:
-    """Whether `app` is a sync function that needs no arguments and is not made for three."""
+    """Return whether `app` is a sync function that needs no arguments and takes no `*args`."""
     if not (inspect.isroutine(app) or isinstance(app, partial)) or kind(app).is_async:
         return False
     takes_any = any(
@@ -156,7 +157,7 @@ def _accepts(app: Callable[..., Any], count: int) -> bool:
         inspect.signature(app).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # written in C: no signature to be read
+    except ValueError:  # written in C, without a signature
         return count == 3
     return True
 

@@ -1,4 +1,4 @@
-"""`app.state`, one per replica, under the name the user already has."""
+"""`app.state`, one per replica, available under the user's own `app`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ingress.context import REPLICA
 
 
 class StateView(State):
-    """What `app.state` of the user's app becomes. Thread-safe.
+    """The replacement of `app.state` in the user's app. Thread-safe.
 
-    Inside a replica it is that replica's state, elsewhere the one it always was. Otherwise
-    `app.state.model` in a handler, the commonest idiom there is, would look into the app that
-    serves nothing.
+    Inside a replica, it shows that replica's state, elsewhere the original state. Otherwise
+    `app.state.model` in a handler, a very common idiom, would read the state of the user's app,
+    which serves no requests.
     """
 
     def __init__(self, state: State) -> None:
@@ -26,7 +26,7 @@ class StateView(State):
         replica = REPLICA.get(None)
         app = None if replica is None else replica._asgi_app
         state = app.state if isinstance(app, Starlette) else None
-        # A replica may touch the app of another deployment: only its own app's state is its own.
+        # A replica may use the app of another deployment, which has no state of this replica.
         if isinstance(state, ReplicaState) and state._view is self:
             return state._state
         outside: dict[str, Any] = self.__dict__["_outside"]
@@ -34,7 +34,7 @@ class StateView(State):
 
 
 class ReplicaState(State):
-    """The state of one replica; it starts with what the app's had."""
+    """The state of one replica; it starts as a copy of the app's state."""
 
     _view: StateView
 
@@ -44,7 +44,7 @@ class ReplicaState(State):
 
 
 def view_of(app: Starlette) -> StateView:
-    """Return the view that is the app's `state`, and make it at the first call.
+    """Return the app's `StateView`; the first call sets it as the app's `state`.
 
     The caller holds the lock of `apps`: two deployments may share the app.
     """

@@ -1,9 +1,9 @@
-"""What a route calls for a request, and which parameters of the request each call takes.
+"""The calls that a route makes for a request, and the parameters that each call takes.
 
-A `Step` is a dependency, or the endpoint. Steps run in the order in which FastAPI solves them, and
-each reads its parameters when it is its turn: whatever the user wrote into a validator runs where,
-and as often as, it runs under FastAPI. One value that stands for itself is looked up and validated
-here, by FastAPI's own field. For anything else FastAPI's own function is asked.
+A `Step` is a dependency, or the endpoint. Steps run in FastAPI's order, and each reads its
+parameters just before its call: the user's validators run at the same point, and as often, as under
+FastAPI. A parameter with a single value is looked up and validated here, by FastAPI's own field.
+FastAPI's own function reads all other parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ingress.asgi.methods import kind_for_fastapi
 from ingress.execution.execution import Kind
 
 JSON_SCALARS = frozenset((str, int, float, bool, NoneType))
-"""What JSON has, and can be shared, because it does not change."""
+"""The types of JSON values that are immutable, and so can be shared."""
 
 _SCALARS = (
     str, int, float, bool, NoneType, Decimal, UUID, Enum, date, datetime, time, timedelta,
@@ -48,7 +48,7 @@ _NO_STEP = -1
 
 
 class Unfit(Exception):
-    """A route is FastAPI's to answer."""
+    """The route cannot be compiled; FastAPI must answer it."""
 
 
 def require(condition: object) -> None:
@@ -57,7 +57,7 @@ def require(condition: object) -> None:
 
 
 class Shared:
-    """What the calls for one request are given that is not a parameter; made when asked for."""
+    """The objects that FastAPI passes to the calls of one request; made on demand."""
 
     __slots__ = ("background", "request", "response")
 
@@ -68,7 +68,7 @@ class Shared:
 
 
 class _Value(NamedTuple):
-    """A parameter that is one value. `default` is what every request may be given in its place."""
+    """A parameter with a single value. All requests may share `default`."""
 
     name: str
     key: str
@@ -90,11 +90,11 @@ class _Source(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One dependency, or the endpoint: what is called, and with what.
+    """One dependency, or the endpoint: the function, and its parameters.
 
-    `parent` is the index of the step that takes the result, as `name`. `cache_key` is the same for
-    steps that stand for one call, `None` if there is no other. `single` is the field of a body that
-    is one parameter.
+    `parent` is the index of the step that takes the result, as `name`. `cache_key` is equal for
+    steps that share one call, `None` for a step without such others. `single` is the field of a
+    body that is one parameter.
     """
 
     func: Callable[..., Awaitable[Any]]
@@ -109,9 +109,9 @@ class Step:
 
 
 class Steps:
-    """The steps of a route, its endpoint last. Thread-safe: nothing changes once it is made.
+    """The steps of a route, its endpoint last. Thread-safe: immutable once made.
 
-    `endpoint` is what is called in place of the route's own.
+    `endpoint` is called in place of the route's own.
     """
 
     __slots__ = (
@@ -137,14 +137,14 @@ class Steps:
         self.takes_shared = bool(takes)
         takes_nothing = not (last.sources or last.body_fields or takes)
         self.bare = last.func if len(self._steps) == 1 and takes_nothing else None
-        """The endpoint, if nothing but it is called, without any parameter."""
+        """The endpoint, if it is the only step and has no parameters."""
 
     def are_current(self) -> bool:
-        """Whether nobody has added a dependency to the route since, as some extensions do."""
+        """Return whether the route's dependencies are unchanged; some extensions add one later."""
         return self._dependant.dependencies == self._dependencies
 
     def endpoint_context(self, scope: Scope) -> Any:
-        """Return what FastAPI tells of the endpoint in a validation error."""
+        """Return the context of the endpoint in FastAPI's validation errors."""
         context = fastapi.routing._extract_endpoint_context(self._dependant.call)
         if self._dependant.path:
             prefix = scope.get("root_path", "").rstrip("/")
@@ -152,10 +152,10 @@ class Steps:
         return context
 
     async def run(self, scope: Scope, body: Any, shared: Shared | None) -> Any:
-        """Return what the endpoint returned; raise what user code or FastAPI's refusal raises.
+        """Return the endpoint's result. Raises errors of user code, and FastAPI's refusals.
 
-        A dependency whose parameters are not valid is not called, nor is what takes its result.
-        The others are: FastAPI reports all errors at once.
+        A dependency with invalid parameters is not called, nor is a step that takes its result. All
+        other dependencies are called, because FastAPI reports all errors at once.
         """
         given: list[dict[str, Any]] = [{} for _ in self._steps]
         results: dict[Any, Any] = {}
@@ -206,7 +206,7 @@ class Steps:
         errors += problems
 
     def _add(self, dependant: Dependant, func: Any) -> int:
-        """Add a dependant's steps in the order in which FastAPI solves it; return its index."""
+        """Add a dependant's steps in FastAPI's order; return the index of the last one."""
         require(kind_for_fastapi(func) is Kind.COROUTINE)
         require(getattr(dependant, "concurrency", None) is None)
         require(not dependant.security_scopes_param_name and not dependant.websocket_param_name)
@@ -236,7 +236,7 @@ class Steps:
 
 
 def _read(source: _Source, scope: Scope, values: dict[str, Any], errors: list[Any]) -> None:
-    """Add the parameters of one kind to the values, and what is wrong with them to the errors."""
+    """Add the parameters of one kind to `values`, and their errors to `errors`."""
     received = source.received(scope)
     if not source.values:
         found, problems = request_params_to_args(source.fields, received)
@@ -259,11 +259,11 @@ def _read(source: _Source, scope: Scope, values: dict[str, Any], errors: list[An
             errors += problems
 
 
-# What a dependant takes.
+# The parameters of a dependant.
 
 
 def _sources(dependant: Dependant) -> Iterator[_Source]:
-    """Yield what FastAPI reads, in its order."""
+    """Yield the parameters that FastAPI reads, in its order."""
     for received, look_up, fields in (
         (_path, _path, dependant.path_params),
         (_query, _last_of_each, dependant.query_params),
@@ -277,7 +277,7 @@ def _sources(dependant: Dependant) -> Iterator[_Source]:
 
 
 def _shared(dependant: Dependant) -> Iterator[tuple[str, Callable[[Shared], Any]]]:
-    """Yield the names of parameters that are not read, in FastAPI's order."""
+    """Yield the names of the parameters for `Shared` objects, in FastAPI's order."""
     for name, take in (
         (dependant.http_connection_param_name, _take_request),
         (dependant.request_param_name, _take_request),
@@ -323,7 +323,7 @@ def _value(field: Any) -> _Value:
     info = field.field_info
     key = field.validation_alias or field.alias
     default = _NO_CONSTANT
-    # An older FastAPI validates every default but `None`.
+    # An older FastAPI validates every default except `None`.
     constants = (NoneType,) if _validates_defaults() else JSON_SCALARS
     if not info.is_required() and not info.validate_default and type(info.default) in constants:
         default = info.default
@@ -331,7 +331,7 @@ def _value(field: Any) -> _Value:
 
 
 def _is_scalar(annotation: Any) -> bool:
-    """Whether it stands for one value: sequences, and models of parameters, are read otherwise."""
+    """Return whether a parameter has a single value; sequences and parameter models do not."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _is_scalar(get_args(annotation)[0])
@@ -343,7 +343,7 @@ def _is_scalar(annotation: Any) -> bool:
 
 @cache
 def _validates_defaults() -> bool:
-    """Whether this FastAPI validates the default of a parameter that was not given."""
+    """Return whether this FastAPI validates the default of a parameter that was not given."""
 
     def endpoint(value: int = "") -> None:  # type: ignore[assignment]
         pass
@@ -364,7 +364,7 @@ def _query(scope: Scope) -> Any:
 
 
 def _last_of_each(scope: Scope) -> Any:
-    # As `Request.query_params.get`.
+    # As in `Request.query_params.get`.
     query = scope["query_string"]
     return dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else _NOTHING
 

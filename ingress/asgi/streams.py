@@ -1,12 +1,12 @@
 """Endpoints that are generators, as FastAPI streams them: JSON lines and server-sent events.
 
-    def         in one worker thread: items -> bytes -> Channel -> all that wait are one message
+    def         in one worker thread: items -> bytes -> Channel -> one message of all waiting items
     async def   in the request's task: an item -> bytes -> a message
     events      a timer, and a task only when it is due: the comment that keeps an idle stream alive
 
-FastAPI asks for each item of a `def` in another thread, and hands each event, of either, through
-two tasks and two queues, one of them for the comment's sake. What validates an item and words an
-event are FastAPI's own functions.
+FastAPI takes each item of a `def` in another thread, and passes each event, of `def` and
+`async def`, through two tasks and two queues, one of which serves only the comment. FastAPI's own
+functions validate the items and format the events.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _routing: Any = fastapi.routing
 
 
 def is_stream(route: Any) -> bool:
-    """Whether FastAPI streams the items of a route's endpoint as JSON lines or events."""
+    """Return whether FastAPI streams the items of a route's endpoint as JSON lines or events."""
     return getattr(route, "is_sse_stream", False) or getattr(route, "is_json_stream", False)
 
 
 async def values_for_stream(**values: Any) -> dict[str, Any]:
-    """Return what the endpoint takes: the last step of a stream, which its response begins."""
+    """Return the endpoint's arguments: the last step of a stream, whose response calls it."""
     return values
 
 
 def stream_renderer(route: Any, steps: Steps) -> Any:
-    """Return what makes a response of the values an endpoint takes, as FastAPI does."""
+    """Return a function from an endpoint's arguments to its response, as FastAPI makes it."""
     func: Any = getattr(route.dependant.call, "__ingress_func__", None)
-    # Not a `def` that returns a generator: FastAPI calls that before there is a response.
+    # Not a `def` that returns a generator: FastAPI calls it before there is a response.
     require(func is not None and kind(func) in GENERATORS)
     is_events = makes_events(route)
     response_class = _Events if is_events else _Lines
@@ -76,7 +76,7 @@ def stream_renderer(route: Any, steps: Steps) -> Any:
 async def _chunks(
     plan: ExecutionPlan, values: dict[str, Any], encode: Callable[[Any], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the items of an endpoint as bytes; close it where it ran."""
+    """Yield the items of an endpoint as bytes; close the generator where it ran."""
     if plan.mode is ExecutionMode.EVENT_LOOP:
         async with aclosing(plan.stream(**values)) as items:
             async for item in items:
@@ -88,7 +88,7 @@ async def _chunks(
 
 
 def _encoded(items: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:
-    """Run in the worker thread: what is encoded there has a size, by which its channel is full."""
+    """Yield encoded items, in the worker thread, so that the channel's limit in bytes applies."""
     with closing(items):
         for item in items:
             yield encode(item)
@@ -97,7 +97,7 @@ def _encoded(items: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:
 # Responses.
 
 
-# Both close what they stream, which Starlette leaves to the garbage collector.
+# Both close their iterator, which Starlette leaves to the garbage collector.
 
 
 class _Lines(StreamingResponse):
@@ -124,9 +124,9 @@ class _Events(StreamingResponse):
 
 
 async def _failing_as_tasks(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks; raise what they raise as it comes out of FastAPI's tasks.
+    """Yield the chunks; raise their errors in a group, as FastAPI's tasks do.
 
-    So a `TimeoutError` of the generator is not taken for a client that has gone, as among lines.
+    So a `TimeoutError` of the generator is not taken for a disconnected client, as it is for lines.
     """
     async with aclosing(chunks):
         try:
@@ -137,10 +137,10 @@ async def _failing_as_tasks(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerat
 
 
 class _KeepAlive:
-    """Sends a comment each time that nothing else has been sent for `idle_s`.
+    """A sender of a comment each time that no message has been sent for `idle_s`.
 
-    Belongs to the loop of the response. A comment is a task of its own, because the response waits
-    for the generator, which must not notice.
+    Belongs to the loop of the response. A comment has a task of its own, because the response waits
+    for the generator, which must not be disturbed.
     """
 
     __slots__ = ("_comment", "_idle_s", "_is_sending", "_last", "_loop", "_send", "_timer")
@@ -164,8 +164,8 @@ class _KeepAlive:
             await asyncio.gather(self._comment, return_exceptions=True)
 
     async def send(self, message: Message) -> None:
-        # Race with a comment that waits for room: whoever sends is asked one message at a time. One
-        # that could not be sent is still there, and its error is the response's.
+        # Race with a comment that waits for room: `_send` takes one message at a time. A comment
+        # that failed is still set, and its error becomes the response's.
         if self._comment is not None:
             await self._comment
         self._is_sending = True
@@ -174,7 +174,7 @@ class _KeepAlive:
         self._last = self._loop.time()
 
     def _look(self) -> None:
-        # Setting a timer for every message would cost more than asking when the last one was.
+        # A timer for every message would cost more than reading the time of the last one.
         left_s = self._last + self._idle_s - self._loop.time()
         if left_s <= 0 and not self._is_sending and self._comment is None:
             self._comment = self._loop.create_task(self._send_comment())
@@ -228,12 +228,12 @@ def _to_json(item: Any) -> str:
 
 
 _finite: Any = getattr(_routing, "_normalize_non_finite_floats", None)
-"""What makes `null` of the numbers JSON does not have. An older FastAPI writes them."""
+"""Replaces numbers that JSON lacks by `null`. An older FastAPI writes them as they are."""
 
 
 @cache
 def _has_status() -> bool:
-    """Whether FastAPI gives a stream the status that was asked for. An older one does not."""
+    """Return whether FastAPI gives a stream the route's status. An older FastAPI does not."""
 
     async def items() -> AsyncIterator[None]:
         yield
@@ -249,4 +249,4 @@ def _has_status() -> bool:
         handler(Request(scope)).send(None)
     except StopIteration as end:
         return bool(end.value.status_code == 201)
-    raise Unfit  # pragma: no cover - a FastAPI that has something to wait for
+    raise Unfit  # pragma: no cover - a FastAPI whose handler awaits something

@@ -1,4 +1,4 @@
-"""Whether FastAPI's own telemetry is on, asked once a second and not at every request."""
+"""The state of FastAPI's own telemetry, read once a second and not at every request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CHECK_EVERY_S = 1.0
 
 
 class Telemetry:
-    """Owned by the user event loop.
+    """The cached state of an app's telemetry, on or off. Owned by the user loop.
 
-    FastAPI (0.142 and newer) looks at every request whether an OpenTelemetry provider has been
-    configured, which reads the environment six times: a tenth of what a simple request costs. A
-    provider that is configured later is found within a second.
+    FastAPI (0.142 and newer) checks at every request for a configured OpenTelemetry provider. That
+    reads the environment six times: a tenth of the cost of a simple request. A provider that is
+    configured later is found within a second.
     """
 
     __slots__ = ("_is_on", "_native", "_next_check")
@@ -30,9 +30,9 @@ class Telemetry:
 
     @classmethod
     def of(cls, app: Any) -> Telemetry | None:
-        """Return the telemetry of a FastAPI app that has it.
+        """Return the telemetry of a FastAPI app, `None` if the app has none.
 
-        `None` too if apps are mounted, because these may have providers of their own.
+        Also `None` if there are mounted apps, because these may have providers of their own.
         """
         native = getattr(app, "_native_telemetry", None)
         if native is None or any(isinstance(route, Mount) for route in app.routes):

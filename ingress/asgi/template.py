@@ -1,4 +1,4 @@
-"""The path template of the route that a request was given to, or will be."""
+"""The path template of the route that answers, or will answer, a request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from starlette.types import Scope
 def route_template(scope: Scope) -> str | None:
     """Return the template as declared, such as "/items/{id}"; `None` before the route is found.
 
-    It begins behind the application's prefix. `None` too where the path has parameters that no
-    template shows, those of a mount: a label must not be one of endlessly many.
+    The template does not include the application's prefix. Also `None` if the path has parameters
+    of a mount, which no template shows: the number of labels must be bounded.
     """
     route = scope.get("route")
     if route is None:
         return None
-    # Since FastAPI 0.137 an included route does not know where it was included.
+    # Since FastAPI 0.137 an included route does not know its prefix.
     fastapi_scope: Any = scope.get("fastapi") or {}
     included = fastapi_scope.get("effective_route_context")
     if getattr(included, "original_route", None) is route:
@@ -33,7 +33,7 @@ def route_template(scope: Scope) -> str | None:
 
 
 class RouteTemplates:
-    """The path templates of an app, to look up before a request is routed. Immutable."""
+    """The path templates of an app, for lookups before a request is routed. Immutable."""
 
     __slots__ = ("_paths", "_patterns")
 

@@ -1,4 +1,4 @@
-"""Values and small helpers that every other folder may use; they know nothing of requests.
+"""Values and small helpers that every other folder may use; independent of requests.
 
     settings     environment variables, read into one frozen object; start here
     options      the base class of the options in `ingress.config`

@@ -1,6 +1,6 @@
-"""What replicas count while they work, as plain ints under their owner.
+"""The counters of replicas: plain ints, each with one owner.
 
-`status` and `/metrics` read these; nothing else counts a second time.
+`status` and `/metrics` read these counters; no other code counts again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LATENCY_BUCKETS_MS = (
 
 @dataclass(frozen=True, slots=True)
 class LaneLoad:
-    """One lane of a replica: how many calls have its threads now, and how many wait for one."""
+    """The load of one lane of a replica: calls that run in its threads, and calls that wait."""
 
     limit: int
     ongoing: int
@@ -26,7 +26,7 @@ class LaneLoad:
 
 @dataclass(slots=True)
 class Latency:
-    """How long the requests of one route took: `serve_deployment_processing_latency_ms`."""
+    """The latencies of one route's requests: `serve_deployment_processing_latency_ms`."""
 
     count: int = 0
     errors: int = 0

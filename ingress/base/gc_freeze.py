@@ -1,10 +1,10 @@
-"""Keep what applications are made of out of the garbage collector's full passes.
+"""`gc.freeze` for running applications: full collections skip the objects they consist of.
 
-A full pass goes through every object of the process with the GIL held: 25 ms for FastAPI, pydantic
-and ten routes, seconds for a model of Python objects. Requests that are in flight when the young
-generations are collected move on to the oldest, and when that has grown by a quarter comes the next
-full pass: one request in a hundred met one. What is alive once applications run is seldom garbage
-before one of them stops, so until then nobody looks at it: `gc.freeze`, which is there for servers.
+A full collection visits every object of the process with the GIL held: 25 ms for FastAPI, pydantic
+and ten routes, seconds for a model of Python objects. Collections of the young generations move the
+objects of requests in flight to the oldest generation. When that has grown by a quarter, the next
+full collection runs: one request in a hundred met one. An object that is alive once applications
+run is seldom garbage before one of them stops, so until then the collector skips it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import asyncio
 import gc
 
 SETTLE_S = 1.0
-"""Between a start or stop and the full pass that follows; whoever did it has let go by then."""
+"""Seconds from a start or stop to the full collection; its temporary objects are free by then."""
 
 
 class SettledObjects:
-    """What has been set aside, and when to do so again. Owned by the control loop.
+    """The frozen objects, and the timer of the next freeze. Owned by the control loop.
 
-    The collector is the process's, and so is this: one per engine, and one engine.
+    There is one for each process, as there is one collector.
     """
 
     __slots__ = ("_timer",)
@@ -28,7 +28,7 @@ class SettledObjects:
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self, *, is_needed: bool) -> None:
-        """Give back what is set aside, some of it may be garbage now; if needed, begin anew."""
+        """Unfreeze all objects, some of which may be garbage; if needed, freeze again later."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -38,6 +38,6 @@ class SettledObjects:
 
     def _set_aside(self) -> None:
         self._timer = None
-        if gc.isenabled():  # else there are no passes to stay out of
-            gc.collect()  # what is garbage already must not stay
+        if gc.isenabled():  # else there are no collections to avoid
+            gc.collect()  # existing garbage must not be frozen
             gc.freeze()

@@ -1,9 +1,9 @@
-"""The base of every class in `config`: keywords that are validated, frozen and well refused.
+"""The base of every class in `config`: validated, frozen keywords with clear error messages.
 
-    an unknown option     TypeError     the nearest name, and the list of all
+    an unknown option     TypeError     names the nearest option, and lists all
     a bad value           ValueError    also for a value of the wrong type
 
-A message names the option, the value, what was expected and what to do, in one line.
+A message names the option, the value, the expected values and the fix, in one line.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# Methods of requests that may run twice: RFC 9110, 9.2.2.
+# HTTP methods whose requests may run twice: RFC 9110, 9.2.2.
 IDEMPOTENT_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"})
 
 
 class Options(BaseModel):
-    """Keywords, validated and frozen; the repr shows those that differ from their default."""
+    """Keywords, validated and frozen; the repr shows those that differ from the default."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
     )
 
     belong_to: ClassVar[str] = ""
-    """What a message calls the thing that has these options; the class's name if empty."""
+    """The owner of these options in messages; the class's name if empty."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """What to say of a keyword that looks like one of the options and is none."""
+    """Advice for keywords that are not options, although users may expect them."""
 
-    # pydantic's own error is many lines, and a type of its own. Type checkers do not look here:
-    # they derive the signature from the fields.
+    # pydantic's error has many lines and its own type. Hidden from type checkers, which derive the
+    # signature from the fields.
     if not TYPE_CHECKING:
 
         def __init__(self, **given: Any) -> None:
@@ -57,7 +57,7 @@ class Options(BaseModel):
 
     @classmethod
     def normalised(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what was given by its present names; for deprecated spellings."""
+        """Return the given options under their current names; for deprecated names."""
         return given
 
     @classmethod
@@ -100,7 +100,7 @@ class Options(BaseModel):
 
 
 def _must_be(expected: str, accepts: Callable[[Any], bool]) -> BeforeValidator:
-    """Make a validator that refuses, in these words, what `accepts` does not accept."""
+    """Make a validator that refuses a value unless `accepts`; the message has `expected`."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if accepts(value):
@@ -116,14 +116,14 @@ def _is_int(value: Any, *, at_least: int) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a number; infinity, NaN and `True` are none."""
+    """Return whether `value` is a number; infinity, NaN and `True` are not."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _json_copy(value: Any, info: ValidationInfo) -> Any:
-    """Copy a JSON-serialisable value, so that what was recorded cannot change."""
+    """Copy a JSON-serialisable value, so that the recorded value cannot change."""
     bad = _first_not_json(value, str(info.field_name), ())
     if bad is not None:
         where, part = bad
@@ -135,7 +135,7 @@ def _json_copy(value: Any, info: ValidationInfo) -> Any:
 
 
 def _first_not_json(value: Any, path: str, above: tuple[int, ...]) -> tuple[str, Any] | None:
-    """Return path and value of the first part JSON cannot hold; what contains itself is one."""
+    """Return path and value of the first part that is not JSON, or that contains itself."""
     if id(value) in above:
         return path, value
     parts: Iterable[tuple[Any, Any]]
@@ -162,7 +162,7 @@ LANE_RULE = "a name of letters, digits, '_' and '-', other than 'serial' and 'ex
 
 
 def is_lane(name: object) -> bool:
-    """Whether a lane of threads can have this name: it is in those of its threads."""
+    """Return whether a lane may have this name, which becomes part of its threads' names."""
     is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name)
     return bool(is_name) and name not in ("serial", "executor")
 

@@ -1,28 +1,28 @@
-"""Every environment variable, read into one frozen object when an engine starts.
+"""All environment variables, read into one frozen object when an engine starts.
 
-Nothing is read at import: `import ingress` cannot fail because of the environment, and an engine
-that is started again sees the environment of that moment.
+Nothing is read at import: `import ingress` cannot fail because of the environment, and a restarted
+engine reads the environment again.
 
     RAY_SERVE_RUN_SYNC_IN_THREADPOOL             0   `def` methods: 0 on the loop, 1 in a thread
     RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   1   one event loop thread per replica
     RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP        1   one event loop thread for waiting requests
-    RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   seconds an HTTP request has; 0 for no end
-    RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that did not start
+    RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   deadline of an HTTP request in seconds; 0: none
+    RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that has not started
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
-    INGRESS_STALL_THRESHOLD_MS                 100   how long an event loop may stand still; 0: off
-    INGRESS_ADAPT_SWITCH_INTERVAL                1   shorten the GIL's turns while loops wait for it
-    INGRESS_ENGINE                           local   which engine runs applications: local or ray
-    RAY_ADDRESS                                      of the Ray cluster; empty starts a local one
-    INGRESS_TRACE                                    where to write what requests did (`timeline`)
-    INGRESS_LIMIT_CONNECTIONS                    0   connections at once in a process; 0: any number
-    INGRESS_MAX_HEADER_BYTES                 65536   of the headers of a request
-    INGRESS_HEADER_TIMEOUT_S                    15   seconds they have to arrive; 0: any time
-    INGRESS_BODY_BUFFER_BYTES                65536   of a body, read before the request takes a slot
-    INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds a body may stand still; 0: any time
-    INGRESS_MAX_BODY_SIZE                        0   bytes of a body; 0: any number
+    INGRESS_STALL_THRESHOLD_MS                 100   stall of an event loop that is reported; 0: off
+    INGRESS_ADAPT_SWITCH_INTERVAL                1   shorter GIL switch interval while loops wait
+    INGRESS_ENGINE                           local   the engine that runs applications: local or ray
+    RAY_ADDRESS                                      the Ray cluster; empty starts a local one
+    INGRESS_TRACE                                    file for the recording of requests (`timeline`)
+    INGRESS_LIMIT_CONNECTIONS                    0   connections of a process at most; 0: no limit
+    INGRESS_MAX_HEADER_BYTES                 65536   bytes of a request's headers at most
+    INGRESS_HEADER_TIMEOUT_S                    15   seconds for the headers to arrive; 0: any time
+    INGRESS_BODY_BUFFER_BYTES                65536   bytes of a body read before a slot is taken
+    INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
+    INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
 
-    OMP_NUM_THREADS and the others of `NATIVE_THREADS`, if set, are how many threads a native
-    library has; `ingress run` sets those that are not (`ingress.inspection.budget`)
+    OMP_NUM_THREADS and the others of `NATIVE_THREADS` are the number of threads of native
+    libraries; `ingress run` sets those that are not set (`ingress.inspection.budget`)
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ NATIVE_THREADS = (
     "OPENBLAS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-"""Not those of Rayon, Polars or TensorFlow, where all calls of a process share one pool."""
+"""Without Rayon, Polars and TensorFlow, where all calls of a process share one pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPLimits:
-    """How much a client may send, and how long it may take; `None` for no limit.
+    """The limits on the size and duration of what a client sends; `None` means no limit.
 
-    The names are those of `HTTPOptions`, which beat the environment.
+    The names are those of `HTTPOptions`, whose values take precedence over the environment.
     """
 
     limit_connections: int | None = None
@@ -89,11 +89,11 @@ class HTTPLimits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment says, validated. Source: seed "Environment flags".
+    """The settings of the environment, validated. Source: seed "Environment flags".
 
-    `request_timeout_s` is `None` for no deadline, as the guide's default; `stall_threshold_s` is
-    `None` if nobody is to watch, `trace_file` if nobody is to record. `native_threads` has those of
-    `NATIVE_THREADS` that are set.
+    `request_timeout_s` is `None` for no deadline, as is the guide's default; `stall_threshold_s` is
+    `None` to disable the watchdog, `trace_file` to disable the recording. `native_threads` has the
+    variables of `NATIVE_THREADS` that are set.
     """
 
     run_sync_in_threadpool: bool = False
@@ -112,7 +112,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read the variables. Raises `ValueError` naming the variable and its value."""
+        """Read the variables. Raises `ValueError` with the variable and its value."""
         env = os.environ if environ is None else environ
         threshold_ms = _time(env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to watch nothing")
         return cls(
@@ -133,9 +133,9 @@ class Settings:
 
 
 def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Set environment variables, for what starts from here on; `None` unsets one.
+    """Set environment variables, for code that starts later; `None` unsets a variable.
 
-    Returns what they were, to be exported again.
+    Returns the previous values, which `export` can restore.
     """
     before = {name: os.environ.get(name) for name in variables}
     for name, value in variables.items():
@@ -156,7 +156,7 @@ def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
 
 
 def engine_name(environ: Mapping[str, str] | None = None) -> str:
-    """Return the engine that the environment names. Raises `ValueError` if it is none."""
+    """Return the engine that the environment names. Raises `ValueError` for an unknown name."""
     value = (os.environ if environ is None else environ).get(ENGINE) or "local"
     if value not in ENGINES:
         raise ValueError(
@@ -169,7 +169,7 @@ def engine_name(environ: Mapping[str, str] | None = None) -> str:
 def _time(
     env: Mapping[str, str], name: str, unit: str, default: float, *, off: str
 ) -> float | None:
-    """Return a time, in that unit; 0 means none, nothing and empty the default."""
+    """Return a time in `unit`: `None` for 0, the default if the variable is unset or empty."""
     value = env.get(name) or str(default)
     try:
         time = float(value)

@@ -1,4 +1,4 @@
-"""Signals: what asks a process to stop, and what asks it for something while it serves."""
+"""Signals that stop a process, and handlers for signals while it serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 
 class Stopped(KeyboardInterrupt):
-    """The signal that ended a start, raised in the main thread, in whatever line that was."""
+    """A signal that aborts a start; raised in the main thread, at any line."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -21,17 +21,17 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM and the end of the terminal, from before anything listens to the last word.
+    """A handler of Ctrl-C, SIGTERM and SIGHUP, from before the start to the end of a server.
 
-    the first, while it starts    raises `Stopped` in the main thread
-    the first, later              ends `wait`
-    the second                    ends the process at once, with 128 and its number
+    the first signal, during the start    raises `Stopped` in the main thread
+    the first signal, later               ends `wait`
+    the second signal                     ends the process at once, with 128 plus its number
 
-    Without effect in a thread other than the main one, which gets no signals.
+    No effect outside of the main thread, which alone gets signals.
     """
 
     def __init__(self) -> None:
-        # Not an `Event`: its lock may be held by the very line that the signal interrupts.
+        # Not an `Event`: the line that the signal interrupts may hold its lock.
         self._signals: SimpleQueue[int] = SimpleQueue()
         self._first: int | None = None
         self._is_starting = True
@@ -48,18 +48,18 @@ class StopSignals:
             signal.signal(number, handler)
 
     def end_start(self) -> None:
-        """Interrupt nothing from now on. Raises `Stopped` if a signal came before."""
+        """Raise no `Stopped` on later signals. Raises `Stopped` if a signal came before."""
         self._is_starting = False
-        # Raised in a `__del__`, say, it has gone no further.
+        # A `Stopped` raised in a `__del__`, for example, was swallowed there.
         if self._first is not None:
             raise Stopped(self._first)
 
     def wait(self) -> None:
-        """Return once one of them has come."""
+        """Wait for the first signal."""
         self._signals.get()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._first is not None:  # whatever is left, the user has said it twice
+        if self._first is not None:  # the user asked twice
             os._exit(128 + number)
         self._first = number
         self._signals.put(number)
@@ -70,8 +70,8 @@ class StopSignals:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask a server to stop.
 
-    Ctrl-C also where it is ignored: a shell does that to the jobs it starts in the background. The
-    end of the terminal only where it is not: that is how `nohup` asks to live on.
+    Ctrl-C even if it is ignored, because a shell ignores it for its background jobs. SIGHUP only if
+    it is not ignored, because `nohup` ignores it to keep a process alive.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
@@ -82,9 +82,9 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def handling(name: str, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have a signal call `handler`, unless it has one, or this is not the main thread.
+    """Make a signal call `handler`, unless it has a handler, or this is not the main thread.
 
-    The line that the signal interrupts may hold any lock: `handler` must take none.
+    The interrupted line may hold any lock, so `handler` must take no lock.
     """
     number = getattr(signal, name, None)  # not on Windows
     is_main = threading.current_thread() is threading.main_thread()

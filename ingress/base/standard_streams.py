@@ -1,7 +1,7 @@
-"""Standard output and standard error of a server: a write that fails is lost, and changes nothing.
+"""Standard output and standard error of a server: a failed write is dropped and has no effect.
 
-The disk is full, the reader of the pipe has gone, the terminal is closed: none of it is a reason to
-end a server, to fail a request that prints, or to change the exit code.
+A full disk, a closed pipe or a closed terminal must not end a server, fail a request that prints,
+or change the exit code.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ _STANDARD = (0, 1, 2)
 
 
 class LossyFile(io.FileIO):
-    """A file whose writes never fail. The next write is tried again: a disk may get room."""
+    """A file whose writes never fail. Each write is tried, because a disk may have room again."""
 
     def write(self, data: object) -> int:
         try:
             written: int | None = super().write(data)  # type: ignore[arg-type]
         except OSError:
             written = None
-        # None: a terminal or pipe that does not block is full.
+        # None: a non-blocking terminal or pipe is full.
         return memoryview(data).nbytes if written is None else written  # type: ignore[arg-type]
 
 
 def make_lossy() -> None:
-    """Have no write to standard output or standard error of this process fail.
+    """Make writes to standard output and standard error of this process never fail.
 
-    Before anything else keeps one of them. A stream that a program has put in their place stays.
+    Call this before other code keeps one of the streams. A stream that a program has replaced
+    stays.
     """
     for number in _STANDARD:
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file or socket would get its number, and what is printed
+        except OSError:  # closed: the next file or socket would get its number, and the output
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is sys.__stdout__:
         sys.stdout = _lossy(sys.stdout, 1)
@@ -56,7 +57,7 @@ def _lossy(stream: TextIO | None, number: int) -> TextIO:
     return io.TextIOWrapper(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding=encoding,
-        errors="backslashreplace",  # a name that the encoding does not know ends no server either
+        errors="backslashreplace",  # a character outside of the encoding must not fail either
         line_buffering=is_by_line,
         write_through=is_unbuffered,
     )

@@ -1,4 +1,4 @@
-"""The small values that travel between the parts: identities and what is known of a request."""
+"""The small values shared by all parts: identities, and the metadata of a request."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ReplicaID:
 
 
 class RequestMetadata(NamedTuple):
-    """What is known of a request before user code sees it; it never changes on the way.
+    """The metadata of a request, known before user code runs; it never changes.
 
-    `route` is the HTTP path prefix the request came in by ("" for none); of a call that is made in
-    a request, its template. `app_name` is the application that request came to ("" for that of
-    `deployment`). `deadline` is when it has to be answered, in `time.monotonic()` seconds. A tuple,
-    because one is made for every request and a frozen dataclass takes three times as long (1 us).
+    `route` is the HTTP path prefix of the request ("" for none), or, for a call that is made in a
+    request, the request's path template. `app_name` is the application that received the request
+    ("" for the application of `deployment`). `deadline` is in seconds of `time.monotonic()`. A
+    tuple, because one is made per request, and a frozen dataclass takes three times as long (1 us).
     """
 
     request_id: str

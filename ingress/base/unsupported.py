@@ -1,11 +1,11 @@
-"""What Ray Serve 2.60 has and this package has not: what to do instead, told where it is used.
+"""Features of Ray Serve 2.60 that this package does not have, with advice for error messages.
 
     NAMES        serve.xyz, and serve.module of a module of Ray Serve
-    MEMBERS      attributes of what the API returns, and names of its modules
-    PARAMETERS   keywords of functions and methods; options have theirs in `config`, as `elsewhere`
+    MEMBERS      attributes of objects that the API returns, and names in its modules
+    PARAMETERS   keywords of functions and methods; for options see `elsewhere` in `config`
 
-docs/compatibility.md lists the same sentences; that nothing is left out, and that each one is told,
-has a test.
+docs/compatibility.md lists the same sentences. Tests check that the lists are complete and that
+every sentence reaches the user.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
 
 
 def teller(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: it tells of a name that is absent."""
+    """Return a module's `__getattr__`, which raises `AttributeError` with advice."""
     kind = module.rpartition(".")[2]
     advice = NAMES if kind == "ingress" else MEMBERS[kind]
 
@@ -185,7 +185,7 @@ def teller(module: str) -> Callable[[str], Any]:
 
 
 def absent_member(owner: Any, name: str) -> AttributeError:
-    """Return the error of an attribute that an object has not; for its `__getattr__`."""
+    """Return the error for an attribute that an object does not have; for `__getattr__`."""
     kind = type(owner).__name__
     return AttributeError(
         f"{kind!r} object has no attribute {name!r}{_told(MEMBERS.get(kind, {}), name)}",
@@ -195,7 +195,7 @@ def absent_member(owner: Any, name: str) -> AttributeError:
 
 
 def absent_method(deployment: str, name: str, methods: list[str]) -> AttributeError:
-    """Return the error of a method that a deployment has not; for the `__getattr__` of a handle."""
+    """Return the error for a method that a deployment does not have; for a handle."""
     told = _told(MEMBERS["DeploymentHandle"], name)
     return AttributeError(
         f"deployment '{deployment}' has no method '{name}'; it has {methods}{told}"
@@ -203,7 +203,7 @@ def absent_method(deployment: str, name: str, methods: list[str]) -> AttributeEr
 
 
 def refuse(function: str, given: Mapping[str, Any]) -> None:
-    """Raise `TypeError` if a function of that name was given keywords that it has not."""
+    """Raise `TypeError` for keywords that the function of that name does not take."""
     for name in given:
         advice = PARAMETERS[function]
         known = advice.get(name)

@@ -17,8 +17,8 @@ from ingress.execution import execution
 class Item:
     """One caller's part of a batch.
 
-    `group`, its model id and the shape of its arguments, is what it shares with those it may run
-    with. `ready` is done when it has its answer, or its stream begins; `is_over` says that it was
+    Only items of one `group` run together: the model id and the shape of the arguments. `ready` is
+    done when the item has its answer, or its stream begins; `is_over` says that the item was
     answered, or that its caller has left.
     """
 
@@ -34,7 +34,7 @@ class Item:
 
     @property
     def has_left(self) -> bool:
-        # Race with a cancellation: it reaches the future at once, its caller comes to `leave` on a
+        # Race with a cancellation: it reaches the future at once, but the caller calls `leave` on a
         # later turn of the loop, and a batch may start in between.
         return self.is_over or self.ready.cancelled()
 
@@ -56,26 +56,26 @@ class Item:
         if self.is_over:
             return
         self.is_over = True
-        # Not in the future: it refuses a `StopIteration`, and complains of an error that a caller
-        # who left at this very moment does not fetch.
+        # Not in the future: it refuses a `StopIteration`, and logs an error that is not fetched,
+        # because the caller has left at this very moment.
         self.value, self.error = value, error
         if self.channel is not None:
             self.channel.finish(error)
         self.begin()
 
     async def put(self, value: Any) -> None:
-        """Give the next part of a stream; wait while the caller is too far behind."""
+        """Give the caller the next part of its stream; wait while it is too far behind."""
         assert self.channel is not None
         try:
             await self.channel.put(value, len(value) if isinstance(value, str | bytes) else 0)
-        except StreamClosedError:  # it has left; the others go on
+        except StreamClosedError:  # the caller has left; the others go on
             self.is_over = True
 
 
 def fail(items: list[Item], error: Exception) -> None:
-    """Fail those who have no answer yet, each with an error of its own.
+    """Fail the items that have no answer yet, each with an error of its own.
 
-    Raised by several tasks one object would collect the frames and contexts of all of them.
+    One error that several tasks raise would collect the frames and contexts of all of them.
     """
     copies: list[BaseException] = [error]
     copies += [_copy(error) for item in items[1:]]
@@ -95,7 +95,7 @@ def _copied(error: Exception) -> BaseException:
     made: Any = copy.copy(error)
     if type(made) is not type(error):
         return error
-    made.args = error.args  # a constructor may make something else of its own arguments
+    made.args = error.args  # a constructor may have changed its arguments
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
     copied: BaseException = made.with_traceback(error.__traceback__)

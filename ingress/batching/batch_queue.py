@@ -3,10 +3,10 @@
     submit -> waiting -> forming -> a run: one call of the handler -> each caller's result
               no permit  holds one, until it is full or its time is up
 
-A permit is taken before a batch forms, so a batch goes on filling while others run. What runs
-together is alike: of one model, and with arguments of one shape. The others keep their places.
-There is no task that collects: whoever changes something looks whether a batch can start, and a
-queue with nobody in it is no task, no timer and, once it has said so, no object.
+A permit is taken before a batch forms, so a batch goes on filling while others run. The calls of a
+batch have one model and arguments of one shape; other calls keep their places. No task collects
+calls: each change checks whether a batch can start. An empty queue has no task and no timer; it
+calls `on_idle`, and its owner drops it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_INSTANCE = object()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What `set_*` can change."""
+    """The limits of a batch that `set_*` can change."""
 
     max_batch_size: int
     batch_wait_timeout_s: float
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handler:
-    """The user's function, and how it wants its batches."""
+    """The user's function, and its options for batches."""
 
     func: Callable[..., Any]
     name: str
@@ -69,9 +69,9 @@ class Handler:
 
 
 class BatchQueue:
-    """Owned by its loop.
+    """The waiting, forming and running batches of one function. Owned by its loop.
 
-    `limits` is asked when a batch begins to form; `on_idle` is told when nobody is here any more.
+    `limits` is called when a batch begins to form, `on_idle` when the queue is empty.
     """
 
     __slots__ = (
@@ -99,14 +99,14 @@ class BatchQueue:
         self._forming_limits = limits()
         self._timer: asyncio.TimerHandle | None = None
         self._runs: dict[asyncio.Task[None], tuple[Call, list[Item]]] = {}
-        # Nobody's: the variables of the request that comes first are no business of the others.
+        # An empty one: the variables of the request that comes first must not reach the others.
         self._context = Context()
         self._own_pool: WorkerPool | None = None
         if replica is not None:
             self._context.run(REPLICA.set, replica)
         if replica is not None and replica._make_plan is not None and replica._loop is loop:
             self._plan = replica._make_plan(handler.func, Role.BATCH)
-        else:  # outside of a replica, or on a loop that user code has made for itself
+        else:  # outside of a replica, or on a loop that user code has made
             home = BorrowedLoop(f"{handler.name}-batch", loop)
             pool = self._own_pool = WorkerPool(home, handler.max_concurrent_batches)
             self._plan = execution.plan(
@@ -118,10 +118,11 @@ class BatchQueue:
         self._advance()
 
     def leave(self, item: Item) -> None:
-        """Forget a caller that is gone.
+        """Remove the item of a caller that has left.
 
-        It takes no place in a batch that has not begun; one that has goes on for the others. Once
-        all have left it is told so, and goes on even then, as a `def` does; a generator is closed.
+        The item takes no place in a batch that has not begun; a batch that has begun goes on for
+        the others. Once all callers have left, the batch is told to stop (`cancellation()`) but
+        goes on, as a `def` does; a generator is closed.
         """
         was_over, item.is_over = item.is_over, True
         if item in self._forming:
@@ -142,7 +143,7 @@ class BatchQueue:
     # Forming.
 
     def _advance(self) -> None:
-        """Start what can start; set the timer of what forms; say so if nobody is left."""
+        """Start full batches, set the timer of the forming one, and report an empty queue."""
         while self._waiting and len(self._runs) < self._handler.max_concurrent_batches:
             if not self._fill():
                 break
@@ -156,7 +157,7 @@ class BatchQueue:
             self._on_idle(self)
 
     def _fill(self) -> bool:
-        """Take those who may run together from the queue. Returns whether the batch is complete."""
+        """Take the items that may run together. Returns whether the batch is complete."""
         others: deque[Item] = deque()
         is_complete = False
         while self._waiting and not is_complete:
@@ -170,7 +171,7 @@ class BatchQueue:
                 continue
             is_complete = self._add(item)
             if is_complete and any(each.has_left for each in self._forming):
-                self._waiting.extendleft(reversed(self._forming))  # once more, without those
+                self._waiting.extendleft(reversed(self._forming))  # again, without those items
                 self._forming.clear()
                 is_complete = False
         others.extend(self._waiting)
@@ -178,10 +179,10 @@ class BatchQueue:
         return is_complete
 
     def _add(self, item: Item) -> bool:
-        """Add an item to the batch that forms. Returns whether that is complete.
+        """Add an item to the forming batch. Returns whether the batch is complete.
 
-        An item that does not fit goes back to the front of the queue; one that would never fit, or
-        whose size cannot be told, fails.
+        An item that does not fit goes back to the front of the queue. An item that would never fit,
+        or whose size is unknown, fails.
         """
         limit = self._forming_limits.max_batch_size
         size: float = len(self._forming) + 1
@@ -224,8 +225,8 @@ class BatchQueue:
             return
         replica = self._replica
         calls = [item.call for item in items]
-        # None of theirs: what a batch calls does not end with one of them, nor is it the only one
-        # that a record is about, so the request id is blank.
+        # A call of its own: calls made in a batch do not end with one of its members. No member is
+        # the only one that a log record is about, so the request id is blank.
         metadata = RequestMetadata(
             request_id="",
             deployment=_NOWHERE if replica is None else replica.replica_id.deployment_id,
@@ -236,7 +237,7 @@ class BatchQueue:
         context = self._context.copy()
         batch = Call(metadata, None, context, tuple(call for call in calls if call is not None))
         context.run(CURRENT_CALL.set, batch)
-        # No request's task: it goes on when the caller that completed it is cancelled.
+        # A task of its own: it goes on when the caller that completed the batch is cancelled.
         task = self.loop.create_task(self._run(items, batch), context=context)
         self._runs[task] = batch, items
         if replica is not None:
@@ -264,17 +265,17 @@ class BatchQueue:
         except Exception as error:
             self._log_late(items, error)
             fail(items, error)
-        except asyncio.CancelledError as error:  # the replica stops, or user code asked for it
+        except asyncio.CancelledError as error:  # the replica stops, or user code cancelled it
             fail(items, UserCodeExit(error, self._handler.name))
         finally:
             for member in members:
                 batch.end_wait(member)
-            del items  # an error's traceback holds this frame: do not let it hold the error too
+            del items  # an error's traceback holds this frame, which must not hold the error too
 
     async def _stream(self, items: list[Item], args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Hand round what the generator yields, at the pace of the slowest that listens.
+        """Hand the generator's results to the callers, at the pace of the slowest that listens.
 
-        Each caller may be behind by what a `Channel` holds.
+        Each caller may be behind by as much as a `Channel` holds.
         """
         for item in items:
             item.begin()
@@ -296,19 +297,19 @@ class BatchQueue:
             item.settle()
 
     def _split(self, result: Any, count: int) -> list[Any]:
-        """Return each caller's part of what the handler gave. Raises if it is not one for each."""
+        """Return each caller's part of the result. Raises if there is not one for each."""
         return execution.call_inline(_as_list, result, count, self._handler.name)
 
     def _error_in(self, value: Any) -> BaseException | None:
-        """Return the error to raise for a caller whose part of the result is one."""
-        # By its type: nothing is known of the value, not even that it can be looked at.
+        """Return the error to raise for a caller, if its part of the result is an error."""
+        # By its type: any other access to an unknown value may fail.
         if not self._handler.per_item_errors or not issubclass(type(value), BaseException):
             return None
         error: BaseException = readable(value)
         return error if isinstance(error, Exception) else UserCodeExit(error, self._handler.name)
 
     def _log_late(self, items: list[Item], error: BaseException) -> None:
-        """Log an error if all whose it is have left: nobody else will hear of it."""
+        """Log an error if all callers that it is for have left: it would be lost otherwise."""
         if all(item.has_left for item in items) and not is_cancellation(error):
             ids = [item.call.metadata.request_id for item in items if item.call is not None]
             logger.warning(
@@ -328,7 +329,7 @@ class BatchQueue:
                 models.end(batch)
             elif models is not None:
                 mailbox_of(models.loop).post(models.end, batch)
-        # Cancelled before its first step it has not run one line; nobody waits for ever.
+        # Cancelled before its first step, the task has run no line: no caller may wait for ever.
         if any(not item.is_over for item in items):
             cancelled = asyncio.CancelledError("before it began")
             fail(items, UserCodeExit(cancelled, self._handler.name))
@@ -336,7 +337,7 @@ class BatchQueue:
 
 
 def _latest_deadline(calls: list[Call | None]) -> float | None:
-    """Return when the last of these calls has to be answered, `None` if one has no deadline."""
+    """Return the latest deadline of these calls, `None` if a call has no deadline."""
     deadlines = [None if call is None else call.deadline for call in calls]
     known = [each for each in deadlines if each is not None]
     return max(known) if len(known) == len(deadlines) else None

@@ -1,6 +1,6 @@
 """`@serve.batch`: calls that arrive one by one run together.
 
-A decorated function has a `BatchQueue` for each instance, replica and loop, and only while somebody
+A decorated function has a `BatchQueue` for each instance, replica and loop, and only while a call
 is in it. So nothing is shared between instances, and nothing keeps an instance or a loop alive.
 """
 
@@ -59,22 +59,23 @@ def batch(
     *,
     per_item_errors: bool = False,
 ) -> Any:
-    """Make a function of lists one of single values, whose calls run together.
+    """Turn a function of lists into a function of single values, whose calls run together.
 
     The function gets a list for each of its parameters and returns a list of as many results, in
-    the same order; a generator yields such lists, with the class `StopIteration` in the place of a
-    caller whose stream ends there. A first parameter called `self` or `cls` is no list. What is
-    decorated is awaited, or iterated with `async for`, also if it was written as a `def`: that one
-    runs in the replica's worker threads.
+    the same order. A generator yields such lists, with the class `StopIteration` in the place of a
+    caller whose stream ends there. A first parameter called `self` or `cls` is no list. The
+    decorated function is awaited, or iterated with `async for`, also if it was written as a `def`:
+    a `def` runs in the replica's worker threads.
 
     A batch starts when it has `max_batch_size` calls, or `batch_wait_timeout_s` after it began to
-    form, at 0 with whatever is there; at most `max_concurrent_batches` run at once.
-    `batch_size_fn(values)` says how much of `max_batch_size` these values of the first parameter
-    take; by default it is how many they are. With `per_item_errors` an exception among the results
+    form; at 0 it starts with the calls that are there. At most `max_concurrent_batches` run at
+    once. `batch_size_fn(values)` returns how much of `max_batch_size` these values of the first
+    parameter take, by default their number. With `per_item_errors` an exception among the results
     is raised for its caller; otherwise it is returned like any value.
 
-    `set_max_batch_size` and `set_batch_wait_timeout_s` of what is decorated hold from the next
-    batch on: inside a replica for that replica, elsewhere for all that were told nothing else.
+    The decorated function has `set_max_batch_size` and `set_batch_wait_timeout_s`, which hold from
+    the next batch on: inside a replica for that replica, elsewhere for all replicas that have not
+    set their own.
 
     Raises `TypeError` or `ValueError`. Source: Ray 2.60.0, batching.py.
     """
@@ -139,14 +140,14 @@ class Batcher:
                 "parameter for the values that are collected"
             )
         self._signature = inspect.Signature(parameters)
-        # The number of arguments of a call that is as simple as nearly all; -1 if none can be.
+        # The number of arguments of a simple call, as nearly all are; -1 if no call can be simple.
         is_simple = all(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)
         self._arity = len(parameters) if is_simple else -1
-        # A queue keeps what the ids in its key are of, so that nothing else can have them.
+        # A queue keeps the objects whose ids are its key, so that no other objects get these ids.
         self._queues: dict[tuple[int, int, int], BatchQueue] = {}
 
     def decorated(self) -> Callable[..., Any]:
-        """Return what takes the place of the user's function."""
+        """Return the function that takes the place of the user's function."""
         func: Any = self._handler.func
         wrapper: Any
         if self._handler.streams:
@@ -176,25 +177,25 @@ class Batcher:
 
     @property
     def handler(self) -> Handler:
-        """What was decorated, and its options that do not change."""
+        """The decorated function, and its options that do not change."""
         return self._handler
 
     def limits(self, replica: ReplicaContext | None = None) -> Limits:
-        """Return what holds for a replica, by default for the one this runs in."""
+        """Return the limits of a replica, by default of the current one."""
         replica = replica or REPLICA.get(None)
         return self._limits if replica is None else replica._batch_limits.get(self, self._limits)
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Raises `TypeError` or `ValueError`."""
+        """Set the size of the next batches. Raises `TypeError` or `ValueError`."""
         self._set(max_batch_size=_size(max_batch_size))
 
     def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None:
-        """Raises `TypeError` or `ValueError`."""
+        """Set the wait of the next batches. Raises `TypeError` or `ValueError`."""
         self._set(batch_wait_timeout_s=_wait_s(batch_wait_timeout_s))
 
     def _set(self, **changed: Any) -> None:
         replica = REPLICA.get(None)
-        # Race with who changes the other one of the two, in another thread: neither gets lost.
+        # Race with a change of the other limit in another thread: neither gets lost.
         with self._lock:
             limits = replace(self.limits(), **changed)
             if replica is None:
@@ -214,13 +215,13 @@ class Batcher:
             try:
                 raise item.error
             finally:
-                del item  # the traceback holds this frame: do not let it hold the error too
+                del item  # the traceback holds this frame, which must not hold the error too
         return item.value
 
     async def stream(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the caller's own parts of what the generator of its batch yields."""
+        """Yield the caller's own parts of the results of its batch."""
         channel = Channel()
         item, queue = self._submit(args, kwargs, channel)
         try:
@@ -238,7 +239,7 @@ class Batcher:
     def _submit(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], channel: Channel | None
     ) -> tuple[Item, BatchQueue]:
-        """Put a call into the queue it belongs to. Raises `TypeError` for wrong arguments."""
+        """Put a call into its queue. Raises `TypeError` for wrong arguments."""
         instance: Any = NO_INSTANCE
         if self._has_receiver and args:
             instance, *rest = args
@@ -249,7 +250,7 @@ class Batcher:
                 bound = self._signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._handler.name}(): {error}") from None
-            # Without the defaults: a list of them would be none of what the handler expects.
+            # Without the defaults: the handler does not expect a list of them.
             args, kwargs = bound.args, bound.kwargs
             names = frozenset(kwargs)
         loop = asyncio.get_running_loop()
@@ -278,7 +279,7 @@ class Batcher:
 
     def _forget_closed_loops(self) -> None:
         """Drop the queues whose loop was closed in the middle of their work."""
-        for key in list(self._queues):  # other loops have queues here; see `Deadlines._ring`
+        for key in list(self._queues):  # other loops change this dict; see `Deadlines._ring`
             queue = self._queues.get(key)
             if queue is not None and queue.loop.is_closed():
                 self._queues.pop(key, None)
@@ -287,7 +288,7 @@ class Batcher:
         size, concurrent = self._limits.max_batch_size, self._handler.max_concurrent_batches
         # With a `batch_size_fn` the size is no number of calls.
         if self._handler.batch_size_fn is None and size * concurrent > max_ongoing:
-            # The words are Ray 2.60.0's.
+            # The text is Ray 2.60.0's.
             logger.warning(
                 "'%s' of deployment '%s': `max_batch_size` (%d) * `max_concurrent_batches` (%d) is "
                 "larger than `max_ongoing_requests` (%d). This means the replica will never "

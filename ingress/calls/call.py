@@ -1,10 +1,10 @@
-"""One request, from its submission to its one answer.
+"""One call, from its submission to its one answer.
 
     resolving its arguments -> waiting in the router -> running on a replica -> settled
                                      `cancel` may come at any point
 
-Whoever settles it first wins; the slot is another matter and follows the work, not the answer.
-`cancellation()` is how the work itself sees that its answer is not wanted any more.
+A call is settled once: the first answer wins. Its slot follows the work, not the answer: it is
+released when the work has ended. User code learns from `cancellation()` that it is to stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Queue(Protocol):
-    """What a call needs of the router it waits in."""
+    """The router or model cache that a call waits in, as the call sees it."""
 
     def withdraw(self, call: Call) -> bool: ...
 
@@ -37,7 +37,7 @@ class Queue(Protocol):
 
 
 class Runner(Protocol):
-    """What a call needs of the replica it runs on."""
+    """The replica that a call runs on, as the call sees it."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -64,16 +64,18 @@ class Runner(Protocol):
 
 
 class Call:
-    """Thread-safe.
+    """The state of one call, and its answer. Thread-safe.
 
-    `work(user_code)` is what the replica runs, in `context`. `queue` and `runner` say where it is.
-    `waits_for` are the calls whose answers its user code waits for now, or it itself needs before
-    it can begin; `is_awaited` becomes true when the user code of a call waits for it. `members` are
-    the calls of a batch, which runs as a call of its own; `None` if this is no batch. `retries` is
-    how often it was sent on from a replica that went before it began. `is_interrupted` becomes true
-    when nobody wants the answer any more, or its replica stops. `assigned_at` is when it got its
-    slot, and `has_begun` becomes true before the first line of its user code; `answered_at` is when
-    the answer to a request with a deadline was sent, 0 if that is when its work ends.
+    work            `work(user_code)` is run by the replica, in `context`
+    queue, runner   the router the call waits in, the replica it runs on
+    waits_for       the calls that its user code waits for now, or that it needs to begin
+    is_awaited      becomes true when the user code of another call waits for this call
+    members         the calls of a batch, which runs as a call of its own; else `None`
+    retries         times it was sent on, because its replica was gone before it began
+    is_interrupted  becomes true when its answer is not wanted any more, or its replica stops
+    assigned_at     when it got its slot
+    has_begun       becomes true before the first line of its user code
+    answered_at     when the answer to a request with a deadline was sent; 0 if at its work's end
     """
 
     __slots__ = (
@@ -132,12 +134,12 @@ class Call:
         self._children: set[Call] | None = None  # not settled yet
 
     def start(self, runner: Runner) -> None:
-        """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
+        """Begin on the replica whose slot the call has. Thread-safe; called once for each slot."""
         self.runner = runner
         runner.submit(self)
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
-        """Give the answer. Returns False if there already is one."""
+        """Settle the call with its answer. Returns False if it is settled already."""
         with self._lock:
             if self.settled:
                 return False
@@ -152,7 +154,7 @@ class Call:
         return True
 
     def when_settled(self, callback: Callable[[Call], Any]) -> None:
-        """Have `callback(call)` called once, at once if there is an answer; it must not block."""
+        """Call `callback(call)` once the call is settled, at once if it is. It must not block."""
         with self._lock:
             if not self.settled:
                 self._callbacks.append(callback)
@@ -166,19 +168,19 @@ class Call:
 
     @property
     def deadline(self) -> float | None:
-        """When it has to be answered, in `time.monotonic()` seconds; its children too."""
+        """The deadline of the call and of its children, in `time.monotonic()` seconds."""
         return self.metadata.deadline
 
     def expire(self) -> None:
-        """Cancel it because its deadline has come. Thread-safe."""
+        """Cancel the call, because its deadline has come. Thread-safe."""
         self._expire_parents()
         self.cancel(self._timeout())
 
     def _expire_parents(self) -> None:
-        """Expire those it was made for whose time is up with its own.
+        """Expire the calls that this call was made for, if their deadlines have come too.
 
-        Race with their own timers, which may be on other loops: theirs has to come first, or they
-        would be told that a call of theirs failed, and make something of that, a 500 perhaps.
+        Race with the parents' own timers, which may be on other loops: a parent must expire before
+        its child. Else its user code would see a call that failed, and might answer with a 500.
         """
         parent = self._parent
         if parent is not None and self.metadata.deadline is not None:
@@ -188,7 +190,7 @@ class Call:
                     each.expire()
 
     def is_over(self) -> bool:
-        """Whether it must not begin: it has an answer, or its deadline has passed, which is one."""
+        """Return whether the call must not begin. Settles it if its deadline has passed."""
         deadline = self.metadata.deadline
         if deadline is not None and not self.settled and monotonic() >= deadline:
             self._expire_parents()
@@ -201,45 +203,45 @@ class Call:
         return RequestTimeoutError(self.metadata.request_id, left_s)
 
     def adopt(self, child: Call) -> None:
-        """Have a call that is made in this one, and has not been submitted yet, cancelled with it.
+        """Have a call that is made in this one cancelled with it. Called before it is submitted.
 
-        What is made once this one is settled is on its own: fire and forget, or what a `finally`
-        block does after a cancellation.
+        A call that is made after this one is settled has no parent: fire and forget, or a call of
+        a `finally` block after a cancellation.
         """
         if self.settled:
             return
         if self._children is None:
-            with self._lock:  # its worker threads may be here at the same time
+            with self._lock:  # several worker threads of this call may be here
                 if self._children is None:
                     self._children = set()
         child._parent = self
         self._children.add(child)
-        # Race with a cancellation in another thread since we looked: it may have gone through the
-        # children just before this one was among them.
+        # Race with a cancellation in another thread since `settled` was read: it may have gone
+        # through the children just before this child was added.
         if self.is_interrupted and self.error is not None:
             child.cancel()
 
     def cancel(self, error: RayServeException | None = None) -> bool:
-        """Settle as cancelled and stop the work where it is, with the calls made in it.
+        """Settle the call as cancelled, and stop its work and the calls made in it.
 
-        `error` is what its caller gets instead of a plain `RequestCancelledError`. Returns False if
-        it was settled.
+        Its caller gets `error`, by default a `RequestCancelledError`. Returns False if the call was
+        settled already.
         """
         if not self.settle(error=error or RequestCancelledError(self.metadata.request_id)):
             return False
         self.is_interrupted = True
-        # Race with a slot that is being handed over: the replica looks at `settled` before it
-        # starts, so a call that is neither withdrawn here nor cancelled there gives its slot back
-        # unused.
+        # Race with a slot that is being handed over: the replica reads `settled` before it starts
+        # the call, so a call that is neither withdrawn from the queue nor cancelled on the replica
+        # gives its slot back unused.
         if (self.queue is None or not self.queue.withdraw(self)) and self.runner is not None:
             self.runner.cancel(self)
         return True
 
     def interrupt(self) -> None:
-        """Tell the work that it is to stop, and cancel the calls made in it.
+        """Tell the work to stop, and cancel the calls made in it.
 
-        Called where the work runs, after its task was cancelled: a child that is settled before
-        would wake that task with an error of its own instead.
+        Called where the work runs, after its task was cancelled: a child that is settled earlier
+        would wake that task with the child's error instead.
         """
         self.is_interrupted = True
         for child in list(self._children or ()):
@@ -247,22 +249,22 @@ class Call:
 
     @property
     def app_name(self) -> str:
-        """The application the request came to that this call is made for."""
+        """The application that the original request came to."""
         return self.metadata.app_name or self.metadata.deployment.app_name
 
     def kind(self) -> str:
-        """Return what calls that take about as long have in common; "" for none."""
+        """Return the kind of this call; calls of a kind take about as long. "" for none."""
         return self.metadata.method_name
 
     def current_route(self) -> str:
-        """Return the route as far as it is known by now, a template such as "/items/{id}"."""
+        """Return the route as far as it is known, a template such as "/items/{id}"."""
         return self.metadata.route
 
     def release_references(self) -> None:
-        """Forget what only the run needed, once it has ended.
+        """Drop the references that only the run needed, once it has ended.
 
-        Otherwise a call that starts another as its last act, and that one the next, would keep all
-        who came before alive, with their arguments.
+        Otherwise, in a chain of calls that each start the next one as their last act, the last
+        would keep all earlier calls alive, with their arguments.
         """
         self.work = None
         self.context = _NO_CONTEXT
@@ -296,22 +298,22 @@ class Call:
             waiter = self.begin_wait()
             try:
                 if not event.wait(timeout_s):
-                    self._forget(wake)  # who asks again and again must not leave a trail here
+                    self._forget(wake)  # repeated waits must not collect callbacks here
                     return False
             finally:
                 self.end_wait(waiter)
         return True
 
     def begin_wait(self, waiter: Call | None = None) -> Call | None:
-        """Note that a call, by default the one this is in, goes on only after this one."""
+        """Note that `waiter`, by default the current call, waits for this call; return it."""
         waiter = waiter or CURRENT_CALL.get(None)
         if waiter is not None:
             with waiter._lock:  # its user code may wait in several threads
                 if not isinstance(waiter.waits_for, set):
                     waiter.waits_for = set()
                 waiter.waits_for.add(self)
-            # Race with `Router.assign`, for a call that waits for its arguments: it looks at this
-            # after it has queued the call, so one of the two sees both.
+            # Race with `Router.assign`, for a call that waits for its arguments: `assign` reads
+            # this flag after it has queued the call, so one of the two sees both.
             self.is_awaited = True
             if self.queue is not None:
                 self.queue.check_deadlock(self)
@@ -323,15 +325,15 @@ class Call:
                 assert isinstance(waiter.waits_for, set)
                 waiter.waits_for.discard(self)
                 other = next(iter(waiter.waits_for), None)
-            # This may have been the one that could still be answered.
+            # This call may have been the only one of them that could still be answered.
             if other is not None and other.queue is not None:
                 other.queue.check_deadlock(other)
 
 
 def when_all_settled(calls: Sequence[Call], then: Callable[[], Any]) -> None:
-    """Have `then()` called once all of them, one at least, have an answer; it must not block."""
+    """Call `then()` once all of the calls, at least one, are settled. It must not block."""
     left = len(calls)
-    lock = threading.Lock()  # they are settled in any thread, even at the same moment
+    lock = threading.Lock()  # calls are settled in any thread, even at the same moment
 
     def settled(_: Call) -> None:
         nonlocal left
@@ -346,9 +348,9 @@ def when_all_settled(calls: Sequence[Call], then: Callable[[], Any]) -> None:
 
 
 class Cancellation:
-    """Whether the answer to a request is still wanted, for code that no one can cancel.
+    """A view of a request's cancellation, for code that cannot be cancelled from outside.
 
-    Thread-safe: hand it to whatever does the work.
+    Thread-safe: pass it to the thread that does the work.
     """
 
     __slots__ = ("_call",)
@@ -358,11 +360,11 @@ class Cancellation:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop: the client left, the caller cancelled, or the replica is stopping."""
+        """Return whether to stop: the client left, the caller cancelled, or the replica stops."""
         return self._call is not None and self._call.is_interrupted
 
     def check(self) -> None:
-        """Raise `RequestCancelledError` if `requested`, from the reason if there is another."""
+        """Raise `RequestCancelledError` if `requested`; its cause is the error of the call."""
         if self._call is not None and self._call.is_interrupted:
             raise RequestCancelledError(self._call.metadata.request_id) from self._call.error
 
@@ -371,10 +373,10 @@ class Cancellation:
 
 
 def cancellation() -> Cancellation:
-    """Return the cancellation of the request that the caller works for.
+    """Return the cancellation of the request that the running code works for.
 
-    In `async def`, `def`, generators, `asyncio.to_thread` and the tasks the request has started;
-    outside of a request it is never requested.
+    Works in `async def`, `def`, generators, `asyncio.to_thread` and tasks that the request has
+    started. Outside of a request, `requested` is never true.
     """
     return Cancellation(CURRENT_CALL.get(None))
 
@@ -391,10 +393,7 @@ def current_calls() -> tuple[Call, ...]:
 
 
 def current_users() -> tuple[Call, ...]:
-    """Return the calls that need what the running code asks for: those, and their batch.
-
-    That one may outlive them all.
-    """
+    """Return `current_calls()`, and the call of their batch, which may outlive all of them."""
     call = CURRENT_CALL.get(None)
     if call is None:
         return ()

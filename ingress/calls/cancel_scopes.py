@@ -1,8 +1,8 @@
-"""Cancelling a task once, where AnyIO would do it again and again, or not at all.
+"""Cancelling a task once, where AnyIO would do it repeatedly, or not at all.
 
-AnyIO cancels what is in a cancelled scope at every turn of the loop, unless a scope inside shields
-it: around the threads it waits for, and where users ask for that. `Task.cancel` comes once, and
-goes through a shield: a thread then runs on with nobody who waits for it.
+AnyIO cancels the code in a cancelled scope at every turn of the loop, unless an inner scope shields
+it: AnyIO shields its waits for threads, and user code may shield, too. `Task.cancel` comes once,
+and goes through a shield: a thread then runs on while no task waits for it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from anyio._backends._asyncio import CancelScope, _task_states
 class OnceScope(CancelScope):
     """A scope that passes its parent's cancellation on to its task once.
 
-    Overrides where AnyIO delivers and counts; without it, AnyIO's way is what remains.
+    It overrides the methods in which AnyIO delivers and counts cancellations. Without the
+    overrides, AnyIO's own behaviour remains.
     """
 
     __slots__ = ()
 
     @property
     def is_cancelled(self) -> bool:
-        return self.shield  # nothing else shields it
+        return self.shield  # only `_deliver_cancellation` sets it
 
     def __exit__(self, *failure: Any) -> bool:
-        # Race with the parent task's own cancellation: what a scope inside could not take back of
-        # our task's cancellations AnyIO hands on outwards, and the parent would take it from its
-        # own task's, and with it the sign that somebody asked for that one. Ours ends here anyway.
+        # Race with the parent task's own cancellation: AnyIO hands the cancellations of this task
+        # that an inner scope could not take back on to the outer scope. The parent would subtract
+        # them from its own task's count, and lose the sign that its own cancellation was requested.
+        # This task ends here anyway.
         self._pending_uncancellations = 0
         return super().__exit__(*failure)
 
@@ -40,16 +42,16 @@ class OnceScope(CancelScope):
             if inner.shield:
                 return False  # AnyIO asks again when that scope ends
             inner = inner._parent_scope
-        # First: AnyIO's own functions wait, in a cancelled scope, for it to cancel them.
+        # First, because in a cancelled scope AnyIO's own functions wait for it to cancel them.
         self._cancel_called = False
         self._shield = True
-        # Not with AnyIO's message: a scope inside would take this for a cancellation of its own.
+        # Without AnyIO's message: an inner scope would take this for a cancellation of its own.
         task.cancel()
         return False
 
 
 def cancel_once(task: asyncio.Task[Any]) -> None:
-    """Cancel a task, now or when it leaves what shields it. Call it on the task's loop."""
+    """Cancel a task, now or when it leaves its shield. Called on the task's loop."""
     state = _task_states.get(task)
     scope = None if state is None else state.cancel_scope
     is_shielded = False
@@ -60,7 +62,7 @@ def cancel_once(task: asyncio.Task[Any]) -> None:
     if outermost is None or not is_shielded:
         task.cancel()
         return
-    # A cancelled scope round all that it is in, which AnyIO finds when the shield ends.
+    # A cancelled scope around all scopes of the task, which AnyIO finds when the shield ends.
     around = OnceScope()
     around._host_task = task
     around._cancel_called = True

@@ -1,15 +1,15 @@
-"""One bounded stream from one producer to one consumer, each on a loop or in a thread.
+"""A bounded stream from one producer to one consumer, each on a loop or in a thread.
 
     producer   put / put_blocking ... finish(error)                waits while the channel is full
     consumer   get / get_many / get_blocking, `async for`; close   waits while it is empty
 
-A full channel is what slows a producer down to its consumer: at most 16 items or 64 KiB wait, or
-what its maker says. What was put before an error arrives before the error.
+A full channel is the backpressure: at most 16 items or 64 KiB wait, unless its maker sets other
+limits. Items that were put before an error arrive before the error.
 
-One item goes through at once. While items come faster than a thread or a loop wakes up, they go in
-batches: `get_many` takes all there is, and a producer that had to wait is woken when the channel is
-half empty, not for every place. Two wake-ups a batch instead of two an item is what makes a stream
-cheap: each costs tens of microseconds where two threads share one interpreter.
+A single item goes through at once. If items come faster than a thread or a loop wakes up, they go
+in batches: `get_many` takes all items, and a waiting producer is woken when the channel is half
+empty, not for every free place. Two wake-ups a batch instead of two an item make a stream cheap:
+each wake-up costs tens of microseconds where two threads share one interpreter.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ YIELD_EVERY = 16  # items: a producer that never awaits must not keep its loop
 
 
 class EndOfStream(Exception):
-    """The producer finished and everything it put was taken."""
+    """The end of a stream: its producer has finished, and all items were taken."""
 
 
 class Channel:
-    """Thread-safe; one producer and one consumer.
+    """A bounded stream between two loops or threads. Thread-safe; one producer and one consumer.
 
-    Every state change is a few lines under one lock; whoever has to wait leaves its wake-up there
-    in the same section in which it found that it has to, so no wake-up can fall in between.
+    Every state change is a few lines under one lock. A side that has to wait stores its wake-up in
+    the same critical section in which it finds that it has to, so no wake-up is lost.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Channel:
         self._lock = threading.Lock()
         self._items: deque[tuple[Any, int]] = deque()
         self._bytes = 0
-        # What `get_many` gave out last takes room until its consumer comes back for more.
+        # The items that `get_many` returned last take room until the consumer asks for more.
         self._taken = 0
         self._taken_bytes = 0
         self._puts = 0
@@ -100,7 +100,7 @@ class Channel:
     def finish(self, error: BaseException | None = None) -> bool:
         """End the stream, with `error` if it failed. The first call counts.
 
-        Returns False if there is nobody left who could be given the error.
+        Returns False if the consumer has closed the channel and cannot get the error.
         """
         with self._lock:
             is_closed = self._closed
@@ -147,9 +147,9 @@ class Channel:
             wakeup = Wakeup(asyncio.get_running_loop())
 
     async def get_many(self) -> list[Any]:
-        """Take all there is, at least one item, as `get`.
+        """Take all items, at least one, as `get`.
 
-        What is taken counts as waiting until the next call, so the bound is one for both.
+        The items count as waiting until the next call, so that one bound holds for both sides.
         """
         wakeup: Wakeup | None = None
         while True:
@@ -172,7 +172,7 @@ class Channel:
             event.clear()
 
     def close(self) -> None:
-        """Take nothing more: the producer's next `put` raises. Idempotent."""
+        """Stop taking items: the producer's next `put` raises. Idempotent."""
         with self._lock:
             self._closed = True
             self._items.clear()
@@ -184,7 +184,7 @@ class Channel:
     async def finished(self) -> None:
         """Wait until the producer has finished, even while cancellations arrive.
 
-        For after `close`: a generator's `finally` blocks have run when this returns.
+        Called after `close`: a generator's `finally` blocks have run when this returns.
         """
         # Shielded, because a cancelled AnyIO scope cancels again on every turn of the loop.
         with CancelScope(shield=True):
@@ -203,7 +203,7 @@ class Channel:
             raise cancelled
 
     def _try_get(self, count: int, wake: Callable[[], Any] | None) -> list[Any]:
-        """Take `count` items, or all for 0; nothing, and `wake` is called, if there are none."""
+        """Take `count` items, or all for 0. If there are none, `wake` is called for the next."""
         wake_producer: Callable[[], Any] | None = None
         with self._lock:
             self._taken = self._taken_bytes = 0
@@ -230,7 +230,7 @@ class Channel:
         return taken
 
     def _has_room(self) -> bool:
-        """Whether it is worth while to wake a producer that waits: half of it is empty."""
+        """Return whether half of the channel is empty, so that it pays to wake the producer."""
         return (
             len(self._items) + self._taken <= self._max_items // 2
             and self._bytes + self._taken_bytes <= self._max_bytes // 2

@@ -1,10 +1,10 @@
-"""When calls have to be answered, and who sees to it.
+"""The deadlines of calls, with one timer for each loop.
 
     deadlines_of(loop).add(call, deadline)    -> `call.expire()` on that loop, on time
 
-One timer a loop, for the earliest of them all. It is moved when an earlier one comes, and looks at
-what is left when it rings, so that a request that is answered in time, as most are, costs two
-entries in a dict: no timer, no task, and nothing at all without a deadline.
+The timer is set for the earliest deadline of its loop. It is moved when an earlier deadline comes,
+and looks at the remaining ones when it rings. So a request that is answered in time, as most are,
+costs two operations on a dict: no timer, no task. A request without a deadline costs nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ingress.calls.loops import Mailbox, mailbox_of
 
 TIMEOUT_HEADER = b"x-request-timeout-seconds"
 
-# How far apart looks at all of them are, at least: many that end close together are one look.
+# Between two checks of all deadlines, at least: those that end close together take one check.
 GRAIN_S = 0.005
-EARLY_S = 0.001  # a timer may be that early: uvloop counts in whole ms
+EARLY_S = 0.001  # a timer may be this early: uvloop counts in whole ms
 LONGEST_TIMER_S = 3600.0  # a client may ask for more than a timer can hold
 _LONGEST_NUMBER = 32  # characters; a header may have a million
 
 
 def earlier(timeout_s: float | None, header: bytes) -> float | None:
-    """Return the shorter of a timeout in s and what a client asks for in its header.
+    """Return the shorter of a timeout in s and the one that a client asks for in its header.
 
-    The client can only shorten: what is no positive number is ignored, as if it were not there.
+    The client can only shorten the timeout. A header that is no positive number is ignored.
     """
     if len(header) > _LONGEST_NUMBER:
         return timeout_s
@@ -44,7 +44,7 @@ def earlier(timeout_s: float | None, header: bytes) -> float | None:
 
 
 class Deadlines:
-    """The deadlines that one loop sees to. `add` and `discard` are thread-safe."""
+    """The deadlines that one loop watches. `add` and `discard` are thread-safe."""
 
     __slots__ = ("_calls", "_mailbox", "_rings_at")
 
@@ -54,10 +54,10 @@ class Deadlines:
         self._rings_at = inf
 
     def add(self, call: Call, deadline: float) -> None:
-        """Have `call.expire()` called at `deadline`, unless it is discarded by then."""
+        """Have `call.expire()` called at `deadline`, unless the call is discarded by then."""
         self._calls[call] = deadline
-        # Race with `_ring`, which sets this to never *before* it looks at the calls: either it
-        # sees this one, or this sees that no timer is set.
+        # Race with `_ring`, which sets `_rings_at` to infinity *before* it reads the calls: either
+        # it sees this call, or this sees that no timer is set.
         if deadline < self._rings_at:
             self._mailbox.post(self._set, deadline)
 
@@ -69,17 +69,17 @@ class Deadlines:
         if when < self._rings_at:
             self._rings_at = when
             delay_s = min(max(0.0, when - monotonic()), LONGEST_TIMER_S)
-            # Its handle is not kept: it would keep the loop, and with it the entry in `_deadlines`.
+            # The timer's handle is not kept: it would keep the loop and its entry in `_deadlines`.
             asyncio.get_running_loop().call_later(delay_s, self._ring, when)
 
     def _ring(self, when: float) -> None:
         if when != self._rings_at:
-            return  # an earlier deadline came after this was set
+            return  # an earlier deadline came after this timer was set
         self._rings_at = inf
         now = monotonic()
         earliest = inf
-        # Not `list(items())`: on CPython 3.11 making the pairs may collect garbage, and what runs
-        # then may let in a thread that adds a call, which ends the iteration with an error.
+        # Not `list(items())`: on CPython 3.11 making the pairs may run the garbage collector and
+        # let in another thread, which adds a call: the iteration would end with an error.
         for call in list(self._calls):
             deadline = self._calls.get(call, inf)  # it may have been answered meanwhile
             if deadline <= now + EARLY_S:
@@ -98,7 +98,7 @@ _deadlines_lock = threading.Lock()
 
 
 def deadlines_of(loop: asyncio.AbstractEventLoop) -> Deadlines:
-    """Return the deadlines that this loop sees to."""
+    """Return the deadlines that this loop watches."""
     with _deadlines_lock:
         deadlines = _deadlines.get(loop)
         if deadlines is None:

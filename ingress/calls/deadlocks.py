@@ -1,7 +1,7 @@
-"""Calls that can never go on, because whoever could make room for them waits for them.
+"""The detection of deadlocks: calls that can never go on, because they wait for each other.
 
-    a call that waits in a queue    goes on when *one* of those that hold what it waits for ends
-    any other call                  goes on when *all* it waits for are answered
+    a call that waits in a queue    goes on when *one* of the calls that hold a place ends
+    any other call                  goes on when *all* calls that it waits for are answered
 
 A queue is a deployment's router, where calls wait for a slot, or a model cache, where the load of a
 model waits for room.
@@ -21,21 +21,22 @@ _Graph = dict[Call, tuple[bool, frozenset[Call]]]
 def check_deadlock(call: Call) -> None:
     """Fail a call that can never go on. Thread-safe.
 
-    Called when a call begins to wait for another, or stands in a queue while one waits for it:
-    the last step into a deadlock is always one of these. It may go through several deployments.
+    Called when a call begins to wait for another call, or is queued while another call waits for
+    it: the last step into a deadlock is always one of these. A deadlock may go through several
+    deployments.
     """
     holders = None if call.queue is None else call.queue.holders(call)
     for each in (call,) if holders is None else holders:
         if not each.waits_for:
-            return  # it goes on by itself: the common case
+            return  # `each` goes on by itself: the common case
     while True:
         graph = _waits(call)
         stuck = _stuck(graph)
         if call not in stuck:
             return
-        # Read from several queues, one after the other: a mixture of times may show a cycle
-        # that never was. None of these waits can end and begin again, so what is seen twice
-        # was there all the time between.
+        # The queues are read one after the other, so the graph may show a cycle that never
+        # existed. None of these waits can end and begin again: a cycle that is seen twice existed
+        # all the time in between.
         if _waits(call) == graph:
             break
     loser = next(each for each, (is_queued, _) in graph.items() if is_queued and each in stuck)
@@ -46,7 +47,7 @@ def check_deadlock(call: Call) -> None:
 
 
 def _waits(call: Call) -> _Graph:
-    """Return what a call depends on, directly or not, beginning with itself."""
+    """Return the graph of the calls that a call depends on, directly or not, itself first."""
     graph: _Graph = {}
     todo = deque([call])
     while todo:
@@ -60,16 +61,17 @@ def _waits(call: Call) -> _Graph:
 
 
 def _stuck(graph: _Graph) -> set[Call]:
-    """Return the calls that can never go on: all, less those that can, until no more can."""
+    """Return the calls that can never go on: remove those that can, until no call can."""
     stuck = set(graph)
     while True:
         free = set()
         for call in stuck:
             is_queued, others = graph[call]
             blocking = others & stuck
-            # One that runs may wait for whichever comes first; if it does want all, it looks again
-            # whenever one has come; so may a batch and a load, which no replica runs as a call. One
-            # that waits for its arguments needs them all: nothing else does before it began.
+            # A running call may wait for the first of several answers; if it wants all of them,
+            # this is checked again at each answer. The same goes for a batch and a load, which no
+            # replica runs as a call. A call that waits for its arguments needs all of them; no
+            # other call waits before it has begun.
             takes_any = is_queued or isinstance(call.waits_for, set)
             if not blocking or (takes_any and blocking != others):
                 free.add(call)

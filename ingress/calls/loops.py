@@ -1,7 +1,7 @@
-"""Event loops with a home, and the one way to call into them.
+"""Event loops, own and borrowed, and the one way to call into them.
 
-    EventLoopThread   a loop of ours in a thread of its own: it outlives what user code does to it
-    BorrowedLoop      somebody else's running loop, which we never stop
+    EventLoopThread   a loop in a thread of its own: user code on it cannot end it
+    BorrowedLoop      a running loop of another owner, which is never stopped here
     Mailbox           calls into one loop from any thread: one wake-up per burst, none lost
 
 Only this module, `threads` and `channel` reach across threads.
@@ -27,31 +27,31 @@ try:
 except ImportError:  # Windows, or installed without the extra
     from asyncio import new_event_loop  # type: ignore[assignment,unused-ignore]
 
-if sys.platform != "win32":  # which has no such limit
+if sys.platform != "win32":  # Windows has no limit of open files
     import resource
 
 logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
-# What a loop of uvloop holds open; one of asyncio's holds 3.
+# Descriptors that a loop of uvloop holds open; one of asyncio holds 3.
 DESCRIPTORS_PER_LOOP = 5
-# What connections, files and libraries may want besides.
+# For connections, files and libraries.
 _SPARE_DESCRIPTORS = 64
-# How long a loop that is being closed waits for tasks that swallow their cancellation.
+# The wait of a loop that is being closed for tasks that swallow their cancellation.
 _LAST_WORDS_S = 1.0
 
 OnDead = Callable[[Callable[..., Any], tuple[Any, ...]], None]
 
 
 def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Whoever waited on a loop that is gone is gone with it."""
+    """Do nothing: the waiters on a loop that is gone are gone with it."""
 
 
 def reserve_descriptors(loops: int) -> None:
-    """Raise this process's soft limit of open files to its hard one.
+    """Raise this process's soft limit of open files to its hard limit.
 
-    Raises `RuntimeError` if that many loops more do not fit even so: before the first is made,
-    because one that fails in the middle of a start leaves the others half done.
+    Raises `RuntimeError` if `loops` more loops do not fit even then. Called before the first loop
+    is made: a failure in the middle of a start would leave the others half made.
     """
     if sys.platform == "win32":
         return
@@ -71,9 +71,9 @@ def reserve_descriptors(loops: int) -> None:
 class Mailbox:
     """Calls into one event loop. Thread-safe.
 
-    A hop costs a deque append; only the first post after a drain wakes the loop. If the loop is
+    A post costs a deque append; only the first post after a drain wakes the loop. If the loop is
     closed or closing, every undelivered item goes to `on_dead(callback, args)` in the thread that
-    noticed, so that no caller waits for an answer that cannot come.
+    notices, so that no caller waits for an answer that cannot come.
     """
 
     __slots__ = (
@@ -94,38 +94,38 @@ class Mailbox:
         self._woken = False
         self._closed = False
         self._burial = threading.Lock()
-        # An empty context of its own: scheduled with the poster's, a drain would run everybody
-        # else's items with the first poster's variables.
+        # An empty context: with the context of the thread that posts first, a drain would run the
+        # items of all other threads with its variables.
         self._context = Context()
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Have `callback(*args)` called on the loop, after everything posted before it."""
+        """Have `callback(*args)` called on the loop, after everything posted before."""
         self._items.append((callback, args))
-        # Race with `_drain`: it clears the flag *before* it looks how much there is. If the flag
-        # is still set here, that look is yet to come and will see this item.
+        # Race with `_drain`: it clears `_woken` *before* it counts the items. If `_woken` is still
+        # set here, that count is yet to come and will include this item.
         if not self._closed:
             try:
                 if not self._woken:
                     self._woken = True
                     self._loop.call_soon_threadsafe(self._drain, context=self._context)
-                elif self._loop.is_closed():  # it went without a drain it owed us, nor a word
+                elif self._loop.is_closed():  # without the pending drain, and without `close`
                     self._closed = True
             except (RuntimeError, ReferenceError):  # the loop is closed, or collected
                 self._closed = True
-        # Race with `close`: it sets the flag before it empties the deque, this looks at the flag
+        # Race with `close`: it sets `_closed` before it empties the deque, this reads `_closed`
         # after appending, so at least one of the two sees the item; `popleft` gives it to one.
         if self._closed:
             self._bury()
 
     def close(self) -> None:
-        """Deliver nothing more: the loop has stopped. Called by the loop's owner."""
+        """Stop delivering: the loop has stopped. Called by the loop's owner."""
         self._closed = True
         self._bury()
 
     def _drain(self) -> None:
         self._woken = False
         items = self._items
-        # Only what is here now: a flood that arrives meanwhile cannot keep the loop.
+        # Only the items that are here now: a flood that arrives meanwhile must not keep the loop.
         left = len(items)
         try:
             while left:
@@ -140,22 +140,23 @@ class Mailbox:
         except IndexError:
             return  # `close` emptied the deque in another thread
         finally:
-            if left > 0 and items:  # a `BaseException` is on its way out; the others still count
+            if left > 0 and items:  # a `BaseException` is being raised; the other items must run
                 self._woken = True
                 self._loop.call_soon(self._drain, context=self._context)
 
     def _bury(self) -> None:
         items = self._items
-        # One thread at a time, and never itself again: `on_dead` frees a slot, whose next owner is
-        # posted to the same dead loop. Race with who is refused here: it has appended already, and
-        # the one that buries looks once more after it has let go.
+        # One thread at a time, and without recursion: `on_dead` frees a slot, and the next call
+        # that gets it is posted to the same dead loop. Race with a thread that is refused the lock:
+        # it has appended already, and the thread with the lock checks the items once more after it
+        # has released the lock.
         while items and self._burial.acquire(blocking=False):
             try:
                 while items:
                     callback, args = items.popleft()
                     self._on_dead(callback, args)
             except IndexError:
-                continue  # a last drain on the loop was quicker
+                continue  # a last drain on the loop took the item
             finally:
                 self._burial.release()
 
@@ -175,7 +176,7 @@ _last_used = _LastUsed()
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    """Return the loop's one mailbox for answers. What arrives after its end is dropped."""
+    """Return the loop's one mailbox for answers. Posts after the loop's end are dropped."""
     last = _last_used
     if last.mailbox is not None and last.loop is not None and last.loop() is loop:
         return last.mailbox
@@ -194,16 +195,16 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def runs_here(loop: asyncio.AbstractEventLoop, thread: int) -> bool:
-    """Whether we are on a loop, of which we know in which `get_ident()` it ran.
+    """Return whether this code is on `loop`, which ran in the thread with this `get_ident()`.
 
-    To ask for the running loop is a system call. Race with the end of the loop: another thread may
+    Asking for the running loop is a system call. Race with the end of the loop: another thread may
     get that number then, so the loop itself is asked too.
     """
     return threading.get_ident() == thread and loop.is_running()
 
 
 class Wakeup:
-    """Wake one waiter on a loop once, from any thread. Made on that loop."""
+    """A wake-up of one waiter on a loop: once, from any thread. Made on that loop."""
 
     __slots__ = ("_future", "_loop", "_thread")
 
@@ -227,7 +228,7 @@ class Wakeup:
 
 
 class Home(Protocol):
-    """Where a component lives: a loop, whose thread it need not know."""
+    """The loop that a component runs on, whose thread it need not know."""
 
     name: str
     loop: asyncio.AbstractEventLoop
@@ -235,13 +236,13 @@ class Home(Protocol):
 
     @property
     def ident(self) -> int | None:
-        """The thread, as `threading.get_ident()` calls it; `None` if it is somebody else's."""
+        """The thread's `threading.get_ident()`; `None` if the loop is borrowed."""
 
     def stop(self, timeout_s: float) -> bool: ...
 
 
 class BorrowedLoop:
-    """A running loop that belongs to somebody else; stopping it only stops our use of it."""
+    """A running loop of another owner; `stop` only ends its use here."""
 
     __slots__ = ("loop", "mailbox", "name")
 
@@ -292,7 +293,7 @@ class EventLoopThread:
         return threading.current_thread() is self._thread
 
     def stop(self, timeout_s: float) -> bool:
-        """Cancel what runs, close the loop and wait for the thread. Thread-safe, idempotent.
+        """Cancel all tasks, close the loop and wait for the thread. Thread-safe, idempotent.
 
         Returns False if user code still blocks the thread after `timeout_s`; the thread is then
         left behind and ends when that code returns.
@@ -321,12 +322,12 @@ class EventLoopThread:
         self._close()
 
     def _close(self) -> None:
-        # First of all, so that nothing begins behind the back of what is being ended.
+        # First, so that nothing new begins while tasks are being ended.
         self.mailbox.close()
         deadline = monotonic() + _LAST_WORDS_S
         told: set[asyncio.Task[Any]] = set()
         while (tasks := asyncio.all_tasks(self.loop)) and monotonic() < deadline:
-            for task in tasks - told:  # once: a second time would cut its `finally` short
+            for task in tasks - told:  # once: a second cancellation would cut a `finally` short
                 task.cancel()
             told |= tasks
             self._wait(tasks, deadline)
@@ -338,18 +339,18 @@ class EventLoopThread:
         # Bounded: a task may swallow its cancellation, and this thread must end.
         try:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=deadline - monotonic()))
-        except BaseException:  # from one of the tasks; the others still count
+        except BaseException:  # from one of the tasks; the others must still end
             logger.exception("while the event loop of %s was closed", self.name)
 
 
 async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run `coroutine` on `loop` and await its result; cancellation travels along."""
+    """Run `coroutine` on `loop` and await its result; a cancellation is passed on to it."""
     if running_loop() is loop:
         return await coroutine
     errors: list[Exception] = []
 
     async def run() -> T | None:
-        # Round the future, not in it: asyncio makes a new `TimeoutError` of one, with no traceback.
+        # Errors bypass the future: asyncio replaces a `TimeoutError` in it, without its traceback.
         try:
             return await coroutine
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The retry law: who may be sent again, after which pause, and who pays for it.
+"""The retry policy: which requests are sent again, after which pause, and within which budget.
 
     did not start    user code has not seen the request: any method, as often as is configured;
                      the first time at once, because another replica may have a free slot
@@ -6,7 +6,8 @@
                      at most 3 attempts, and the budget has a token
 
 The pause before retry n is random between 0 and min(0.5 s, 25 ms * 2^(n-1)): full jitter, so that
-those who failed together do not come back together. A pause that ends after the deadline is none.
+requests that failed together do not return together. There is no retry if its pause would end after
+the deadline.
 
 Pure: time and chance are arguments. Source: the guide, "Set request retry times"; budget: the
 figures of Finagle's `RetryBudget`.
@@ -32,17 +33,17 @@ BUDGET_TTL_S = 10
 
 def longest_pause_s(retry: int) -> float:
     """Return the upper end of the pause before retry number `retry`, which counts from 1."""
-    # The exponent has an end, because a float has.
+    # The exponent is bounded, because a float is.
     return min(MAX_PAUSE_S, INITIAL_PAUSE_S * PAUSE_FACTOR ** min(retry - 1, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that came to nothing. `attempt` counts from 1."""
+    """A failed attempt. `attempt` counts from 1."""
 
     attempt: int
     may_have_started: bool
-    is_listed: bool = False  # the method, in `HTTPOptions.retry_started_methods`
+    is_listed: bool = False  # its method is in `HTTPOptions.retry_started_methods`
     has_answered: bool = False  # a byte of the response has left
     is_replayable: bool = True  # the whole body is at hand
 
@@ -56,9 +57,9 @@ def pause_s(
     chance: float,
     withdraw: Callable[[], bool] = lambda: True,
 ) -> float | None:
-    """Return how long to wait before the next attempt, `None` if there is to be none.
+    """Return the pause before the next attempt, `None` if there is to be none.
 
-    `chance` is in [0, 1). `withdraw` takes a token from the budget; it is asked last, and only for
+    `chance` is in [0, 1). `withdraw` takes a token from the budget; it is called last, and only for
     a request that may have started.
     """
     if failure.has_answered or not failure.is_replayable:
@@ -79,9 +80,9 @@ def pause_s(
 
 
 class RetryBudget:
-    """What the traffic of the last 10 s pays for: a retry for 5 requests, and 10 a second.
+    """The budget for retries: one for 5 requests of the last 10 s, and 10 a second. Thread-safe.
 
-    Thread-safe. Counted by whole seconds of the clock: what one put in or took out goes 10 s later.
+    Counted by whole seconds of the clock: the counts of each second are dropped 10 s later.
     """
 
     __slots__ = ("_clock", "_lock", "_seconds")
@@ -107,7 +108,7 @@ class RetryBudget:
 
     @property
     def balance(self) -> float:
-        """How many retries it has left; never negative."""
+        """The number of retries left; never negative."""
         with self._lock:
             self._now()
             return self._balance()
@@ -115,7 +116,7 @@ class RetryBudget:
     def _balance(self) -> float:
         requests = sum(counts[0] for _, counts in self._seconds)
         retries = sum(counts[1] for _, counts in self._seconds)
-        # A deposit that goes before the retry it paid for leaves a debt, which is no balance.
+        # A deposit may be dropped before the retry that it paid for, which leaves a debt.
         return max(0.0, BUDGET_PER_S * BUDGET_TTL_S + BUDGET_SHARE * requests - retries)
 
     def _now(self) -> list[int]:

@@ -1,23 +1,24 @@
-"""`ingress check`: what blocks an event loop, and what is not safe in a thread.
+"""`ingress check`: code that blocks an event loop, and code that is not safe in a thread.
 
-    rules       what is looked for
-    findings    what was found
-    sources     the user's files, parsed: functions, and what a name in them stands for
-    calls       which of the user's functions a call runs
-    state       what attributes and globals are made of
-    subjects    what an application calls, and where that runs
-    decorated   the same of files that nobody imports
+    rules       the rules, with their ids and fixes
+    findings    the findings of a check, and its report
+    sources     the user's files, parsed: functions, and the values of names in them
+    calls       the user functions that a call runs
+    state       the values of attributes and globals
+    subjects    the functions that an application calls, and where they run
+    decorated   the same for files that are not imported
     blocking    blocking calls on an event loop, with ruff
-    migration   what is not safe once it runs in a thread:
-    sharing       what is read and then written
-    affinity      what belongs to a loop, or to one thread
+    migration   code that is not safe once it runs in a thread:
+    sharing       shared state that is read and then written
+    affinity      objects that belong to an event loop or a thread
     checker     one check
-    report      as text, JSON, SARIF and annotations
+    report      a report as text, JSON, SARIF and annotations
 
-    trial       `--run`: what the user's tests decide of it
+    trial       `--run`: the user's tests confirm or drop findings
     plugin        inside pytest
-    rehearsal     calls from many threads, on an instance that serves no more
-    tracing       which of their writes came too late
+    rehearsal     calls from many threads, on an instance that no longer serves
+    write_recording
+                  the writes of these calls that lost an update
 
 Only the command line imports it.
 """

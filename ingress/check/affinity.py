@@ -1,11 +1,11 @@
-"""IG103 to IG106: what a `def` may do on an event loop and not in a thread.
+"""IG103 to IG106: code that a `def` may run on an event loop, but not in a thread.
 
     asyncio.create_task(...), self.loop.call_soon(...), self.event.set()    IG103
-    an `async def` below a decorator that knows only `def`                  IG104
+    an `async def` below a decorator that returns a `def`                   IG104
     return self._predict_async(x)                                           IG105
     self.db = sqlite3.connect(...) in the constructor, used in a method     IG106
 
-IG104 is found where decorators are looked through: `subjects` and `decorated`.
+`subjects` and `decorated`, which follow decorators, find IG104.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _THREAD_STATE = {
 
 
 def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
-    """Yield where a `def` uses the event loop it will not run on, with what it uses."""
+    """Yield the uses of an event loop in a `def` that will run in a thread, with descriptions."""
     state = state_around(function.file, function.cls, sources)
     ready = _ready_for_no_loop(function)
     for node in own_nodes(function.node):
@@ -64,7 +64,7 @@ def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Access, st
 
 
 def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
-    """Yield where a `def` returns what has to be awaited, with its name."""
+    """Yield the `return`s of awaitables in a `def`, with their names."""
     for node in own_nodes(function.node):
         if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Call):
             continue
@@ -79,7 +79,7 @@ def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Access, s
 def affine_objects(
     constructor: Function, users: Iterable[Function], sources: Sources
 ) -> Iterator[tuple[Access, str]]:
-    """Yield what a constructor makes for its own thread, with what it is and who uses it."""
+    """Yield the thread-affine objects that a constructor makes and `users` use, described."""
     users = list(users)
     for made in state_around(constructor.file, constructor.cls, sources).made:
         found = _affine(made, constructor)
@@ -115,7 +115,7 @@ def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State
 
 
 def _ready_for_no_loop(function: Function) -> set[ast.AST]:
-    """Return what stands in a `try` that is ready for a `RuntimeError`."""
+    """Return the nodes in a `try` that catches `RuntimeError`."""
     return {
         inner
         for node in own_nodes(function.node)
@@ -127,9 +127,12 @@ def _ready_for_no_loop(function: Function) -> set[ast.AST]:
 
 
 def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
-    """Return what is bound to the constructor's thread, and where; `None` if nothing is."""
+    """Return the expression that binds an object to the constructor's thread, and a description.
+
+    `None` if the object is not bound to the thread.
+    """
     if made.full_name == "threading.local":
-        # Made anywhere: what is put into it here is there in this thread only.
+        # It may be made anywhere: an attribute set here exists only in this thread.
         filled = _stores(constructor, made.place)
         return (filled[0], "an attribute of a threading.local()") if filled else None
     if made.function is not constructor or _is_shareable(made.call):
@@ -141,7 +144,7 @@ def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
 
 
 def _is_shareable(call: ast.Call) -> bool:
-    """Whether it is `sqlite3.connect(..., check_same_thread=False)`."""
+    """Return whether a call is `sqlite3.connect(..., check_same_thread=False)`."""
     return any(
         each.arg == "check_same_thread" and ast.unparse(each.value) == "False"
         for each in call.keywords
@@ -149,7 +152,7 @@ def _is_shareable(call: ast.Call) -> bool:
 
 
 def _stores(function: Function, place: str) -> list[ast.Attribute]:
-    """Return where a function puts something into a place's attributes."""
+    """Return the expressions in which a function sets attributes of a place."""
     return [
         node
         for node in own_nodes(function.node)
@@ -168,6 +171,6 @@ def _uses(function: Function, place: str) -> bool:
 
 
 def _written(place: str, function: Function) -> str:
-    """Return a place as a function writes it: `self` may have another name there."""
+    """Return a place as the function spells it: `self` may have another name there."""
     head, dot, rest = place.partition(".")
     return f"{function.receiver if head == 'self' else head}{dot}{rest}"

@@ -1,11 +1,11 @@
-"""Blocking calls in code that runs on an event loop: ruff's ASYNC2 rules on what really does.
+"""Blocking calls in code that runs on an event loop: ruff's ASYNC2 rules, applied to that code.
 
-    an `async def`                       as it is
+    an `async def`                       unchanged
     a `def` that runs on the loop        as if it were `async def`
     a `def` that one of these calls      the same, and the message names the caller
-    any other `def`                      not looked at: it runs in a thread, or nobody knows where
+    any other `def`                      not checked: it runs in a thread, or in an unknown place
 
-ruff gets copies of the files with `async ` before those `def`s. The line of everything stays.
+ruff gets copies of the files with `async ` before those `def`s. Line numbers stay the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PREFIX = "async "
 
 @dataclass(slots=True)
 class OnLoop:
-    """Why a function is checked: a subject, who calls it, or neither for an `async def`."""
+    """The reason why a function is checked: a subject, its callers, or neither for `async def`."""
 
     function: Function
     subject: Subject | None = None
@@ -53,10 +53,10 @@ class OnLoop:
 def on_loop(
     sources: Sources, subjects: list[Subject], *, constructors: bool
 ) -> dict[Function, OnLoop]:
-    """Return what runs on an event loop, one level of calls into `def`s followed.
+    """Return the functions that run on an event loop, with one level of calls into `def`s.
 
-    `constructors` says whether theirs is anybody else's: on a loop of its own, a replica that is
-    being made keeps nobody waiting.
+    `constructors` says whether constructors count. On a loop of its own, a starting replica has no
+    requests that its constructor could delay.
     """
     lifecycle = {each.function for each in subjects if each.is_lifecycle}
     found = {function: OnLoop(function) for function in sources.functions() if function.is_async}
@@ -78,7 +78,7 @@ def on_loop(
 def blocking_calls(
     sources: Sources, subjects: list[Subject], *, constructors: bool
 ) -> tuple[list[Finding], int]:
-    """Return what blocks, and how many functions were looked at.
+    """Return the blocking calls, and the number of functions checked.
 
     Raises `CheckError` without ruff.
     """
@@ -102,7 +102,7 @@ def _finding(
     function = file.function_at(line)
     reason = None if function is None else functions.get(function)
     if function is None or reason is None:
-        return None  # an `async def` that we do not ask about
+        return None  # an `async def` that is not checked
     if not function.is_async and line == function.node.lineno:
         column -= len(_PREFIX)
     if _is_left_to_others(function, line, column):
@@ -134,7 +134,7 @@ def _fix(fix: str, reason: OnLoop) -> str:
 
 
 def _text(file: SourceFile, diagnostic: Any, function: Function, line: int, column: int) -> str:
-    """Return the name of what is called, as it stands there."""
+    """Return the called name, as the source spells it."""
     end = diagnostic["end_location"]
     if end["row"] != line:
         return diagnostic["message"].rstrip(".")  # type: ignore[no-any-return]
@@ -144,9 +144,9 @@ def _text(file: SourceFile, diagnostic: Any, function: Function, line: int, colu
 
 
 def _is_left_to_others(function: Function, line: int, column: int) -> bool:
-    """Whether the call stands in a generator expression that is not iterated here.
+    """Return whether the call is in a generator expression that is not iterated here.
 
-    `StreamingResponse(f(x) for x in y)` runs it in a thread.
+    `StreamingResponse(f(x) for x in y)` iterates it in a thread.
     """
     position = (line, column - 1)
     for node in ast.walk(function.node):
@@ -175,7 +175,7 @@ def _rewritten(file: SourceFile, functions: list[Function]) -> str:
 
 
 def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
-    """Return ruff's diagnostics of the copies, each with the file it is about."""
+    """Return ruff's diagnostics of the copies, each with its original file."""
     if importlib.util.find_spec("ruff") is None:
         raise CheckError(
             "ingress check needs ruff; install it: python -m pip install 'fastapi-ingress[check]'"
@@ -186,7 +186,8 @@ def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
             copy = Path(folder, f"{number}.py")
             copy.write_text(text, encoding="utf-8")
             originals[str(copy.resolve())] = file
-        # Without the project's configuration: what blocks is no matter of taste. Its comments hold.
+        # Without the project's configuration, because blocking is not a matter of style. `noqa`
+        # comments still apply.
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--exit-zero"]
         options = ["--quiet", "--output-format=json", "--select=ASYNC2"]
         options += [f"--target-version=py3{sys.version_info.minor}"]
@@ -199,7 +200,7 @@ def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
         )
     if done.returncode != 0:
         raise CheckError(f"ruff failed: {done.stderr.strip()}")
-    # A copy that ruff cannot parse has a diagnostic, too, without one of our codes.
+    # A copy that ruff cannot parse has a diagnostic, too, without an ASYNC2 code.
     return [
         (originals[str(Path(each["filename"]).resolve())], each)
         for each in json.loads(done.stdout or "[]")

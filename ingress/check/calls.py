@@ -1,4 +1,4 @@
-"""Which of the user's own functions a call runs, then and there."""
+"""The calls that run other user functions in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Call:
 
 
 def callee(call: ast.Call, caller: Function, sources: Sources) -> Function | None:
-    """Return which of the user's functions is called, `None` if it cannot be told."""
+    """Return the user function that is called, `None` if it is unknown."""
     target = call.func
     if isinstance(target, ast.Name):
         scope: Function | None = caller
@@ -37,8 +37,9 @@ def callee(call: ast.Call, caller: Function, sources: Sources) -> Function | Non
 def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> Iterator[Call]:
     """Yield the calls of `def`s whose bodies run as part of the caller's.
 
-    Of a generator only if it is iterated here, or with `returned` by who called us. Not what is
-    awaited and decorated: a decorator may have moved it to a thread.
+    A generator's call counts only if it is iterated here, or with `returned` if the caller's caller
+    iterates it. Awaited calls of decorated functions are left out: a decorator may have moved them
+    to a thread.
     """
     nodes = list(own_nodes(caller.node))
     parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}

@@ -1,4 +1,4 @@
-"""One check: of an application, or of files that nobody imports."""
+"""One check: of an application, or of files that are not imported."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ingress.declaration.declaration import Application
 def check_application(
     application: Application, module_name: str, app_dir: Path, settings: Settings, *, migrate: bool
 ) -> Report:
-    """Check what an imported application runs, and every `async def` next to it."""
+    """Check the functions that an imported application runs, and all `async def`s in its files."""
     deployments = build(application, "default").deployments
     sources = sources_of(module_name, deployments, app_dir)
     dependencies = dependencies_in(sources, settings)
-    elsewhere = {each.function for each in dependencies}  # FastAPI's to call, not a handle's
+    elsewhere = {each.function for each in dependencies}  # FastAPI calls them, not a handle
     called = subjects_of(deployments, sources, settings)
     subjects = [each for each in called if each.function not in elsewhere]
     return _check(sources, subjects + dependencies, settings, migrate=migrate)
 
 
 def check_files(paths: Sequence[Path], settings: Settings, *, migrate: bool) -> Report:
-    """Check files without importing them; what runs where is told from how it is decorated."""
+    """Check files without importing them. Decorators decide where a function runs."""
     sources = sources_in(paths)
     return _check(sources, subjects_in(sources, settings), settings, migrate=migrate)
 
@@ -38,7 +38,7 @@ def check_files(paths: Sequence[Path], settings: Settings, *, migrate: bool) -> 
 def _check(
     sources: Sources, subjects: list[Subject], settings: Settings, *, migrate: bool
 ) -> Report:
-    # On a loop of its own, a constructor blocks nobody: its replica has no requests yet.
+    # On a loop of its own, a constructor delays no request: its replica has none yet.
     constructors = not settings.run_user_code_in_separate_thread
     findings, count = blocking_calls(sources, subjects, constructors=constructors)
     flag = f"{SYNC_IN_THREADPOOL}={int(settings.run_sync_in_threadpool)}"

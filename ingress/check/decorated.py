@@ -1,10 +1,10 @@
-"""What a deployment or a FastAPI app calls, told from the source: nothing is imported.
+"""The functions that a deployment or a FastAPI app calls, read from the source without an import.
 
     below `@app.get(...)`, in `Depends(...)`      ENDPOINT
     in a class below `@serve.deployment`          METHOD, BATCH or LIFECYCLE
-    anything else                                 nothing calls it from outside
+    anything else                                 not called from outside
 
-For where each runs, `execution.plan` is asked about a function that is written the same way.
+`execution.plan` decides where each runs, by a stand-in function of the same kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROUTES = {
 
 
 def sources_in(paths: Iterable[Path]) -> Sources:
-    """Return the Python files of folders, hidden ones and environments left out, and files."""
+    """Return the given Python files and those in folders, except hidden ones and environments."""
     sources = Sources()
     for root in paths:
         found = [root] if root.is_file() else sorted(root.rglob("*.py"))
@@ -40,14 +40,14 @@ def sources_in(paths: Iterable[Path]) -> Sources:
 
 
 def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
-    """Return what looks like called by a deployment or a FastAPI app."""
+    """Return the functions that a deployment or a FastAPI app seems to call."""
     roles = {function: _role(function, sources) for function in sources.functions()}
     roles |= dict.fromkeys(_dependencies(sources), Role.ENDPOINT)
     return [_subject(function, role, sources, settings) for function, role in roles.items() if role]
 
 
 def dependencies_in(sources: Sources, settings: Settings) -> list[Subject]:
-    """Return what stands in a `Depends(...)`."""
+    """Return the functions in `Depends(...)`."""
     found = dict.fromkeys(_dependencies(sources))
     return [_subject(function, Role.ENDPOINT, sources, settings) for function in found]
 
@@ -80,7 +80,7 @@ def _depended_on(node: ast.AST, user: Function, sources: Sources) -> Iterator[Fu
     if not isinstance(node, ast.Call) or last_name(node) not in ("Depends", "Security"):
         return
     for argument in node.args[:1]:
-        # A method of the class is named without it.
+        # A method of the class is named without the class.
         in_class = f"{user.file.module}.{user.cls}.{dotted(argument)}"
         full_name = sources.full_name(argument, user.file)
         found = sources.function(in_class) or sources.function(full_name)
@@ -89,7 +89,7 @@ def _depended_on(node: ast.AST, user: Function, sources: Sources) -> Iterator[Fu
 
 
 def _role(function: Function, sources: Sources) -> Role | None:
-    """Return what a function is from how it, or its class, is decorated."""
+    """Return the role of a function, by its decorators or those of its class."""
     if any(map(_is_route, function.node.decorator_list)):
         return Role.ENDPOINT
     name = function.node.name
@@ -108,13 +108,13 @@ def _role(function: Function, sources: Sources) -> Role | None:
 
 
 def _is_route(decorator: ast.expr) -> bool:
-    """Whether it is `@app.get(...)`, whatever the app is called."""
+    """Return whether a decorator is `@app.get(...)` or similar, with any name for the app."""
     func = decorator.func if isinstance(decorator, ast.Call) else None
     return isinstance(func, ast.Attribute) and func.attr in _ROUTES
 
 
 def _sync_decorator(function: Function, sources: Sources) -> str:
-    """Return which decorator of the user's makes an `async def` a `def`, "" if none does."""
+    """Return the wrapper of a user decorator that makes an `async def` a `def`, or ""."""
     for each in function.node.decorator_list if function.is_async else ():
         func = each.func if isinstance(each, ast.Call) else each
         decorator = sources.function(sources.full_name(func, function.file))
@@ -129,7 +129,7 @@ def _is_deployment(file: SourceFile, cls: str) -> bool:
 
 
 def _one_at_a_time(function: Function) -> bool:
-    """Whether its deployment says `max_ongoing_requests=1`."""
+    """Return whether a function's deployment has `max_ongoing_requests=1`."""
     cls = function.file.classes.get(function.cls)
     decorators = [] if cls is None else cls.decorator_list
     calls = [each for each in decorators if isinstance(each, ast.Call)]
@@ -141,7 +141,7 @@ def _one_at_a_time(function: Function) -> bool:
 
 
 def _override(function: Function) -> Callable[[Any], Any] | None:
-    """Return the `@serve.method(...)` a function has, to be said of another one."""
+    """Return the `@serve.method(...)` of a function, to apply to its stand-in."""
     for each in function.node.decorator_list:
         if isinstance(each, ast.Call) and last_name(each) == "method":
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in each.keywords}
@@ -152,13 +152,13 @@ def _override(function: Function) -> Callable[[Any], Any] | None:
 
 
 def _like(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return another function of the same code: what is said of it is not said of all."""
+    """Return a copy of a function, so that a decorator does not change the shared one."""
     assert isinstance(func, FunctionType)  # for types
     return FunctionType(func.__code__, func.__globals__)
 
 
 def _has_serial(function: Function) -> bool:
-    """Whether its class has a method in the serial thread, so that its constructor is there."""
+    """Return whether a function's class has a serial method, so its constructor is serial, too."""
     others = (each for each in function.file.functions if each.cls == function.cls)
     return any(
         "execution='serial'" in ast.unparse(decorator)

@@ -1,4 +1,4 @@
-"""What a check found, and the whole of it."""
+"""A finding of a check, and the report of all findings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ UNKNOWN_FIX = "move the call to a thread: await asyncio.to_thread(...)"
 
 
 class CheckError(RuntimeError):
-    """It could not be checked; the message says what to do."""
+    """The check failed; the message says how to fix that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line that breaks a rule. `line` and `column` count from 1.
 
-    `functions` are those that get there, as `Class.method`. `place` is the state it is about, such
-    as `self.cache`. `fix` is for this one, "" for the rule's. `evidence` is what a run saw.
+    `functions` are those that reach the line, as `Class.method`. `place` is the affected state,
+    such as `self.cache`. `fix` is for this finding, "" for the rule's. `evidence` comes from a run.
     """
 
     rule: Rule
@@ -50,14 +50,18 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """`notes` say what was looked at, and what a run dropped; `failure` why it is not all."""
+    """The result of a check.
+
+    `notes` list the checked functions and files, and the findings that a run dropped. `failure` is
+    the reason why the report is incomplete.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failure: str = ""
 
     def add(self, findings: list[Finding]) -> None:
-        """Add what is not there yet, in the order of files and lines."""
+        """Add the new findings, in the order of files and lines."""
         known = {finding.key for finding in self.findings}
         for finding in findings:
             if finding.key not in known:
@@ -67,11 +71,11 @@ class Report:
 
 
 def shown(path: Path) -> str:
-    """Return a path as CI systems look for it: below the current folder if it is there."""
+    """Return a path as CI systems need it: relative to the current folder if it is below that."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def rule_of(rule_id: str, title: str) -> Rule:
-    """Return the rule, made up from its title if a newer ruff has one we do not know."""
+    """Return the rule, or one made from the title for an unknown rule of a newer ruff."""
     return RULES.get(rule_id) or Rule(rule_id, title, UNKNOWN_FIX)

@@ -1,8 +1,8 @@
-"""What a `def` does that is not safe once it runs in a thread, and other calls of it next to it.
+"""Code in a `def` that is not safe once several threads run it at once.
 
-Looked at is every `def` that `execution` puts in a thread with the flag at 1, and one level of the
-`def`s it calls without a lock. Those that FastAPI runs in threads at either flag are, too: what is
-unsafe there is so already.
+The check covers every `def` that `execution` puts in a thread with the flag at 1, and one level of
+the `def`s that it calls without a lock. It also covers those that FastAPI runs in threads at either
+flag, where unsafe code is already unsafe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ingress.check.subjects import Subject
 
 
 def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Finding]:
-    """Return what `--migrate` is to say, without what a `# noqa` allows."""
+    """Return the findings of `--migrate`, without those that a `# noqa` suppresses."""
     found: dict[tuple[str, int, int, str], Finding] = {}
     for subject in subjects:
         for finding in _of_subject(subject, sources):
@@ -103,7 +103,7 @@ def _of_constructor(
 
 
 def _with_callees(function: Function, sources: Sources) -> list[Function]:
-    """Return a function and the `def`s it calls without a lock."""
+    """Return a function and the `def`s that it calls without a lock."""
     locked = locked_nodes(function, sources)
     called = [
         call.callee
@@ -133,7 +133,7 @@ def _finding(access: Access, function: Function, subject: Subject, message: str)
 
 
 def _allowed(finding: Finding, function: Function, access: Access) -> Iterator[Finding]:
-    """Yield the finding unless a `# noqa` of its line, or of its statement's last, is for it."""
+    """Yield the finding unless a `# noqa` on its line or its statement's last suppresses it."""
     is_def = isinstance(access.node, AnyDef)
     lines = (access.node.lineno, access.node.lineno if is_def else access.node.end_lineno or 0)
     if not function.file.allows(finding.rule.id, *lines):

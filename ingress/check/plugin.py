@@ -1,8 +1,8 @@
-"""The pytest plugin of `ingress check --run`: rehearse what stops, write down what was seen.
+"""The pytest plugin of `ingress check --run`: rehearse instances that stop, and write the outcome.
 
     pytest -p ingress.check.plugin --ingress-rehearsal FOLDER
 
-FOLDER has `watched.json`, and gets an `outcome-PID.json` of each process that ran tests.
+FOLDER has `watched.json`. Each process that runs tests adds an `outcome-PID.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ingress.replicas.user_code import UserCode
 WATCHED = "watched.json"
 
 _REPLICA = vars(replica)
-"""Where a replica that is made looks up what runs user code in it."""
+"""The namespace in which a new replica looks up `UserCode`."""
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -44,7 +44,7 @@ def pytest_unconfigure(config: Any) -> None:
     folder = config.getoption("--ingress-rehearsal")
     if folder is None or _REPLICA["UserCode"] is UserCode:
         return
-    api.shutdown()  # what the tests have left running has its rehearsal now
+    api.shutdown()  # instances that the tests left running are rehearsed now
     _REPLICA["UserCode"] = UserCode
     outcome = RehearsingUserCode.outcome
     writes = [

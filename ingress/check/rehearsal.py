@@ -1,11 +1,11 @@
-"""Calling a `def` from many threads at once, on an instance that serves no more.
+"""Rehearsal: calls of a `def` from many threads at once, on an instance that no longer serves.
 
     while it serves    the last arguments of each call of a watched `def` are kept
     when it stops      those calls are made again, from `THREADS` threads at once and with a switch
                        after each read, before its lifespan ends and its `__del__` runs
 
-So no request meets what goes wrong: its instance behaves as ever as long as it has requests. What
-the calls do elsewhere, in a file or a database, they do again.
+So no request meets a provoked race: the instance behaves as always while it has requests. Effects
+of the calls elsewhere, in a file or a database, happen again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ THREADS = 8
 ROUNDS = 8
 CALLS_PER_ROUND = 8
 BUDGET_S = 3.0
-"""How long the rehearsal of one instance may begin new rounds."""
+"""Time in which the rehearsal of one instance may begin new rounds."""
 
 TIMES = 2
-"""How many instances a function is rehearsed on."""
+"""Number of instances that a function is rehearsed on."""
 
 _SAMPLES = 3
 _ITEMS = 100
@@ -52,7 +52,7 @@ _SWITCH_INTERVAL_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LoopProbe:
-    """What a rehearsal is to decide: `attribute` of the instances of whom these functions are."""
+    """A subject of a rehearsal: `attribute` of the instances that have these functions."""
 
     functions: tuple[str, ...]
     attribute: str
@@ -60,7 +60,7 @@ class LoopProbe:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was seen: what a line has written, and what was raised there. Thread-safe."""
+    """The outcome of rehearsals: the writes and the errors of each line. Thread-safe."""
 
     writes: dict[Line, Writes] = field(default_factory=dict)
     errors: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Outcome:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wants(self, name: str) -> bool:
-        """Whether a function is to be rehearsed once more: a suite may make many replicas."""
+        """Return whether to rehearse a function once more: a suite may create many replicas."""
         with self._lock:
             self._times[name] += 1
             return self._times[name] <= TIMES
@@ -91,14 +91,14 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Recording:
-    """A planned function, and how it was called last."""
+    """A planned function, and the arguments of its last calls."""
 
     plan: ExecutionPlan
     samples: deque[tuple[contextvars.Context, tuple[Any, ...], dict[str, Any]]]
 
 
 class RehearsingUserCode(UserCode):
-    """As `UserCode`, with a rehearsal before it stops. Owned by the replica's user loop."""
+    """A `UserCode` with a rehearsal before it stops. Owned by the replica's user loop."""
 
     __slots__ = ("_deadline", "_recordings", "_state")
 
@@ -126,7 +126,7 @@ class RehearsingUserCode(UserCode):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:
         await super().start(args, kwargs, user_config)
-        # As it is before the first request: what is made by need is not there yet.
+        # The state before the first request, without lazily created attributes.
         state = getattr(self._instance, "__dict__", {})
         self._state = {name: _copied(value) for name, value in state.items()}
 
@@ -142,13 +142,13 @@ class RehearsingUserCode(UserCode):
                 self._deadline = monotonic() + BUDGET_S
                 await asyncio.to_thread(self._rehearse, instance, called)
         finally:
-            # Race with the rehearsal, if the replica has no time left for it: its threads look at
-            # this before each call, and what they have changed they put back themselves.
+            # Race with the rehearsal, if the replica has no time left for it: its threads check
+            # this before each call, and they restore the instance themselves.
             self._deadline = 0.0
             await super().stop()
 
     def _recorded(self, plan: ExecutionPlan, role: Role) -> ExecutionPlan:
-        """Return the plan of a watched `def` with its calls noted."""
+        """Return the plan of a function; a watched `def` gets one that records its calls."""
         is_watched = any(_names(each.functions, plan.name) for each in self.watched)
         if not is_watched or plan.kind.is_async or role not in (Role.METHOD, Role.ENDPOINT):
             return plan
@@ -164,7 +164,7 @@ class RehearsingUserCode(UserCode):
         return replace(plan, func=call)
 
     def _rehearse(self, instance: Any, recordings: list[_Recording]) -> None:
-        """Make the recorded calls again, and put the instance back as it was."""
+        """Make the recorded calls again, and restore the instance."""
         with self._turn:
             self._rehearse_alone(instance, recordings)
 
@@ -176,7 +176,7 @@ class RehearsingUserCode(UserCode):
         try:
             instance.__class__ = traced_class(cls, trace)
         except Exception:
-            pass  # a function, or a class that cannot be subclassed or exchanged: it tells nothing
+            pass  # not recorded: a function, or a class that cannot be subclassed or exchanged
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
             for _ in range(ROUNDS):
@@ -208,7 +208,7 @@ class RehearsingUserCode(UserCode):
                 if monotonic() > self._deadline:
                     break
                 context, args, kwargs = samples[(number + turn) % len(samples)]
-                # A context may be entered once at a time.
+                # A context can be entered only once at a time.
                 context.copy().run(self._call, recording.plan, args, kwargs, trace)
 
         threads = [
@@ -218,7 +218,7 @@ class RehearsingUserCode(UserCode):
         for thread in threads:
             thread.start()
         for thread in threads:
-            # What is stuck is left behind.
+            # A stuck thread is abandoned.
             thread.join(max(0.0, self._deadline - monotonic()) + 1.0)
 
     def _call(
@@ -234,7 +234,7 @@ class RehearsingUserCode(UserCode):
             elif asyncio.iscoroutine(result):
                 result.close()
         except BaseException as error:
-            # Often only because its request is over, and what it was given with it.
+            # Often only because its request, and with it an argument, has ended.
             self.outcome.add_error(error)
 
 
@@ -244,5 +244,5 @@ def _copied(value: Any) -> Any:
 
 
 def _names(functions: Iterable[str], name: str) -> bool:
-    """Whether a function as it is called at run time is among those of the sources."""
+    """Return whether a function's name at run time is among the names in the sources."""
     return any(each == name or each.endswith(f".{name}") for each in functions)

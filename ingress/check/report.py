@@ -99,7 +99,7 @@ def _github(report: Report) -> str:
 
 
 def _level(finding: Finding) -> str:
-    """A call that blocks is an error, and so is a race that was seen; the rest may be."""
+    """Return "error" for a blocking call and a confirmed race, "warning" for the rest."""
     is_sure = finding.evidence or finding.rule.id.startswith("ASYNC")
     return "error" if is_sure else "warning"
 

@@ -1,7 +1,7 @@
-"""What is looked for: each rule's id, its title, and what to do about it.
+"""The rules: ids, titles and fixes.
 
     ASYNC2xx   ruff's: a call that blocks the event loop
-    IG1xx      ours: what a `def` does that is not safe in a thread
+    IG1xx      ingress's: code in a `def` that is not safe in a thread
 
 Each has a page of its own in docs/rules/.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`title` and `fix` are one line each; the page says why."""
+    """One rule. `title` and `fix` are one line each; its page explains the reason."""
 
     id: str
     title: str

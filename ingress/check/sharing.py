@@ -1,10 +1,10 @@
-"""IG101 and IG102: what is read and then written, while other threads may do the same.
+"""IG101 and IG102: shared state that is read and then written, while other threads may do the same.
 
     self.n += 1              self.n = self.n + 1         n = self.n; ...; self.n = n + 1     IG101
     if self.model is None:   if key not in self.cache:   if self.queue: self.queue.pop()     IG102
 
-Shared is what hangs on the instance or the class, and what the module assigns to at its top. Not
-what is a `threading.local()`, nor what is done under a lock.
+Shared state is an attribute of the instance or the class, or a global that the module assigns to.
+A `threading.local()` is not shared, and accesses under a lock are safe.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MUTATORS = {
     *("add", "append", "appendleft", "clear", "extend", "insert", "move_to_end", "pop"),
     *("popitem", "popleft", "remove", "update"),
 }
-"""Not `setdefault` and `discard`, which are a check and an act in one step."""
+"""Methods that change a container. `setdefault` and `discard` are atomic, so they are left out."""
 
 _LOOKUP_ERRORS = {"AttributeError", "IndexError", "KeyError", "LookupError"}
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What is not safe. `place` is what is shared: `self.cache` for `self.cache[key]`."""
+    """An unsafe access. `place` is the shared state: `self.cache` for `self.cache[key]`."""
 
     rule_id: str
     node: ast.stmt | ast.expr
@@ -37,7 +37,7 @@ class Access:
 
 
 def accesses(function: Function, sources: Sources) -> Iterator[Access]:
-    """Yield what is not safe in a function that several threads run at once, in its order."""
+    """Yield the unsafe accesses in a function that several threads run at once, in its order."""
     walk = _Walk(function, sources)
     found = list(walk.unsafe(function.node.body))
     rewritten = {(each.node.lineno, each.place) for each in found if each.rule_id == "IG101"}
@@ -50,14 +50,14 @@ def accesses(function: Function, sources: Sources) -> Iterator[Access]:
 
 
 def locked_nodes(function: Function, sources: Sources) -> set[ast.AST]:
-    """Return what of a function runs while it holds a lock, or in another function."""
+    """Return the nodes of a function that run under a lock, or in an inner function."""
     state = state_around(function.file, function.cls, sources)
     unlocked = {node for each in function.node.body for node in _unlocked(each, state)}
     return set(ast.walk(function.node)) - unlocked
 
 
 class _Walk:
-    """Goes through the statements of a function in order."""
+    """A walk through the statements of a function in order."""
 
     def __init__(self, function: Function, sources: Sources) -> None:
         self._function = function
@@ -67,12 +67,12 @@ class _Walk:
         self._copies: dict[str, set[str]] = {}
 
     def unsafe(self, statements: list[ast.stmt]) -> Iterator[Access]:
-        """Yield what is unsafe in a block. A `lock.acquire()` in it holds until its end."""
+        """Yield the unsafe accesses in a block. After a `lock.acquire()` its rest is safe."""
         checked: set[str] = set()
         for statement in statements:
             if self._state.acquires(statement):
                 return
-            # After `if key in cache: return cache[key]`, what comes next fills the cache.
+            # After `if key in cache: return cache[key]`, the next statements fill the cache.
             for place in checked:
                 yield from self._acts([statement], place)
             yield from self._statement(statement)
@@ -96,7 +96,7 @@ class _Walk:
             yield from self.unsafe(block)
 
     def _rewrites(self, statement: ast.stmt) -> Iterator[Access]:
-        """Yield the statement if it writes what it, or a local variable it uses, has read."""
+        """Yield the statement if it writes a place that it, or a local variable in it, has read."""
         if isinstance(statement, ast.AugAssign):
             if place := self._place(statement.target):
                 yield Access("IG101", statement, place)
@@ -107,19 +107,19 @@ class _Walk:
         read = self._tested(statement.value)
         for target in _flat(targets):
             if isinstance(target, ast.Name) and target.id in self._locals:
-                self._copies[target.id] = read  # a local variable is what it was made from
+                self._copies[target.id] = read  # a local variable is a copy of these places
             elif (place := self._place(target)) and place in read:
                 yield Access("IG101", statement, place)
 
     def _tested(self, expression: ast.expr) -> set[str]:
-        """Return the shared places an expression reads, itself or by local variables."""
+        """Return the shared places that an expression reads, itself or by local variables."""
         found = {place for each in ast.walk(expression) if (place := self._place(each))}
         for name in names_in([expression]) & self._copies.keys():
             found |= self._copies[name]
         return found
 
     def _looked_up(self, statement: ast.Try) -> set[str]:
-        """Return the places a `try` looks something up in, ready for it not to be there."""
+        """Return the places in which a `try` looks up keys or attributes that may be missing."""
         caught = {
             name for each in statement.handlers if each.type for name in names_in([each.type])
         }
@@ -134,7 +134,7 @@ class _Walk:
         }
 
     def _acts(self, statements: Iterable[ast.stmt], place: str) -> Iterator[Access]:
-        """Yield the first thing the statements do to a place, if no lock is around it."""
+        """Yield the first act of the statements on a place that is not under a lock."""
         for statement in statements:
             for node in _unlocked(statement, self._state):
                 if self._is_act(node) and self._place(_target(node)) == place:
@@ -147,13 +147,13 @@ class _Walk:
             return not isinstance(node.ctx, ast.Load)
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
-        # `pop(key, None)` is one step, and works whoever was there first.
+        # `pop(key, None)` is one atomic step, and works even if another thread was first.
         is_step = node.func.attr == "pop" and len(node.args) == 2
         is_container = self._place(node.func.value) in self._state.containers
         return node.func.attr in _MUTATORS and not is_step and is_container
 
     def _place(self, expression: ast.AST) -> str:
-        """Return the shared place an expression names, "" if it is no such place."""
+        """Return the shared place that an expression names, "" if it names none."""
         root, rest = _chain(expression)
         file = self._function.file
         if root == self._function.receiver != "":
@@ -171,7 +171,7 @@ class _Walk:
 
 
 def _chain(expression: ast.AST) -> tuple[str, str]:
-    """Return the name an expression begins with, and its attributes up to the first index."""
+    """Return the first name of an expression, and its attributes up to the first index."""
     names: list[str] = []
     while isinstance(expression, ast.Subscript | ast.Attribute):
         if isinstance(expression, ast.Attribute):
@@ -198,7 +198,7 @@ def _target(node: ast.AST) -> ast.AST:
 
 
 def _local_names(function: Function) -> set[str]:
-    """Return the names that are a function's own, or of one it stands in."""
+    """Return the local names of a function and of its enclosing functions."""
     found: set[str] = set()
     scope: Function | None = function
     while scope is not None:
@@ -215,14 +215,14 @@ def _local_names(function: Function) -> set[str]:
 
 
 def _unlocked(statement: ast.AST, state: State) -> Iterator[ast.AST]:
-    """Yield what a statement runs while it holds no lock."""
+    """Yield the nodes of a statement that run without a lock."""
     waiting = [statement]
     while waiting:
         node = waiting.pop()
         if isinstance(node, AnyDef | ast.ClassDef | ast.Lambda) or state.is_locked(node):
             continue
         yield node
-        # What follows `lock.acquire()` holds it.
+        # Statements after `lock.acquire()` hold the lock.
         children = takewhile(
             lambda child: not (isinstance(child, ast.stmt) and state.acquires(child)),
             ast.iter_child_nodes(node),

@@ -1,4 +1,4 @@
-"""The user's files, parsed: their functions, and what a name in them stands for."""
+"""The user's files, parsed: their functions, and the values of names in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AnyDef = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """One `def` or `async def`. `cls` is the class it is a method of, or stands in one of."""
+    """One `def` or `async def`. `cls` is the class of the method that it is, or is inside."""
 
     file: SourceFile
     node: AnyDef
@@ -49,12 +49,12 @@ class Function:
 
     @property
     def first_line(self) -> int:
-        """The line Python says the function begins at: that of its first decorator."""
+        """The line at which Python says the function begins: its first decorator's."""
         return min([self.node.lineno, *(each.lineno for each in self.node.decorator_list)])
 
     @property
     def receiver(self) -> str:
-        """What the instance or class is called in it, "" if it has none."""
+        """The parameter that is the instance or class, "" if there is none."""
         outer = self
         while outer.parent is not None:
             outer = outer.parent
@@ -84,11 +84,11 @@ class SourceFile:
 
     @cached_property
     def lines(self) -> list[str]:
-        return self.text.split("\n")  # as `ast` counts: not at form feeds
+        return self.text.split("\n")  # as `ast` counts lines: not at form feeds
 
     @cached_property
     def globals(self) -> set[str]:
-        """The names the module assigns to, at its top."""
+        """The names that the module assigns to at its top level."""
         found: set[str] = set()
         for node in self.tree.body:
             targets: list[Any] = []
@@ -105,7 +105,7 @@ class SourceFile:
         return found
 
     def function_at(self, line: int) -> Function | None:
-        """Return the innermost function whose text has the line."""
+        """Return the innermost function that contains the line."""
         around = [
             each
             for each in self.functions
@@ -114,7 +114,7 @@ class SourceFile:
         return max(around, key=lambda each: each.node.lineno, default=None)
 
     def allows(self, rule_id: str, *lines: int) -> bool:
-        """Whether a `# noqa` of one of these lines, or of the file, is for the rule."""
+        """Return whether a `# noqa` of one of these lines, or of the file, is for the rule."""
         comments = [match["codes"] for match in _FILE_NOQA.finditer(self.text)]
         for line in lines:
             comments += [match["codes"] for match in _NOQA.finditer(self._line(line))]
@@ -124,7 +124,7 @@ class SourceFile:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
     def _collect(self) -> None:
-        """Note functions, classes and imports, each with what it stands in."""
+        """Note functions, classes and imports, each with its enclosing scope."""
         waiting: list[tuple[ast.AST, str, str, Function | None]] = [(self.tree, "", "", None)]
         while waiting:
             node, prefix, cls, parent = waiting.pop()
@@ -163,7 +163,7 @@ class SourceFile:
 
 
 class Sources:
-    """The user's files, and what is defined in them under which full name."""
+    """The user's files, and the definitions in them by full name."""
 
     def __init__(self, modules: Iterable[tuple[Path, str]] = ()) -> None:
         self.files: dict[Path, SourceFile] = {}
@@ -175,12 +175,12 @@ class Sources:
             self.add(path, module)
 
     def add(self, path: Path, module: str) -> SourceFile | None:
-        """Read a file. Returns `None` for what is no Python, or of another Python's grammar."""
+        """Read a file. Returns `None` if this Python cannot parse it."""
         try:
             with (
                 tokenize.open(path) as opened,
                 warnings.catch_warnings(action="ignore"),
-            ):  # knows the encoding Python would
+            ):  # `tokenize.open` finds the encoding as Python does
                 file = SourceFile(path.resolve(), module, opened.read())
         except (OSError, SyntaxError, ValueError, RecursionError):
             self.unread.append(path)
@@ -196,13 +196,13 @@ class Sources:
             yield from file.functions
 
     def of_code(self, code: CodeType | None) -> Function | None:
-        """Return the function Python made this code of, `None` if it is not the user's."""
+        """Return the function that Python compiled to this code, `None` if it is not the user's."""
         if code is None:
             return None
         return self._at.get((_resolved(code.co_filename), code.co_firstlineno, code.co_name))
 
     def full_name(self, expression: ast.expr, file: SourceFile) -> str:
-        """Return what a name or attribute stands for, as `package.module.name`; "" if unknown."""
+        """Return the full name of a name or attribute, `package.module.name`; "" if unknown."""
         name = dotted(expression)
         head, _, rest = name.partition(".")
         if not head:
@@ -214,7 +214,7 @@ class Sources:
         return self._functions.get(full_name)
 
     def method(self, file: SourceFile, cls: str, name: str) -> Function | None:
-        """Return the method that a class, or a base of it in the user's files, has."""
+        """Return a method of a class, or of a base of it in the user's files."""
         candidates = (self._functions.get(f"{base}.{name}") for base in self.mro(file, cls))
         return next((each for each in candidates if each is not None), None)
 
@@ -227,32 +227,32 @@ class Sources:
                 yield from self.mro(*home, depth - 1)
 
     def class_called(self, full_name: str) -> tuple[SourceFile, str] | None:
-        """Return the file and the name in it of a class of the user's."""
+        """Return the file of a user class, and its name there."""
         module, dot, name = full_name.rpartition(".")
         while dot:
             file = self._modules.get(module)
             if file is not None and name in file.classes:
                 return file, name
             module, dot, outer = module.rpartition(".")
-            name = f"{outer}.{name}"  # the class may stand in another
+            name = f"{outer}.{name}"  # the class may be inside another
         return None
 
     def is_class(self, name: str, file: SourceFile) -> bool:
-        """Whether a name is a class of the user's."""
+        """Return whether a name is a user class."""
         owner, name = self._home(name, file)
         return name in owner.classes
 
     def is_module(self, name: str, file: SourceFile) -> bool:
-        """Whether a name is a module of the user's."""
+        """Return whether a name is a user module."""
         return file.imports.get(name) in self._modules
 
     def is_global(self, name: str, file: SourceFile) -> bool:
-        """Whether a name is one that a module of the user's assigns to."""
+        """Return whether a name is a global that a user module assigns to."""
         owner, name = self._home(name, file)
         return name in owner.globals
 
     def _home(self, name: str, file: SourceFile) -> tuple[SourceFile, str]:
-        """Return where a name was imported from, and what it is called there."""
+        """Return the file that a name was imported from, and its name there."""
         for _ in range(4):
             module, _, original = file.imports.get(name, "").rpartition(".")
             if module not in self._modules:
@@ -261,7 +261,7 @@ class Sources:
         return file, name
 
     def _followed(self, full_name: str, depth: int = 4) -> str:
-        """Follow names that a module has only imported."""
+        """Return the full name that imports lead to."""
         module, _, name = full_name.rpartition(".")
         file = self._modules.get(module)
         if file is not None and name in file.imports and full_name not in self._functions and depth:
@@ -270,7 +270,7 @@ class Sources:
 
 
 def is_users(path: Path) -> bool:
-    """Whether a file is neither the standard library's, nor an installed package's, nor ours."""
+    """Return whether a file is outside the standard library, installed packages and ingress."""
     return not (
         "site-packages" in path.parts
         or path.is_relative_to(OURS)
@@ -279,7 +279,7 @@ def is_users(path: Path) -> bool:
 
 
 def dotted(expression: ast.AST) -> str:
-    """Return `a.b.c` of a chain of names, "" of anything else."""
+    """Return `a.b.c` for a chain of names, "" for anything else."""
     parts = []
     while isinstance(expression, ast.Attribute):
         parts.append(expression.attr)
@@ -300,12 +300,12 @@ def names_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
-    """Yield what runs when the function is called, in the order it is written.
+    """Yield the nodes that run when the function is called, in the order of the source.
 
-    Not the bodies of functions and classes in it, nor a generator expression that somebody else
-    may iterate.
+    The bodies of inner functions and classes are left out, and generator expressions that other
+    code may iterate.
     """
-    # Not by recursion: a sum of a thousand strings is a thousand deep.
+    # Not by recursion: a sum of a thousand strings is a thousand levels deep.
     waiting: list[tuple[ast.AST, bool]] = [(each, False) for each in reversed(node.body)]
     while waiting:
         each, is_consumed = waiting.pop()
@@ -320,7 +320,7 @@ def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
 
 
 def consumes(node: ast.AST, child: ast.AST) -> bool:
-    """Whether running `node` iterates `child` here and now."""
+    """Return whether running `node` iterates `child` at once."""
     if isinstance(node, ast.For | ast.comprehension):
         return child is node.iter
     if isinstance(node, ast.YieldFrom | ast.Starred):
@@ -334,5 +334,5 @@ def consumes(node: ast.AST, child: ast.AST) -> bool:
 
 @lru_cache(maxsize=4096)
 def _resolved(file_name: str) -> Path:
-    """Return the file of a code object; asked for each function, and for few files."""
+    """Return the resolved path of a file. Cached, because many functions are in few files."""
     return Path(file_name).resolve()

@@ -1,6 +1,6 @@
-"""What the attributes of a class and the globals of its module are made of.
+"""The values of a class's attributes and its module's globals: locks, containers, other objects.
 
-Told from what is assigned to them: `self._lock = threading.Lock()`.
+They are read from assignments, such as `self._lock = threading.Lock()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTAINERS = {
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An assignment of what a call made: `place = call`, in which function."""
+    """An assignment `place = call` in a function."""
 
     place: str
     call: ast.Call
@@ -34,7 +34,10 @@ class Made:
 
 @dataclass(slots=True)
 class State:
-    """`own` is safe as it is: each thread has its own, or it has a lock of its own."""
+    """The state around a method.
+
+    Places in `own` are safe: each thread has its own value, or the value has its own lock.
+    """
 
     locks: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
@@ -42,13 +45,13 @@ class State:
     made: list[Made] = field(default_factory=list)
 
     def is_locked(self, node: ast.AST) -> bool:
-        """Whether a statement is a `with` that holds a lock."""
+        """Return whether a statement is a `with` that holds a lock."""
         return isinstance(node, ast.With | ast.AsyncWith) and any(
             self._is_lock(item.context_expr) for item in node.items
         )
 
     def acquires(self, statement: ast.stmt) -> bool:
-        """Whether a statement takes a lock, until somebody releases it."""
+        """Return whether a statement acquires a lock without a `with`."""
         calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
         return isinstance(statement, ast.Expr | ast.Assign) and any(
             isinstance(each.func, ast.Attribute)
@@ -77,7 +80,7 @@ class State:
             return
         func = value.func
         while isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call):
-            func = func.value.func  # of `connect(...).cursor()`
+            func = func.value.func  # `connect` in `connect(...).cursor()`
         name = sources.full_name(func, file)
         last = name.rpartition(".")[2]
         if name.startswith("threading.") and last in _LOCKS:
@@ -91,7 +94,7 @@ class State:
 
 @lru_cache(maxsize=256)
 def state_around(file: SourceFile, cls: str, sources: Sources) -> State:
-    """Return what there is around a method: of its class, its bases, its module. To be read."""
+    """Return the state around a method: of its class, its bases, its module. It is read-only."""
     state = State()
     for place, value, where, maker in _assignments(file, cls, sources):
         state._add(place, value, where, maker, sources)
@@ -101,7 +104,7 @@ def state_around(file: SourceFile, cls: str, sources: Sources) -> State:
 def _assignments(
     file: SourceFile, cls: str, sources: Sources
 ) -> Iterator[tuple[str, ast.expr, SourceFile, Function | None]]:
-    """Yield what is assigned to the module's names and to attributes of the instance."""
+    """Yield the values that are assigned to the module's names and the instance's attributes."""
     for node in file.tree.body:
         for name, value in _assigned(node):
             yield name, value, file, None
@@ -123,7 +126,7 @@ def _assignments(
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the plain names and attributes a statement assigns to, with the value."""
+    """Yield the plain names and attributes that a statement assigns to, with the value."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             for each, value in _pairs(target, node.value):
@@ -134,7 +137,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Return what is assigned to what: `a, b = 1, 2` are two."""
+    """Return the pairs of target and value: `a, b = 1, 2` has two."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         return [*zip(target.elts, value.elts, strict=False)]
     return [(target, value)]

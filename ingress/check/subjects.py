@@ -1,12 +1,12 @@
-"""What an application calls of the user's, and where that runs: `execution.plan` is asked.
+"""The user functions that an application calls, and where they run, by `execution.plan`.
 
     endpoints of its FastAPI app      ENDPOINT
-    `__call__`, public methods, hooks METHOD, unless they are only given to something with threads
-    what `@batch` has decorated       BATCH
+    `__call__`, public methods, hooks METHOD, unless they are only handed to threads
+    functions under `@batch`          BATCH
     `__init__`, `__del__`             LIFECYCLE
 
-What a decorator has wrapped is called, too. Every `async def` of the user's runs on an event loop,
-whoever calls it.
+Functions inside a decorator's wrapper count as called, too. Every user `async def` runs on an event
+loop, with any caller.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _OFFLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One function of the user's that is called from outside, and where it runs.
+    """One user function that is called from outside, and where it runs.
 
-    `mode` is where with the flag as it is, and `reason` why. `one_at_a_time` says that an instance
-    has one request at a time; `sync_wrapper` names the `def` that stands round an `async def`.
+    `mode` is for the current flag, and `reason` explains it. `one_at_a_time` says that an instance
+    has one request at a time. `sync_wrapper` names the `def` around an `async def`.
     """
 
     function: Function
@@ -66,12 +66,12 @@ class Subject:
 
     @property
     def blocks(self) -> bool:
-        """Whether it is a `def` on the event loop."""
+        """True for a `def` on the event loop."""
         return self.mode is ExecutionMode.EVENT_LOOP and not self.function.is_async
 
     @property
     def moves(self) -> bool:
-        """Whether the flag takes it from the loop to a thread."""
+        """True if the flag moves the function from the loop to a thread."""
         return (self.mode_at_0, self.mode_at_1) == (
             ExecutionMode.EVENT_LOOP,
             ExecutionMode.THREADPOOL,
@@ -79,7 +79,7 @@ class Subject:
 
     @property
     def is_threaded_at_1(self) -> bool:
-        """Whether several threads may run it at once, with the flag at 1."""
+        """True if several threads may run the function at once, with the flag at 1."""
         is_threaded = self.mode_at_1 is ExecutionMode.THREADPOOL and not self.function.is_async
         return is_threaded and self.role in (Role.METHOD, Role.ENDPOINT)
 
@@ -94,8 +94,8 @@ def planned(
     one_at_a_time: bool = False,
     sync_wrapper: str = "",
 ) -> Subject:
-    """Return a function with where `func`, which it is the source of, runs."""
-    no_pool: Any = None  # nothing is run
+    """Return the subject of `function`, which runs where `func`, made of its source, runs."""
+    no_pool: Any = None  # no code is run
     at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
     at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
     now = at_1 if settings.run_sync_in_threadpool else at_0
@@ -104,9 +104,9 @@ def planned(
 
 
 def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir: Path) -> Sources:
-    """Return the user's files: an application's modules, and what of theirs these import.
+    """Return the user's files: an application's modules, and the user modules that these import.
 
-    The user's is what lies below a folder or in the package of the application's module.
+    A user module is below `app_dir` or in the package of the application's module.
     """
     package, root = module_name.partition(".")[0], app_dir.resolve()
     sources, seen = Sources(), set()
@@ -122,7 +122,7 @@ def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir
         if not is_package and not (resolved.is_relative_to(root) and is_users(resolved)):
             continue
         file = sources.add(resolved, name)
-        # Of `a.b.c` any part may be the module, and the packages it is in run, too.
+        # In `a.b.c` any prefix may be the module, and its packages are imported, too.
         for imported in [] if file is None else file.imports.values():
             parts = imported.split(".")
             waiting += [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
@@ -132,7 +132,7 @@ def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir
 def subjects_of(
     deployments: Iterable[BuiltDeployment], sources: Sources, settings: Settings
 ) -> list[Subject]:
-    """Return what the deployments call of the user's."""
+    """Return the user functions that the deployments call."""
     return [
         subject
         for built in deployments
@@ -144,7 +144,7 @@ def subjects_of(
 def _callables(
     built: BuiltDeployment, sources: Sources
 ) -> Iterator[tuple[Callable[..., Any], Role]]:
-    """Yield what one deployment calls, and as what."""
+    """Yield the functions that a deployment calls, with their roles."""
     target: Any = built.deployment.func_or_class
     if not inspect.isclass(target):
         yield target, Role.METHOD
@@ -169,14 +169,14 @@ def _callables(
 def _subjects(
     func: Any, role: Role, built: BuiltDeployment, sources: Sources, settings: Settings
 ) -> Iterator[Subject]:
-    """Yield what is called, and what decorators have wrapped in it, as far as it is the user's."""
+    """Yield a called function and the functions that its decorators wrap, the user's only."""
     config = built.deployment.config
     lanes = lanes_of(built.deployment.func_or_class, config.max_ongoing_requests, config.lanes)
     is_in_async, wrapper = False, ""
     while func is not None:
         is_batch = hasattr(func, "__ingress_batcher__")
         function = sources.of_code(code_of(func))
-        # An `async def` wrapper is written to move a `def` somewhere, who knows where.
+        # An `async def` wrapper may run its `def` in any thread.
         if function is not None and not (is_in_async and not function.is_async):
             yield planned(
                 function,
@@ -194,7 +194,7 @@ def _subjects(
 
 
 def _closed_over(func: Any) -> Any:
-    """Return the one `async def` that a wrapper without `functools.wraps` calls, if it has one."""
+    """Return the `async def` that a wrapper without `functools.wraps` calls, if it has just one."""
     inner = []
     for cell in getattr(func, "__closure__", None) or ():
         try:
@@ -208,10 +208,7 @@ def _closed_over(func: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def handed_on(sources: Sources) -> frozenset[str]:
-    """Return the names of methods that the user's code gives to something that runs in threads.
-
-    Unless a handle calls them, too.
-    """
+    """Return the names of methods that user code hands to threads and no handle calls."""
     given: set[str] = set()
     by_handle: set[str] = set()
     for file in sources.files.values():

@@ -1,11 +1,11 @@
-"""`--run`: run the user's tests, and let what was seen decide what `--migrate` has found.
+"""`--run`: run the user's tests, and confirm or drop the findings of `--migrate`.
 
-    confirmed   an update was lost, a check was out of date when its act came, or a thread was told
-                that it has no event loop, or is not the object's own
-    dropped     the line ran in several threads at once, often enough, and nothing was lost
+    confirmed   an update was lost, a check was out of date at its act, or a thread got an error
+                because it has no event loop or is not the object's own thread
+    dropped     the line ran in several threads at once, often enough, and no update was lost
     neither     no test called it in pytest's own process, or it is not about an attribute
 
-What is tried, and when, is `rehearsal`'s.
+`rehearsal` decides which calls are tried, and when.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ingress.check.plugin import WATCHED
 ENOUGH_WRITES = 4
 _RACES = ("IG101", "IG102")
 _ERRORS = {"IG103": "event loop", "IG106": "same thread"}
-"""What the text of an error has that proves a finding: asyncio's words, and SQLite's."""
+"""Words in the text of an error that prove a finding: asyncio's, and SQLite's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What runs have seen of one finding's line."""
+    """The writes of a finding's lines during the runs."""
 
     count: int
     lost: int
@@ -38,7 +38,7 @@ class Seen:
 
 
 def tried(report: Report, command: str) -> Report:
-    """Run the tests, and return the report with what that decides.
+    """Run the tests, and return the report with their decisions.
 
     Raises `CheckError` for a command that is not pytest's.
     """
@@ -51,7 +51,7 @@ def tried(report: Report, command: str) -> Report:
         ]
         Path(folder, WATCHED).write_text(json.dumps(watched))
         words += ["-p", "ingress.check.plugin", "--ingress-rehearsal", folder]
-        # What the tests print goes where it does not get into the report.
+        # To stderr, so that the output of the tests does not get into the report.
         code = subprocess.run(words, stdout=sys.stderr, check=False).returncode
         outcomes = [json.loads(path.read_text()) for path in Path(folder).glob("outcome-*.json")]
     writes = [write for each in outcomes for write in each["writes"]]
@@ -62,7 +62,7 @@ def tried(report: Report, command: str) -> Report:
 def _pytest(command: str) -> list[str]:
     words = shlex.split(command)
     program = Path(words[0]).name if words else ""
-    # This Python's, wherever the words point: it is the one that has our plugin.
+    # Always this Python's pytest, because this Python has the plugin.
     if program in ("pytest", "py.test"):
         return [sys.executable, "-m", "pytest", *words[1:]]
     if program.startswith("python") and words[1:3] == ["-m", "pytest"]:
@@ -103,7 +103,7 @@ def _decided(report: Report, writes: list[Any], errors: list[Any], code: int) ->
 
 
 def _seen(finding: Finding, writes: list[Any]) -> Seen | None:
-    """Return what was seen of the finding's lines, `None` if they did not run."""
+    """Return the writes of the finding's lines, `None` if they did not run."""
     here = [
         each
         for each in writes
@@ -122,7 +122,7 @@ def _raised(finding: Finding, errors: list[Any]) -> str:
     """Return the error that proves the finding, "" if none was raised."""
     words = _ERRORS.get(finding.rule.id)
     for each in errors if words else ():
-        # What the constructor has made is refused where it is used.
+        # An object from the constructor raises where it is used, not on the finding's line.
         if words in each["text"] and (finding.rule.id == "IG106" or _is_at(finding, each)):
             return str(each["text"])
     return ""

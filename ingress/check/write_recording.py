@@ -1,10 +1,10 @@
-"""Which writes of an instance's attributes overwrite what another thread has written meanwhile.
+"""Detection of writes to an instance's attributes that overwrite another thread's write.
 
     thread 1   reads version 1             writes: it has read 1, and there is 2: an update is lost
     thread 2                reads, writes version 2
 
-Every read of a watched attribute, or of a key of a watched dict, is followed by a switch to another
-thread, so that what can go wrong does within a few calls.
+A switch to another thread follows every read of a watched attribute, or of a key of a watched dict,
+so that races show within a few calls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Any
 
 SWITCHES_PER_CALL = 1000
-"""How often a call is made to wait; a loop over an attribute is to end."""
+"""Largest number of switches in a call, so that a loop over an attribute ends."""
 
 _WHOLE = object()
-"""The key of what is about all of a container."""
+"""The key of accesses to a whole container."""
 
 _READ_KEY = ("__contains__", "__getitem__", "get", "index", "count")
 _READ_ALL = ("__iter__", "__len__", "copy", "items", "keys", "values")
@@ -40,7 +40,7 @@ Line = tuple[str, int, str]
 
 @dataclass(slots=True)
 class Writes:
-    """What one line has written: how often, from which threads, and how often it was too late."""
+    """The writes of one line: their count, their threads, and the number that lost an update."""
 
     count: int = 0
     lost: int = 0
@@ -48,7 +48,10 @@ class Writes:
 
 
 class Trace:
-    """Thread-safe. Threads that have not begun a call are let through and not looked at."""
+    """The reads and writes of watched attributes. Thread-safe.
+
+    A thread that has not begun a call is not recorded.
+    """
 
     def __init__(self, attributes: frozenset[str]) -> None:
         self.attributes = attributes
@@ -60,18 +63,18 @@ class Trace:
         self._lock = threading.RLock()
 
     def begin_call(self) -> None:
-        """Forget what this thread has read in its call before."""
+        """Forget the reads of this thread's last call."""
         self._thread.reads = {}
         self._thread.switches = SWITCHES_PER_CALL
 
     def read(self, slot: Any, get: Callable[[], Any]) -> Any:
-        """Return what `get` returns, and let other threads have their turn."""
+        """Return the result of `get`, and switch to another thread."""
         reads = getattr(self._thread, "reads", None)
         if reads is None:
             return get()
         try:
             with self._lock:
-                reads[slot] = self._versions[slot]  # also if there is nothing: that is an answer
+                reads[slot] = self._versions[slot]  # also for a missing value
                 return get()
         finally:
             if self._thread.switches > 0:
@@ -81,7 +84,7 @@ class Trace:
     def write(
         self, slots: tuple[Any, ...], attribute: str, frame: FrameType, put: Callable[[], Any]
     ) -> Any:
-        """Do what `put` does. It is too late if a slot has changed since this call read it."""
+        """Run `put`. Its write is lost if a slot has changed since this call read it."""
         reads = getattr(self._thread, "reads", None)
         if reads is None:
             return put()
@@ -100,7 +103,7 @@ class Trace:
 
 
 def traced_class(cls: type, trace: Trace) -> type:
-    """Return a subclass whose instances tell of the watched attributes."""
+    """Return a subclass whose instances record accesses to the watched attributes."""
     watched = frozenset(
         name for name in trace.attributes if not isinstance(getattr(cls, name, None), property)
     )
@@ -131,7 +134,7 @@ def traced_class(cls: type, trace: Trace) -> type:
 
 
 def traced_state(state: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
-    """Return attributes with copies of the watched ones that are containers; they tell, too."""
+    """Return attributes in which the watched containers are recording copies."""
     return {
         name: _traced_container(name, value, trace) if name in trace.attributes else value
         for name, value in state.items()

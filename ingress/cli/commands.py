@@ -1,7 +1,7 @@
 """`ingress run`, `build`, `explain`, `check`, `trace` and `openapi`: the command line.
 
-Everything heavy (typer, rich, uvicorn) is imported here and nowhere below, so that `import ingress`
-stays light.
+The heavy packages (typer, rich, uvicorn) are imported here and nowhere below, so that `import
+ingress` stays light.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def run(
 
     [dim]ingress run main:hello --port 9000[/dim]
 
-    Ctrl-C (or SIGTERM) drains: what runs may end, new requests are refused. A second one stops at
-    once.
+    Ctrl-C (or SIGTERM) drains: requests in flight may end, new requests are refused. A second
+    signal stops at once.
 
-    Sets OMP_NUM_THREADS and its like, if they are not set, to what the cores are worth for each
-    call that computes.
+    Sets OMP_NUM_THREADS and similar variables, if they are not set, to the share of the cores
+    that each computing call has.
     """
     make_lossy()
     engine = engine or read_settings().engine
@@ -134,7 +134,7 @@ def run(
     budget = budget_for(application, settings, processes=workers)
     to_set = budget.variables
     export(to_set)
-    if reload or workers > 1:  # which are new processes
+    if reload or workers > 1:  # served in new processes
         print_plan(application, settings, budget)
         serve_in_new_processes(
             target, host, port, application, settings, reload=reload, workers=workers
@@ -176,7 +176,7 @@ def build_command(
 
     [dim]ingress build main:hello -o serve.yaml[/dim]
 
-    It names the application, it does not contain it: the cluster has to be able to import its
+    The file names the application and does not contain it: the cluster must be able to import its
     modules, and ingress. Nothing is started, and Ray need not be installed.
     """
     application = _load(target, app_dir)
@@ -207,19 +207,19 @@ def explain_command(
 
     [dim]ingress explain main:hello[/dim]
 
-    The module is imported; nothing in it is made, called or started. A row is
+    The module is imported; nothing in it is created, called or started. A row is
     a route, WebSocket, dependency, its teardown, background task, stream,
     batch function, method, health check, constructor or lifespan:
 
     [bold]runs in[/bold]  where, under the flags in the environment
     [bold]at 1[/bold]     where, at the other value of RAY_SERVE_RUN_SYNC_IN_THREADPOOL
-    [bold]threads[/bold]  how many of them, for each replica
+    [bold]threads[/bold]  the number of these threads in each replica
 
     [bold]event loop[/bold]    the replica's one thread: while a def runs in it, nothing else does
     [bold]threadpool[/bold]    a worker thread of the replica
-    [bold]AnyIO thread[/bold]  a thread for what Starlette and FastAPI run themselves
+    [bold]AnyIO thread[/bold]  a thread for code that Starlette and FastAPI themselves run
 
-    In CI, so that no def gets onto the event loop:
+    In CI, so that no def runs on the event loop:
 
     [dim]ingress explain main:hello --fail-on warn[/dim]
     """
@@ -257,12 +257,12 @@ def check(
     format: Annotated[Format, typer.Option(help="How to print it.")] = Format.TEXT,
     app_dir: AppDir = Path("."),
 ) -> None:
-    """Find what blocks an event loop, and with --migrate what is not safe in threads.
+    """Find code that blocks an event loop, and with --migrate code that is not safe in threads.
 
     [dim]ingress check main:hello --migrate[/dim]
 
-    Exit code 0: nothing found; 1: something; 2: it could not be checked. A line with `# noqa: ID`
-    is left out.
+    Exit code 0: no findings; 1: findings; 2: the check failed. `# noqa: ID` suppresses the
+    findings of its line.
     """
     report = _check(target, migrate, tests, app_dir)
     typer.echo(rendered(report, format))
@@ -304,22 +304,22 @@ def trace(
     ] = None,
     app_dir: AppDir = Path("."),
 ) -> None:
-    """Serve an application, make some requests, and write a timeline of them.
+    """Serve an application, send some requests, and write a timeline of them.
 
     [dim]ingress trace main:hello /sync /async --svg trace.svg[/dim]
 
-    Each event loop and each worker thread is a track. It shows when it ran for
-    which request, what that waited for (a slot, its event loop, a thread), and
-    when a loop stood still. Open the file at https://ui.perfetto.dev, or in
-    chrome://tracing. Ctrl-C ends requests that have no end.
+    Each event loop and each worker thread is a track. It shows the requests that
+    ran there, their waits (for a slot, an event loop, a thread), and the stalls of
+    the loop. Open the file at https://ui.perfetto.dev, or in chrome://tracing.
+    Ctrl-C ends requests that have no end.
 
-    For a server that runs: INGRESS_TRACE=trace.json ingress run main:hello.
+    For a running server: INGRESS_TRACE=trace.json ingress run main:hello.
     It keeps the last requests, and writes them at `kill -USR2` and at its end.
     """
     application = _load(target, app_dir)
     budget = budget_for(application, read_settings(), processes=1)
     to_set = budget.variables
-    export({**to_set, TRACE_FILE: None})  # which records another server
+    export({**to_set, TRACE_FILE: None})  # INGRESS_TRACE is for a running server
     start_again_if_needed(budget, to_set)
     logging.config.dictConfig(LOGGING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
@@ -337,7 +337,7 @@ def main() -> None:
 
 
 def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:
-    # Here, because the other commands need not wait for it.
+    # Imported here, so that the other commands do not wait for it.
     from ingress.check.checker import check_application, check_files
     from ingress.check.trial import tried
 
@@ -355,8 +355,8 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
         return report if tests is None else tried(report, tests)
     except CheckError as error:
         _error(str(error))
-    except typer.Exit:  # `_load` has said it
+    except typer.Exit:  # `_load` has printed the error
         pass
-    except Exception:  # what the user's module raises when it is imported, say
+    except Exception:  # for example, an error in the import of the user's module
         traceback.print_exc()
     raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""What `ingress run` does, on either engine, and what other commands need of it."""
+"""The work of `ingress run` on either engine, with parts that other commands share."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def read_settings() -> Settings:
 
 def budget_for(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:
     try:
-        with warnings.catch_warnings(action="ignore"):  # what is wrong is said when it is deployed
+        with warnings.catch_warnings(action="ignore"):  # the deployment warns again
             return thread_budget(build(application, "default"), settings, processes=processes)
     except Exception as error:
         raise refusal(str(error)) from None
 
 
 def start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> None:
-    """Begin anew if a library has read how many threads it has before that was set."""
+    """Restart the process if a library has read its number of threads before it was set."""
     if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
         verb = "was" if len(read) == 1 else "were"
         what = f"{' and '.join(read)} {verb} imported with a thread for every core"
@@ -98,7 +98,7 @@ def serve_until_ctrl_c(
                 "(Ctrl-C to stop)",
                 highlight=False,
             )
-    except KeyboardInterrupt:  # before it ran
+    except KeyboardInterrupt:  # during the start
         raise typer.Exit(130) from None
 
 
@@ -109,17 +109,17 @@ def _start(application: Application, options: HTTPOptions, engine: str) -> None:
             with showing_start(local_engine().status):
                 api.run(application, engine=engine)
         else:
-            api.run(application, engine=engine)  # Ray looks at the application before it starts
+            api.run(application, engine=engine)  # the Ray engine checks before it starts
     except Exception as error:
         api.shutdown()
         if engine == "local":
             cause = error.__cause__
             needs_a_look = cause is not None and not isinstance(cause, OSError)
-        else:  # what user code raised is among the workers' records
+        else:  # errors of user code are in the workers' log records
             expected = (RuntimeError, TypeError, ValueError, RayServeException)
             needs_a_look = not isinstance(error, expected)
         if needs_a_look:
-            raise  # user code raised it: its traceback is what one needs to see
+            raise  # user code raised it, so the user needs its traceback
         raise refusal(str(error)) from None
 
 
@@ -133,14 +133,14 @@ def serve_in_new_processes(
     reload: bool,
     workers: int,
 ) -> None:
-    """Have uvicorn serve a module in worker processes, or in one that starts again with the files.
+    """Serve a module in uvicorn's worker processes, or in one that restarts when a file changes.
 
-    Each drains in the time that its deployments say, see `engines.hosting`; a second more, and it
-    cancels what would not be drained.
+    Each process drains within its deployments' timeouts, see `engines.hosting`. A second later it
+    cancels the remaining requests.
     """
     configs = [each.deployment.config for each in build(application, "default").deployments]
     graceful_s = math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
-    connections = Connections(settings.http_limits)  # of each process its own
+    connections = Connections(settings.http_limits)  # each process has its own
     try:
         check_address(host, port)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`MODULE:APP` at the command line; and one clear line for whatever is wrong there."""
+"""`MODULE:APP` at the command line, and its errors in one clear line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AppDir = Annotated[
 
 
 def load(target: str, app_dir: Path) -> Application:
-    """Import what `MODULE:APP` names. Ends the program, with one line, if it is no application."""
+    """Import the application `MODULE:APP`. Ends the program with one line if there is none."""
     try:
         return module_app.load(target, app_dir)
     except NotAnApplication as error:
@@ -30,7 +30,7 @@ def load(target: str, app_dir: Path) -> Application:
 
 
 def refusal(message: str) -> typer.Exit:
-    """Print what is wrong, in one line, and return what ends the program."""
+    """Print an error in one line, and return the exception that ends the program."""
     Console(stderr=True).print(
         f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
     )

@@ -1,4 +1,4 @@
-"""What the command line prints and writes."""
+"""The output of the command line: progress, plans, files and logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ingress.schema import ServeStatus
 
 console = Console()
 
-NEWS_S = 0.5  # until the first word of a start, which most are over by then
+NEWS_S = 0.5  # until the first line about a start; most starts are over by then
 MOST_NEWS_S = 30.0
 LIVE_S = 0.2
 LONGEST_PATH = 2_000  # in the access log
@@ -36,7 +36,7 @@ _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
 
 def write(output: Path, text: str) -> None:
-    """Write a file. Ends the program, with one line, if that cannot be done."""
+    """Write a file. Ends the program with one line if it cannot be written."""
     try:
         output.write_text(text)
     except OSError as error:
@@ -46,7 +46,7 @@ def write(output: Path, text: str) -> None:
 
 @contextmanager
 def showing_start(status: Callable[[], ServeStatus]) -> Iterator[None]:
-    """Say what starts, while it does: on a terminal in one line, elsewhere when there is news."""
+    """Print the progress of a start: on a terminal in one line, elsewhere when it changes."""
     over = Event()
     args = (status, over)
     thread = Thread(target=_show_start, args=args, name="ingress-progress", daemon=True)
@@ -55,7 +55,7 @@ def showing_start(status: Callable[[], ServeStatus]) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(JOIN_S)  # it may hang in a terminal that nobody reads
+        thread.join(JOIN_S)  # a terminal that is not read may block it
 
 
 def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
@@ -63,7 +63,7 @@ def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
     is_live = console.is_terminal and not console.is_dumb_terminal
     pause_s = NEWS_S
     told = ""
-    # What cannot be printed must not end a start: it is a courtesy.
+    # A failed print must not end a start.
     with suppress(Exception, SystemExit):
         while not over.wait(LIVE_S if is_live and told else pause_s):
             news = "; ".join(_starting(status()))
@@ -72,12 +72,12 @@ def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
             told = news
             line = f"{news} ... {monotonic() - begin:.1f} s"
             if is_live:
-                # The cursor stays at the beginning of the line: a record overwrites it.
+                # The cursor stays at the beginning of the line: a log record overwrites the line.
                 console.control(_ERASE)
                 console.print(line, end="\r", no_wrap=True, overflow="crop", highlight=False)
             else:
                 console.print(line, highlight=False, soft_wrap=True)
-                pause_s = min(2 * pause_s, MOST_NEWS_S)  # of a thousand replicas, some lines
+                pause_s = min(2 * pause_s, MOST_NEWS_S)  # few lines for many replicas
         if is_live and told:
             console.control(_ERASE)
 
@@ -92,7 +92,7 @@ def _starting(status: ServeStatus) -> Iterator[str]:
 
 
 def print_plan(application: Application, settings: Settings, budget: ThreadBudget | None) -> None:
-    """Print where each deployment and each route runs."""
+    """Print the deployments, and where each route runs."""
     explanation = explain(application, settings)
     deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
     callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
@@ -110,7 +110,7 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
             place = row.places[settings.run_sync_in_threadpool]
             callables.add_row(row.what, row.name, row.kind, place.where)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
-    if budget is None:  # each replica is a process, with as many as Ray gives it
+    if budget is None:  # each replica is a process with the CPUs that Ray gives it
         return
     console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:
@@ -118,7 +118,7 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
 
 
 class ShortPath(logging.Filter):
-    """Cut the path in a record of uvicorn's access log: a client chooses how long that is."""
+    """Cut the path in a record of uvicorn's access log, because a client chooses its length."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         arguments = record.args

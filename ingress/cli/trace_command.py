@@ -1,4 +1,4 @@
-"""`ingress trace`: serve an application, make some requests, and write the timeline of them."""
+"""`ingress trace`: serve an application, send some requests, and write a timeline of them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ingress.timeline.window import check_writable
 from ingress.timeline.words import summary
 
 AT_ONCE = 32
-"""How many requests are made at a time, unless it is said."""
+"""Default number of concurrent requests."""
 
-_NAMED = 5  # routes, of many
+_NAMED = 5  # routes that an error names
 
 
 class TraceError(Exception):
-    """There is nothing to be traced, or nowhere to write it."""
+    """There is nothing to trace, or the file cannot be written."""
 
 
 class Session:
-    """One run of `ingress trace`: each of `requests` so often, so many at a time.
+    """One run of `ingress trace`: each request `number` times, `concurrency` at a time.
 
-    Raises `TraceError` for what is no request and for a file that cannot be written.
+    Raises `TraceError` for an invalid request and for a file that cannot be written.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Session:
         self._concurrency = concurrency or AT_ONCE
 
     def run(self, application: Application) -> Iterator[str]:
-        """Do it, and yield what is to be said of it, line by line.
+        """Send the requests, write the files, and yield the report line by line.
 
-        Raises `TraceError` if the application does not start or has no such path: nothing is
-        written then. Nothing is left running.
+        Raises `TraceError` if the application does not start or has no such path: then no file is
+        written. The server has ended at return.
         """
         timeline, answers = self._record(application)
         by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
@@ -82,7 +82,7 @@ class Session:
             raise TraceError(f"cannot write {error.filename!r}: {error.strerror}") from None
 
     def _record(self, application: Application) -> tuple[Timeline, list[Answer]]:
-        """Serve it on a free port for as long as the requests take; Ctrl-C ends them early."""
+        """Serve the application on a free port until the requests end; Ctrl-C ends them early."""
         engine = local_engine()
         recorder = engine.recorder = Recorder()
         answers: list[Answer] = []
@@ -96,16 +96,16 @@ class Session:
             try:
                 ask(str(engine.url()), self._requests, self._concurrency, answers)
             except KeyboardInterrupt:
-                cut = recorder.timeline()  # before what runs on is cancelled
+                cut = recorder.timeline()  # before the remaining requests are cancelled
         finally:
             engine.recorder = None
             engine.shutdown(None if cut is None else 0.0)
-        # Only now background tasks have ended, and the watchdog has had its last look.
+        # Not earlier: background tasks and the watchdog's last look have ended now.
         return cut or recorder.timeline(), answers
 
 
 def _counted(statuses: Counter[int]) -> str:
-    """Return how often there was which status."""
+    """Return the count of each status as text."""
     known = [f"{count} x {status or 'cut'}" for status, count in sorted(statuses.items())]
     return ", ".join(known) or "no answer"
 

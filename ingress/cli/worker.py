@@ -1,12 +1,12 @@
-"""One worker process of `ingress run --workers` or `--reload`, and what its supervisor hears of it.
+"""One worker process of `ingress run --workers` or `--reload`, and its messages to the supervisor.
 
-    a beat a second   that it lives, and whether it serves
-    a text            why it does not start
+    a heartbeat each second   the worker lives, and whether it serves
+    a text                    the cause of a failed start
 
-uvicorn's own supervisor, of `--reload`, hears nothing.
+uvicorn's own supervisor, of `--reload`, gets no messages.
 
-The supervisor alone decides when a worker ends: it sends SIGTERM. A Ctrl-C at a terminal reaches
-workers too, and is left to it. If the supervisor goes, its workers drain and go.
+Only the supervisor ends a worker: it sends SIGTERM. A Ctrl-C at a terminal reaches workers too, and
+they ignore it. If the supervisor ends, its workers drain and end.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
 
 BEAT_S = 1.0
-LAST_WORDS_S = 3.0  # after the time that its requests have
+LAST_WORDS_S = 3.0  # after the time for the worker's requests
 STARTUP_FAILURE = 3  # uvicorn's exit code
 
 logger = logging.getLogger("uvicorn.error")
 
 
 def work(config: uvicorn.Config, port: SharedPort, pipe: Connection) -> None:
-    """Serve until SIGTERM. What a new process runs; ends it with 3 if it cannot start."""
+    """Serve until SIGTERM. The main function of a new process; exits with 3 if it cannot start."""
     for number in stop_signals():
-        # Not `SIG_IGN`, which the processes that user code starts would have too.
+        # Not `SIG_IGN`: processes that user code starts would inherit it.
         signal.signal(number, _left_to_the_supervisor)
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
@@ -84,11 +84,11 @@ class Worker(UvicornServer):
             try:
                 self._pipe.send(what)
             except OSError:
-                pass  # it has gone; `beat` sees to that
+                pass  # the supervisor has ended; `beat` handles that
 
     def beat(self) -> None:
-        """Tell the supervisor that this process lives, until either ends."""
-        while not self._pipe.poll(BEAT_S):  # there is nothing to read but the end
+        """Send the supervisor a heartbeat each second, until either process ends."""
+        while not self._pipe.poll(BEAT_S):  # readable only at the end of the supervisor
             self.report(self.started)
         _end(self.config)
 
@@ -99,9 +99,9 @@ class Worker(UvicornServer):
 
 
 def work_until_reloaded(config: uvicorn.Config, sockets: list[socket]) -> None:
-    """Serve until SIGTERM, or until the process goes that watches the files.
+    """Serve until SIGTERM, or until the process that watches the files ends.
 
-    What uvicorn's supervisor of `--reload` runs in a new process.
+    uvicorn's supervisor of `--reload` runs this in a new process.
     """
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
     UvicornServer(config, owns_socket=False).run(sockets)
@@ -115,16 +115,16 @@ def _outlive_no_parent(config: uvicorn.Config) -> None:
 
 
 def _end(config: uvicorn.Config) -> None:
-    """Have this process drain and go, in the time that its requests have."""
+    """Make this process drain and exit, within the time for its requests."""
     given_up = monotonic() + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
-    while monotonic() < given_up:  # not once: it may have yet to take signals
+    while monotonic() < given_up:  # repeated: the signal handler may not be set yet
         os.kill(os.getpid(), signal.SIGTERM)
         sleep(BEAT_S)
     os._exit(1)
 
 
 class Cause(logging.Filter):
-    """Keeps what uvicorn has to say of a start that fails, for the supervisor to print once."""
+    """A filter that keeps uvicorn's errors of a failed start: the supervisor prints them once."""
 
     def __init__(self, server: uvicorn.Server) -> None:
         super().__init__()

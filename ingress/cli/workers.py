@@ -1,10 +1,10 @@
 """Worker processes that share a port, and their supervisor.
 
-a worker that                            has the supervisor
-ends after it has served                 start another one
-has not been heard of for `SILENCE_S`    kill it, and start another one
-cannot start, and none has started yet   stop, with exit code 3 and the cause, once
-fails to start three times in a row      the same
+if a worker                              the supervisor
+ends after it has served                 starts another worker
+is silent for `SILENCE_S`                kills it, and starts another worker
+cannot start, and none has started yet   stops, with exit code 3, and prints the cause once
+fails to start three times in a row      does the same
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class WorkerProcess:
-    """One worker, as its supervisor sees it. `failures` counts those in a row before it."""
+    """One worker, as its supervisor sees it. `failures` counts the failed starts just before it."""
 
     def __init__(self, config: uvicorn.Config, port: SharedPort, failures: int = 0) -> None:
         self.failures = failures
@@ -45,10 +45,10 @@ class WorkerProcess:
         self.process = _spawn.Process(target=work, args=(config, port, theirs))
         with _signals_blocked():
             self.process.start()
-        theirs.close()  # or the pipe would not end with the worker
+        theirs.close()  # otherwise the pipe would stay open after the worker's end
 
     def hear(self) -> None:
-        """Take in what it has told."""
+        """Read the messages of the worker."""
         with suppress(EOFError, OSError):
             while self.pipe.poll():
                 told = self.pipe.recv()
@@ -64,7 +64,7 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """Keeps `config.workers` worker processes alive until it is told to stop."""
+    """The supervisor: it keeps `config.workers` worker processes alive until a signal stops it."""
 
     def __init__(self, config: uvicorn.Config, port: SharedPort) -> None:
         self._config = config
@@ -72,12 +72,12 @@ class Supervisor:
         self._workers: list[WorkerProcess] = []
         self._has_served = False
         self._signal: int | None = None
-        self._code: int | None = None  # what it ends with, once it stops
+        self._code: int | None = None  # the exit code, once it stops
         self._killing_at = 0.0
         self._waking, self._wakes = _spawn.Pipe(duplex=False)
 
     def run(self) -> int:
-        """Return the exit code: 0 if it was told to stop, 3 if its workers cannot serve."""
+        """Return the exit code: 0 if a signal stopped it, 3 if its workers cannot serve."""
         with self._hearing_signals():
             for _ in range(self._config.workers):
                 self._start()
@@ -99,7 +99,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:  # the user has said it twice
+        if self._signal is not None:  # the second signal
             for worker in self._workers:
                 worker.process.kill()
             os._exit(128 + number)
@@ -110,7 +110,7 @@ class Supervisor:
         self._workers.append(WorkerProcess(self._config, self._port, failures))
 
     def _wait(self) -> None:
-        """Wait until a worker tells something or ends, or a signal comes."""
+        """Wait until a worker sends a message or ends, or a signal comes."""
         ends = [each.process.sentinel for each in self._workers]
         pipes: list[Connection] = [each.pipe for each in self._workers if not each.pipe.closed]
         if self._waking in wait([self._waking, *ends, *pipes], LOOK_S):
@@ -127,7 +127,7 @@ class Supervisor:
                 process.kill()
             return
         process.join()
-        worker.hear()  # its last words
+        worker.hear()  # its last messages
         worker.pipe.close()
         self._workers.remove(worker)
         if self._code is not None:
@@ -167,18 +167,18 @@ class Supervisor:
             worker.hear()
             if worker.is_ready:
                 worker.process.terminate()
-            else:  # nobody has been promised anything, and a constructor may take for ever
+            else:  # it has no clients yet, and a constructor may hang
                 worker.process.kill()
 
 
 def run_workers(config: uvicorn.Config) -> int:
-    """Serve in `config.workers` processes until told to stop. Returns the exit code."""
+    """Serve in `config.workers` processes until a signal. Returns the exit code."""
     return Supervisor(config, SharedPort(config.bind_socket())).run()
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals, also in the process that is made: until it has handlers that ignore them."""
+    """Block signals, also in a new process until it has handlers that ignore them."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

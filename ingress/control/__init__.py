@@ -1,7 +1,7 @@
-"""The control plane: it makes the replicas that run match what was deployed.
+"""The control plane: it makes the running replicas match the deployed applications.
 
     controller   starts, checks, replaces and stops replicas; start here
 
-It imports `replicas` and what is below it. Health, scaling, updates and the config file belong
+It imports `replicas` and the folders below it. Health, scaling, updates and the config file belong
 here.
 """

@@ -1,7 +1,7 @@
-"""Make the replicas that run match the application that was deployed.
+"""Make the running replicas match the deployed application.
 
     deploy   children first: each deployment's replicas side by side
-    health   every period each replica is asked; the answer is in `status`
+    health   each replica is asked once a period; the answer is in `status`
     stop     callers first: drain, then shut down
 
 Lives on the control loop, where no user code runs while user code has loops of its own.
@@ -60,10 +60,10 @@ class RunningDeployment:
         return [each for each in list(self.replicas) if each.state is ReplicaState.STARTING]
 
     def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
-        """Return how it is; `serving` is the one that it will replace, whose router is in use."""
+        """Return the status. `serving` is the deployment to be replaced, whose router is in use."""
         replicas = [*(serving.replicas if serving is not None else ()), *self.replicas]
         unhealthy = [replica for replica in replicas if replica.unhealthy_reason]
-        starting = not self.replicas or bool(self.starting)  # or its turn is yet to come
+        starting = not self.replicas or bool(self.starting)  # no replicas: not started yet
         status = DeploymentStatus.UPDATING if starting else DeploymentStatus.HEALTHY
         message = ""
         if unhealthy:
@@ -95,7 +95,7 @@ class RunningDeployment:
 
 @dataclass(eq=False, slots=True)
 class RunningApplication:
-    """One application, its deployments in build order: the last is the one requests come to."""
+    """One application, its deployments in build order: the last one receives the requests."""
 
     name: str
     route_prefix: str | None
@@ -111,7 +111,7 @@ class RunningApplication:
         return list(self.deployments.values())[-1]
 
     def overview(self, serving: RunningApplication | None = None) -> ApplicationStatusOverview:
-        """Return how it is; `serving` is the one that serves on while this one starts."""
+        """Return the status. `serving` is the application that serves while this one starts."""
         older = {} if serving is None else serving.deployments
         deployments = {name: each.status() for name, each in list(older.items())}
         for name, each in list(self.deployments.items()):
@@ -124,7 +124,7 @@ class RunningApplication:
 
     @property
     def graceful_shutdown_timeout_s(self) -> float:
-        """The longest any of its deployments asks for."""
+        """The longest timeout of the application's deployments."""
         return max(
             each.built.deployment.config.graceful_shutdown_timeout_s
             for each in self.deployments.values()
@@ -132,9 +132,9 @@ class RunningApplication:
 
 
 class Controller:
-    """Owned by the control loop. `routers` is read from everywhere.
+    """The starter and stopper of replicas. Owned by the control loop; any thread reads `routers`.
 
-    With a `recorder` all requests are recorded; without one nothing on their way knows of it.
+    With a `recorder` all requests are recorded; without one the request path has no code for it.
     """
 
     __slots__ = ("_make_handle", "_make_replica", "_make_router", "_routers", "_settings")
@@ -163,14 +163,14 @@ class Controller:
     ) -> None:
         """Start every replica of an application and return once all are ready.
 
-        Raises `RuntimeError` with the deployment's name, from what the user's code raised. If it
-        raises or is cancelled, `stop` ends what is there by then. `serving_loop` is what replicas
-        live on when user code has no thread of its own.
+        Raises `RuntimeError` with the deployment's name, from the error of the user's code. After
+        an error or a cancellation, the caller's `stop` ends the replicas that exist. Replicas live
+        on `serving_loop` when user code has no thread of its own.
         """
         if self._settings.run_user_code_in_separate_thread:
             counts = (each.deployment.config.replica_count for each in application.deployments)
             reserve_descriptors(sum(counts))
-        for built in application.deployments:  # all of them, for whoever asks for the status
+        for built in application.deployments:  # all at once, so that the status shows all
             running.deployments[built.name] = self._declared(built, running.name)
         for deployment in running.deployments.values():
             try:
@@ -180,8 +180,8 @@ class Controller:
                     f"Deploying application '{running.name}' failed: deployment "
                     f"'{deployment.built.name}' failed to start: {described(error)}"
                 ) from error
-            # From here on handles find it; the constructors of its parents, which come next, may
-            # call.
+            # From here on handles find the deployment: the constructors of its parents, which run
+            # next, may call it.
             self._routers[deployment.router.deployment_id] = deployment.router
             deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
 
@@ -230,8 +230,8 @@ class Controller:
         try:
             await asyncio.gather(*starts)
         finally:
-            # What failed is told at once, because one of the others may hang; and none may begin
-            # behind the back of what is asked to stop.
+            # A failure is raised at once, because another constructor may hang. And no replica may
+            # start after the application was asked to stop.
             for start in starts:
                 start.cancel()
             await asyncio.wait(starts)
@@ -248,7 +248,7 @@ class Controller:
         deployment.router.add(replica)
 
     async def _watch(self, deployment: RunningDeployment) -> None:
-        """Ask each replica for its health, again and again; one question to a replica at a time."""
+        """Check each replica's health once a period. A replica has one check at a time."""
         config = deployment.built.deployment.config
         while True:
             await asyncio.sleep(config.health_check_period_s)
@@ -263,19 +263,20 @@ class Controller:
         *,
         is_replaced: bool = False,
     ) -> None:
-        """Let what runs end, then stop every replica, those too whose constructors still run.
+        """Drain the requests, then stop every replica, also those whose constructors still run.
 
-        `timeout_s` is for the first part, by default what the deployments ask for; the second
-        takes at most `LAST_WORDS_S` more. `is_replaced` says that another one serves on.
+        `timeout_s` limits the drain; its default is the longest timeout of the deployments. The
+        stop takes at most `LAST_WORDS_S` more. `is_replaced` says that another application serves
+        on.
         """
         running.status = ApplicationStatus.DELETING
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        if running.deployments:  # else there was not even room for it
+        if running.deployments:  # none, if there were too few descriptors
             await running.proxy.drain(running.ingress.router, timeout_s, is_replaced=is_replaced)
-        # Callers before those they call, so that what is in flight can still reach its children.
+        # Callers before their children, so that requests in flight can still reach the children.
         for deployment in reversed(list(running.deployments.values())):
             if deployment.health is not None:
                 deployment.health.cancel()
@@ -292,12 +293,12 @@ class Controller:
 
 
 def described(error: BaseException) -> str:
-    """Return type and text of what the user's code raised, even if its `__str__` raises too."""
+    """Return the type and text of an error of user code, even if its `__str__` raises too."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _later_on(loop: asyncio.AbstractEventLoop) -> Callable[[float, Callable[[], Any]], None]:
-    """Return what calls back on this loop after a while, from any thread."""
+    """Return a thread-safe function that schedules a callback on this loop after a delay."""
     mailbox = mailbox_of(loop)
     return lambda delay_s, callback: mailbox.post(loop.call_later, delay_s, callback)
 
@@ -318,8 +319,8 @@ async def _ask(replica: Replica, timeout_s: float) -> None:
 
 
 async def _drained(router: Router, deadline: float) -> None:
-    """Wait until nothing waits or runs, or the deadline has come."""
+    """Wait until no call is queued or runs, or until the deadline."""
     loop = asyncio.get_running_loop()
-    # Polled, so that no request pays for an event that is of use once.
+    # Polled, so that no request pays for an event that is used once.
     while (router.num_queued or router.num_ongoing) and loop.time() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Flatten a bound application into named deployments.
+"""The flattening of a bound application into named deployments.
 
     Gateway.bind(Model.bind(), [Ranker.bind()])
 
@@ -6,9 +6,9 @@
         Ranker     ()
         Gateway    (HandleSlot('Model'), [HandleSlot('Ranker')])     the ingress deployment, last
 
-Children come before the parents that call them. The same node twice is one deployment; two nodes
-of one name are `Model` and `Model_1`. What can be wrong with the whole is found here, before
-anything runs. Source: Ray 2.60.0, _private/build_app.py.
+Children come before the parents that call them. A node that occurs twice is one deployment; two
+nodes with the same name become `Model` and `Model_1`. Mistakes in the application as a whole are
+found here, before anything runs. Source: Ray 2.60.0, _private/build_app.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("ingress")
 
 @dataclass(frozen=True, slots=True)
 class HandleSlot:
-    """Where an application stood in the arguments, and its handle will stand."""
+    """The placeholder of an application in the arguments, to be replaced by its handle."""
 
     deployment_name: str
 
@@ -47,14 +47,14 @@ class BuiltDeployment:
 
     @property
     def is_asgi(self) -> bool:
-        """Whether the class carries an ASGI app, put there by `@ingress(app)`."""
+        """Return whether the class has an ASGI app, set by `@ingress(app)`."""
         return hasattr(self.deployment.func_or_class, "__ingress_spec__")
 
     @cached_property
     def bound_app(self) -> BoundApp | None:
-        """The class's app with the routes declared until it is first asked for, bound to the class.
+        """The class's app, bound to the class, with the routes declared until the first access.
 
-        `None` if there is none. Raises what is wrong with the routes.
+        `None` if the class has no app. Raises `TypeError` or `RayServeException` for bad routes.
         """
         cls: Any = self.deployment.func_or_class
         return cls.__ingress_spec__.bind(cls) if self.is_asgi else None
@@ -69,16 +69,16 @@ class BuiltApplication:
 
     @property
     def ingress(self) -> BuiltDeployment:
-        """The deployment that requests from outside come to: the one that was run."""
+        """The deployment that receives requests from outside: the one that was run."""
         return self.deployments[-1]
 
 
 def build(application: Application, name: str, *, acts_on_all: bool = False) -> BuiltApplication:
     """Flatten `application`, to run under `name`.
 
-    `acts_on_all` says that it is for an engine on which every option has an effect.
+    `acts_on_all` is true for an engine on which every option has an effect.
 
-    Raises `ValueError` for a `user_config` that nothing takes and for arguments that contain
+    Raises `ValueError` for a `user_config` without `reconfigure` and for arguments that contain
     themselves, `RayServeException` for more than one `@ingress` class. Otherwise warns once, with
     `OptionNotActedOnWarning`, about options that have no effect yet.
     """
@@ -96,7 +96,7 @@ def fill(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with `make_handle(deployment_name)` in place of each slot.
 
-    Containers with a slot in them are new, all others are the very objects the user gave.
+    Containers with a slot are copied; all others are the user's own objects.
     """
 
     def handle(leaf: Any) -> Any:
@@ -147,8 +147,8 @@ class _Flattening:
 def _map_leaves(value: Any, replace: Callable[[Any], Any], above: tuple[int, ...] = ()) -> Any:
     """Return `value` with each leaf of its nested containers replaced.
 
-    A container in which nothing was replaced is returned itself. Raises `ValueError` for one that
-    contains itself.
+    A container without a replaced leaf is returned as it is. Raises `ValueError` for a container
+    that contains itself.
     """
     if not isinstance(value, dict | list | tuple | set | frozenset):
         return replace(value)

@@ -1,11 +1,11 @@
-"""What `@deployment` makes, and what `.bind()` makes of that.
+"""The results of `@deployment` and `.bind()`.
 
-    @deployment     class or function  ->  Deployment     what runs, and its options
-    .bind(...)      Deployment         ->  Application    the same with constructor arguments
+    @deployment     class or function  ->  Deployment     the class or function, and its options
+    .bind(...)      Deployment         ->  Application    a deployment with constructor arguments
 
 Both are immutable and do nothing by themselves. An `Application` in the arguments of another one
-arrives there as a handle (`build`). It is also an ASGI app: the engine that serves it is
-`Application._host`, which `ingress.engines` sets, because an engine stands above this module.
+is replaced by a handle (`build`). It is also an ASGI app: `Application._host` is the engine that
+serves it. `ingress.engines` sets that attribute, because engines are above this module.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ingress.execution.lanes import check_lanes
 
 
 class ApplicationHost(Protocol):
-    """Who serves an application that is used as an ASGI app."""
+    """The server of applications that are used as ASGI apps."""
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Answer one connection, starting the application first if nobody did."""
+        """Answer one connection; start the application first if it does not run."""
 
     async def start(self, application: Application) -> str:
-        """Start the application, unless it runs. Returns the name it has among those that run."""
+        """Start the application, unless it runs. Returns the name under which it runs."""
 
     async def close(self, application: Application, *, unless_in_lifespan: bool = False) -> None:
-        """Stop the application if it runs; on request, only if no lifespan will."""
+        """Stop the application if it runs; on request, only if no lifespan stops it."""
 
     def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
         """Start the application on entry and stop it on exit."""
@@ -44,7 +44,7 @@ class ApplicationHost(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Deployment:
-    """A class or function with deployment options; `.bind(...)` makes it an `Application`."""
+    """A class or function with deployment options; `.bind(...)` makes an `Application` of it."""
 
     name: str
     func_or_class: Callable[..., Any]
@@ -60,8 +60,8 @@ class Deployment:
     def bind(self, *args: Any, **kwargs: Any) -> Application:
         """Return the application whose replicas are made with these constructor arguments.
 
-        Raises `TypeError` if the constructor does not take them, `ValueError` if the deployment is
-        a function, which takes none, or a method's lane is not among the deployment's `lanes`.
+        Raises `TypeError` if the constructor does not take the arguments, `ValueError` if there are
+        arguments for a function, or if a method's lane is not among the deployment's `lanes`.
         """
         check_lanes(self.func_or_class, self.config.lanes)
         if inspect.isclass(self.func_or_class):
@@ -85,7 +85,7 @@ class Deployment:
         )
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
-        # Python asks this of a base that is not a class.
+        # Python calls this for a base that is not a class.
         raise TypeError(
             f"{self.name} is a deployment, not a class; subclass the class, then decorate: "
             f"class B({self.name}.func_or_class)"
@@ -98,22 +98,22 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class Application:
-    """A deployment and its constructor arguments; an ASGI app, and what `serve.run` takes."""
+    """A deployment and its constructor arguments; an ASGI app, and the argument of `serve.run`."""
 
     _host: ClassVar[ApplicationHost]
 
     deployment: Deployment
     init_args: tuple[Any, ...]
     init_kwargs: dict[str, Any]
-    # What its host knows of it; here, because the host is asked at every request.
+    # The host's data on this application; here, because the host reads it at every request.
     _hosted: Any = field(default=None, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one ASGI connection. Servers look for exactly these three parameters."""
+        """Answer one ASGI connection. Servers require exactly these three parameters."""
         await type(self)._host(self, scope, receive, send)
 
     async def aclose(self) -> None:
-        """Stop the application if a first request started it, as under `parent.mount`."""
+        """Stop an application that its first request started, as under `parent.mount`."""
         await type(self)._host.close(self)
 
     def lifespan(self, parent: Any = None) -> AbstractAsyncContextManager[None]:
@@ -150,7 +150,7 @@ def deployment(
 ) -> Deployment | Callable[[Callable[..., Any]], Deployment]:
     """Declare a class or a function as a deployment, bare or with options.
 
-    The name is that of the class or function unless given. Raises `TypeError` for an unknown
+    The default of `name` is the name of the class or function. Raises `TypeError` for an unknown
     option, `ValueError` for a bad value.
     """
     given: dict[str, Any] = {**options}
@@ -183,7 +183,7 @@ def _check_arguments(
     """Raise `TypeError` if the constructor does not take these arguments."""
     try:
         signature = inspect.signature(cls)
-    except ValueError:  # some classes written in C have none
+    except ValueError:  # some classes written in C have no signature
         return
     try:
         given = signature.bind_partial(*args, **kwargs).arguments

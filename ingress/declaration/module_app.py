@@ -1,4 +1,4 @@
-"""`MODULE:APP`: how an application is named outside of Python."""
+"""`MODULE:APP`, the name of an application outside of Python."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ingress.declaration.declaration import Application, Deployment
 
 
 class NotAnApplication(Exception):
-    """It names no application; the text is one line for whoever wrote it."""
+    """A name that is not an application's; the message is one line for the user."""
 
 
 def load(target: str, app_dir: Path | None = None) -> Application:
-    """Import what `MODULE:APP` names, from `app_dir` first if that is given.
+    """Import the application `MODULE:APP`, from `app_dir` first if that is given.
 
-    Raises `NotAnApplication` if it is no application, and what the module raises.
+    Raises `NotAnApplication` if there is no such application, and any error of the module itself.
     """
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute or "/" in target or module_name.endswith(".py"):

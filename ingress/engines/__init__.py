@@ -1,11 +1,11 @@
-"""Which engine runs applications: `local` is this process, `ray` a Ray cluster.
+"""Engines run applications: `local` in this process, `ray` in a Ray cluster.
 
-It is chosen where something is started, `serve.run(app, engine="ray")`, else by `INGRESS_ENGINE`,
-and asked until what it runs is over. An `Application` that is used as an ASGI app runs in its
-server's process whatever is chosen.
+The caller chooses an engine at a start, `serve.run(app, engine="ray")`, else by `INGRESS_ENGINE`.
+It stays the current engine until its applications have ended. An `Application` that is used as an
+ASGI app runs in its server's process with either engine.
 
-An engine is imported when something runs on it for the first time: what only declares deployments,
-as a test or a command line does, takes little longer to import than FastAPI.
+An engine is imported at its first use: a module that only declares deployments, such as a test or a
+command line, takes little longer to import than FastAPI.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ __all__ = ["Engine", "current_engine", "local_engine", "ray_engine"]
 
 
 class Engine(Protocol):
-    """What `ingress.api` asks of an engine. Thread-safe, but for what must not run in a loop."""
+    """The operations of an engine, for `ingress.api`.
+
+    Thread-safe; those that block must not run in an event loop.
+    """
 
     @property
     def is_running(self) -> bool:
-        """Whether it has something to stop."""
+        """True while the engine has something to stop."""
 
     def start(self, http_options: HTTPOptions | None) -> None: ...
 
@@ -47,17 +50,17 @@ class Engine(Protocol):
     def delete(self, name: str) -> None: ...
 
     def leave(self) -> None:
-        """Serve on until `shutdown`, and tell clients to go elsewhere."""
+        """Serve on until `shutdown`, and tell clients to connect elsewhere."""
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
-        """Write what was recorded when a signal asks for it, meanwhile."""
+        """Make a signal write the recorded requests, while this context is open."""
 
     def shutdown(self) -> None: ...
 
     def status(self) -> ServeStatus: ...
 
     def url(self) -> str | None:
-        """Return where applications are served over HTTP, if they are."""
+        """Return the URL that applications are served at over HTTP, if they are."""
 
     def app_handle(self, name: str) -> DeploymentHandle: ...
 
@@ -79,13 +82,13 @@ def local_engine() -> LocalEngine:
         with _making:  # first requests may come in several threads
             if _local is None:
                 engine = LocalEngine()
-                atexit.register(engine.shutdown, timeout_s=0.0)  # nobody is left to wait
+                atexit.register(engine.shutdown, timeout_s=0.0)  # no caller is left to wait
                 _local = engine
     return _local
 
 
 def ray_engine() -> RayEngine:
-    """Return the engine of Ray. Raises `RuntimeError` if there is no Ray, or another version."""
+    """Return the Ray engine. Raises `RuntimeError` without Ray, or with another version of it."""
     global _ray
     if _ray is None:
         from ingress.engines.ray import check_installed
@@ -103,9 +106,9 @@ _ENGINES: dict[str, Callable[[], Engine]] = {"local": local_engine, "ray": ray_e
 
 
 def current_engine(name: str | None = None) -> Engine:
-    """Return the engine that `ingress.api` speaks to; a `name` chooses it.
+    """Return the engine that `ingress.api` uses; a `name` chooses it.
 
-    Raises `ValueError` for a name that is none, `RuntimeError` if another one runs something.
+    Raises `ValueError` for an unknown name, `RuntimeError` if another engine runs something.
     """
     global _chosen
     if name is not None and name not in _ENGINES:
@@ -126,7 +129,7 @@ def current_engine(name: str | None = None) -> Engine:
 
 
 class _FirstUse:
-    """The host until an application is used: makes the one that stays, and asks that."""
+    """The host until an application is used. It makes the permanent host and delegates to it."""
 
     __slots__ = ()
 
@@ -158,7 +161,7 @@ class _FirstUse:
 def _is_meant_for_ray() -> bool:
     try:
         return engine_name() == "ray"
-    except ValueError:  # to be named when the engine starts
+    except ValueError:  # reported when the engine starts
         return False
 
 
@@ -170,7 +173,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "lifespan":
         raise RuntimeError(message)
     await receive()
-    # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
+    # An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
     await send({"type": "lifespan.startup.failed", "message": message})
 
 

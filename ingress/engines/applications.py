@@ -1,11 +1,11 @@
-"""The applications of this process, by name: what starts, what runs and what stops.
+"""The applications of this process, by name: those that start, run and stop.
 
-    reserve   a name and a route prefix, and end what starts under that name: the later one stays
-    start     the constructors; then requests come to it, and what it replaces is stopped
-    end       a start, whatever its constructors do
-    stop      an application that runs; whoever asks waits for the same stop
+    reserve   takes a name and a route prefix; an earlier start of that name is ended
+    start     runs the constructors; then requests come, and the replaced application is stopped
+    end       ends a start, even if its constructors hang
+    stop      stops a running application; all callers wait for the same stop
 
-Each of these is a few lines between two waits, so none waits for another application.
+Each of them runs only a few lines between two waits, so none waits for another application.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class StartEnded(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Start:
-    """One application that starts. Owned by the control loop, but for `reason` and `is_ready`.
+    """One application that starts. Owned by the control loop, except `reason` and `is_ready`.
 
-    Of those two one is set, once: see `Applications.take`.
+    Either `reason` or `is_ready` is set, once: see `Applications.take`.
     """
 
     application: RunningApplication
-    earlier: asyncio.Task[None] | None = None  # the end of one of the same name
+    earlier: asyncio.Task[None] | None = None  # the end of an earlier start of the same name
     is_begun: bool = False
     deploying: asyncio.Task[None] | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,15 +54,16 @@ class Start:
     reason: str = ""
 
     def ended(self) -> StartEnded:
-        """Return what those are told who wait for it."""
+        """Return the error for the callers that wait for this start."""
         return StartEnded(f"Deploying application '{self.application.name}' failed: {self.reason}")
 
 
 class Applications:
-    """Owned by the control loop; `running` and `starting` are read everywhere.
+    """The applications of an engine. Owned by the control loop.
 
-    Each application counts as a user of the engine's threads, from its start on: `release` counts
-    one less. `controller` is set while there are threads.
+    Any thread reads `running` and `starting`. Each application counts as a user of the engine's
+    threads, from its start on; `release` counts one less. `controller` is set while there are
+    threads.
     """
 
     __slots__ = (
@@ -84,10 +85,10 @@ class Applications:
         self._deciding = threading.Lock()
 
     def take(self, start: Start, reason: str) -> bool:
-        """Whether a start is the caller's to `end`, and to `release` after that. Thread-safe.
+        """Return whether the caller must `end` a start, and then `release` it. Thread-safe.
 
-        Race of whoever ends it, and of the thread that waits for it and was interrupted, with each
-        other and with the last replica that becomes ready: one of them comes first, here.
+        Race of several callers that end the start, and of its own interrupted thread, with each
+        other and with the last replica that becomes ready: this lock decides which comes first.
         """
         with self._deciding:
             if start.is_ready or start.reason:
@@ -101,7 +102,7 @@ class Applications:
             return start.is_ready
 
     async def reserve(self, start: Start) -> None:
-        """Take the name and the prefix. Raises `RayServeException` if another one has them."""
+        """Take the name and the prefix. Raises `RayServeException` if one of them is taken."""
         application = start.application
         self._refuse_clash(application)
         earlier = self.starting.get(application.name)
@@ -116,13 +117,13 @@ class Applications:
         built: BuiltApplication,
         loop_of_replicas: Callable[[], asyncio.AbstractEventLoop],
     ) -> None:
-        """Run the constructors. Returns once it serves and what it replaces has stopped.
+        """Run the constructors. Returns once requests come and the replaced application has ended.
 
-        Raises `StartEnded` if somebody ended it, else as `Controller.deploy`; nothing of it is left
-        running then.
+        Raises `StartEnded` if the start was ended, else as `Controller.deploy`. After an error none
+        of its replicas run.
         """
         if start.reason:
-            raise start.ended()  # before it began: it is over already
+            raise start.ended()  # it was ended before it began
         start.is_begun = True
         application = start.application
         controller = self._controller()
@@ -163,7 +164,7 @@ class Applications:
         self._settled.renew(is_needed=True)
 
     def _give_back_routers(self, application: RunningApplication) -> None:
-        """Have handles find the deployments of the one that serves on."""
+        """Make handles find the deployments of the application that serves on."""
         serving = self.running.get(application.name)
         if serving is None or serving.stopping is not None:
             return
@@ -181,19 +182,19 @@ class Applications:
         self._update_routes()
 
     async def end(self, start: Start) -> None:
-        """End a start that was taken. What is stuck in a constructor is left behind, with a record.
+        """End a start that was taken. Returns within a second or so.
 
-        Returns when that is done, within a second or so.
+        A thread that is stuck in a constructor is abandoned, with a log record.
         """
         if start.deploying is not None:
             start.deploying.cancel()
-        elif not start.is_begun:  # the thread that would begin it has not come that far
+        elif not start.is_begun:  # its thread has not called `start` yet
             self._forget(start)
             start.over.set()
         await start.over.wait()
 
     async def end_and_release(self, start: Start) -> None:
-        """End a start that was taken, and let go of its threads. Others have them still."""
+        """End a start that was taken, and count one user of the threads less."""
         try:
             await self.end(start)
         finally:
@@ -206,7 +207,7 @@ class Applications:
         *,
         is_replaced: bool = False,
     ) -> None:
-        """Stop an application that runs. Whoever comes second waits for the first to have done."""
+        """Stop a running application. Later callers wait for the first caller's stop."""
         if application.stopping is None:
             application.status = ApplicationStatus.DELETING
             application.stopping = self._owned(self._stop(application, timeout_s, is_replaced))
@@ -225,7 +226,7 @@ class Applications:
             self._release()
 
     async def delete(self, name: str) -> None:
-        """End what starts and stop what runs under a name."""
+        """End the start and stop the running application of a name."""
         start, running = self.starting.get(name), self.running.get(name)
         if start is not None:
             if self.take(start, DELETED):
@@ -236,7 +237,10 @@ class Applications:
             await self.stop(running)
 
     async def stop_all(self, timeout_s: float | None) -> None:
-        """End and stop everything. Requests have `timeout_s`, by default what deployments say."""
+        """End every start and stop every application.
+
+        Requests have `timeout_s` to end, by default their deployments' timeouts.
+        """
         ends = [
             self.end_and_release(each)
             for each in self.starting.values()
@@ -249,8 +253,8 @@ class Applications:
             await asyncio.wait(stopping, timeout=timeout_s)
 
     def overviews(self) -> dict[str, ApplicationStatusOverview]:
-        """Return how all of them are. Thread-safe."""
-        # In this order: what becomes ready in between is in both, and not in neither.
+        """Return the status of each application. Thread-safe."""
+        # In this order an application that becomes ready in between is in both, not in neither.
         starting = list(self.starting.items())
         running = dict(self.running)
         found = {name: each.overview() for name, each in running.items()}
@@ -260,9 +264,9 @@ class Applications:
         return found
 
     def free_name(self) -> str:
-        """Return the name of the next application that is served without one.
+        """Return a free name for an application that is served without one.
 
-        On the control loop; nothing may be awaited before `reserve` takes the name.
+        Runs on the control loop. The caller awaits nothing before `reserve` takes the name.
         """
         name, number = "default", 0
         while name in self.running or name in self.starting:
@@ -275,14 +279,14 @@ class Applications:
         return self.controller
 
     def _owned(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run what goes on although whoever asked for it is interrupted."""
+        """Return a task that goes on even if its caller is cancelled."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)
         return task
 
     def _present(self) -> list[RunningApplication]:
-        """Return those that serve or will."""
+        """Return the applications that serve or start."""
         starting = [each.application for each in self.starting.values() if not each.reason]
         return [*(each for each in self.running.values() if each.stopping is None), *starting]
 

@@ -1,4 +1,4 @@
-"""Where `serve.run` serves HTTP: the options, the proxy, and the server while there is one."""
+"""The HTTP side of `serve.run`: the options, the proxy, and the server while there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ingress.http.server import HTTPServer
 
 logger = logging.getLogger("ingress")
 
-# What a server that listens can still be told.
+# Options that still take effect on a server that already listens.
 _LIVE_OPTIONS = frozenset(
     (
         *("request_timeout_s", "retry_started_methods"),
@@ -24,7 +24,7 @@ _LIVE_OPTIONS = frozenset(
 
 
 class EngineHTTP:
-    """The HTTP side of an engine. It is changed under the lock of the engine's operations.
+    """The HTTP side of an engine. Changed only under the lock of the engine's operations.
 
     `is_kept` says that the server stays without applications, until `reset`.
     """
@@ -39,12 +39,12 @@ class EngineHTTP:
 
     @property
     def url(self) -> str | None:
-        """Where it serves, if it does."""
+        """The URL of the server, if there is one."""
         server = self.server
         return None if server is None else server.url
 
     def limits(self, settings: Settings) -> RequestLimits:
-        """Return what requests may take, and what is retried; code beats environment."""
+        """Return the limits of requests and the retried methods; code beats environment."""
         is_given = "request_timeout_s" in self.options.model_fields_set
         return RequestLimits(
             self.options.request_timeout_s if is_given else settings.request_timeout_s,
@@ -53,7 +53,7 @@ class EngineHTTP:
         )
 
     def start(self, threads: EngineThreads) -> None:
-        """Serve, unless it does already or is not to. Raises `RuntimeError` if it cannot."""
+        """Start the server, unless it runs or HTTP is off. Raises `RuntimeError` if it cannot."""
         options = self.options
         self.proxy.limits = self.limits(threads.settings)
         if self.server is not None or options.host is None:
@@ -66,7 +66,7 @@ class EngineHTTP:
         run_blocking(threads.control.loop, server.start())
 
     def update(self, options: HTTPOptions, threads: EngineThreads) -> None:
-        """Have a server that listens act on new options, and say what it cannot act on."""
+        """Apply new options to the running server, and log those that have no effect on it."""
         previous, self.options = self.options, options
         self.proxy.limits = self.limits(threads.settings)
         ignored = [
@@ -84,7 +84,7 @@ class EngineHTTP:
             )
 
     def stop_if_unused(self, threads: EngineThreads) -> None:
-        """Stop serving, unless there is an application to serve or the server is kept."""
+        """Stop the server, unless there is an application to serve or the server is kept."""
         server = self.server
         if server is None or self.is_kept or self.proxy.table.routes:
             return
@@ -92,6 +92,6 @@ class EngineHTTP:
         run_blocking(threads.control.loop, server.stop())
 
     def reset(self) -> None:
-        """Forget the options and what the proxy was told: the next `start` is a first one."""
+        """Restore the initial options and proxy, for the next `start`."""
         self.options = HTTPOptions()
         self.proxy = HTTPProxy()

@@ -1,13 +1,13 @@
 """The threads of the engine in this process.
 
-    ingress-control   the controller, health checks, and what has no loop of its own
+    ingress-control   the controller, health checks, and work without a loop of its own
     ingress-router    calls that wait for something else than a slot (flag)
     ingress-http      uvicorn, if `serve.run` serves HTTP
-    ingress-trace     writes what was recorded of requests (`INGRESS_TRACE`)
+    ingress-trace     writes the recorded requests (`INGRESS_TRACE`)
     ingress-user      the serving loop where no server lends one (user code without own threads)
 
-The threads start with the first application and end with the last, so nothing is left behind, and
-an engine that starts again reads the environment again.
+The threads start with the first application and end with the last. An engine that starts again
+reads the environment again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ingress.watchdog.pressure import GIL_PRESSURE
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
 JOIN_S = 1.0
-WRITE_S = 10.0  # for the last word of a recorder: some MB of text
+WRITE_S = 10.0  # for the last file of a recorder: some MB of text
 
 
 class EngineThreads:
@@ -37,32 +37,32 @@ class EngineThreads:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         GIL_PRESSURE.adapts = settings.adapt_switch_interval
-        # First, because it may be refused.
+        # First, because this may raise.
         self._window = None if settings.trace_file is None else Window(settings.trace_file)
         self.control = EventLoopThread("ingress-control")
         self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
         self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
         self.router = (
-            # What still comes when it has stopped is for routers to refuse, not to be lost.
+            # Callbacks posted after its stop run at once, so that routers refuse these calls.
             EventLoopThread("ingress-router", lambda callback, args: callback(*args))
             if settings.run_router_in_separate_loop
             else None
         )
-        # Of calls by handle. HTTP requests have theirs on the loop that answers them.
+        # For calls by handle. HTTP requests have their deadlines on the loop that answers them.
         self.deadlines: Deadlines = deadlines_of((self.router or self.control).loop)
         self._user: EventLoopThread | None = None
 
     @property
     def recorder(self) -> Recorder | None:
-        """What is told of requests, if somebody wants to know."""
+        """The recorder of requests, if requests are recorded."""
         return None if self._window is None else self._window.recorder
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
-        """Have SIGUSR2 write what was recorded, if anything is."""
+        """Make SIGUSR2 write the recorded requests, if requests are recorded."""
         return nullcontext() if self._window is None else self._window.writing_on_signal()
 
     def user_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the serving loop for where no server lends one."""
+        """Return the serving loop that is used when no server lends one."""
         if self._user is None:
             self._user = EventLoopThread("ingress-user")
         return self._user.loop

@@ -1,13 +1,13 @@
-"""An `Application` as an ASGI app: who starts it, and who stops it.
+"""An `Application` as an ASGI app: its start and its stop.
 
-lifespan (uvicorn, `with TestClient`)      started and stopped by it, on its loop
-a first request without lifespan           started once, however many come first; stopped by
+lifespan (uvicorn, `with TestClient`)      started and stopped by the lifespan, on its loop
+a first request without lifespan           started once, also by concurrent requests; stopped by
                                            `await application.aclose()`, `serve.shutdown()`
                                            or at exit
-`FastAPI(lifespan=application.lifespan)`   as the parent app's lifespan says
+`FastAPI(lifespan=application.lifespan)`   started and stopped by the parent app's lifespan
 
-A lifespan ends when all requests have. A stream may have no end, so an application under uvicorn
-begins to drain when that gets its signal.
+A lifespan ends when all requests have ended. A stream may have no end, so an application under
+uvicorn begins to drain when uvicorn gets its signal.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ingress.http.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
 from ingress.watchdog import WATCHDOG
 
-# How often uvicorn is asked whether it is to stop, which is how often it asks itself; and how long
-# it then has to close its connections and WebSockets.
+# Period of the check whether uvicorn must stop, the same as uvicorn's own; and the time that
+# uvicorn then has to close its connections and WebSockets.
 TICK_S = 0.1
-# How long a server goes on listening once it is to stop, at most; and how often that is looked at.
+# Longest time that a stopping server still listens, and the period of that check.
 CLOSING_S = 1.0
 LOOK_S = 0.01
 
@@ -61,11 +61,11 @@ class Hosted:
         self._start_of: Start | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
         self._lifespans = 0
-        self._drained_at: float | None = None  # when what runs has to have ended, if it drains
+        self._drained_at: float | None = None  # deadline of the drain, once it has begun
 
     @property
     def proxy(self) -> HTTPProxy | None:
-        """The way in, while the application runs."""
+        """The proxy for requests, while the application runs."""
         running = self._running
         if running is None or running.status is ApplicationStatus.DELETING:
             return None
@@ -75,7 +75,7 @@ class Hosted:
 
     @property
     def name(self) -> str | None:
-        """What the application is called, while it runs."""
+        """The application's name, while it runs."""
         running = self._running
         return None if running is None or self.proxy is None else running.name
 
@@ -86,8 +86,8 @@ class Hosted:
     async def start(self, lender: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the application unless it runs. Every caller waits for the same start.
 
-        `lender` is the loop that user code may live on; without one it gets a loop of ours,
-        because a loop that did not promise to stay is never borrowed.
+        User code may live on the loop `lender`. Without a lender it gets a loop of the engine,
+        because a loop that may end early is never borrowed.
         """
         with self._lock:
             if self.proxy is not None:
@@ -97,8 +97,8 @@ class Hosted:
                 self._starting = start_on(threads.control.loop, self._start(lender))
                 self._starting.add_done_callback(self._started)
             starting = self._starting
-        # By a wake-up of our own, because the start must survive the cancellation of any of those
-        # who wait for it.
+        # Each caller has its own wake-up, because the start must survive the cancellation of a
+        # caller.
         wakeup = Wakeup(asyncio.get_running_loop())
         starting.add_done_callback(wakeup.wake)
         await wakeup.wait()
@@ -134,7 +134,10 @@ class Hosted:
                 watching.cancel()
 
     async def _stop_with(self, server: Any) -> None:
-        """When uvicorn is told to stop, end a start, which it would wait for, or begin to drain."""
+        """Wait until uvicorn must stop, then end a start or begin to drain.
+
+        Otherwise uvicorn would wait for the start.
+        """
         while not server.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
         await self._end_start(INTERRUPTED)
@@ -145,8 +148,8 @@ class Hosted:
         given_up = monotonic() + CLOSING_S
         while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
-        # Not before: whoever is sent away while uvicorn listens is back at once, and would be among
-        # those whose connections it resets, because it has not accepted them, when it closes.
+        # Not earlier: a client whose connection is closed while uvicorn listens reconnects at once.
+        # If uvicorn has not accepted that connection when it closes its socket, it is reset.
         close_after_answers(server)
         await asyncio.sleep(TICK_S)
         timeout_s = running.graceful_shutdown_timeout_s
@@ -154,12 +157,12 @@ class Hosted:
         await running.proxy.drain(running.ingress.router, timeout_s)
 
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
-        """Run on the control loop."""
+        """Start the application. Runs on the control loop."""
         self._lifespans = 0
         self._drained_at = None
         previous, self._running = self._running, None
         engine = self._engine
-        if previous is not None:  # its loop is gone, and nobody told us: none of it can end well
+        if previous is not None:  # its loop was closed without a stop, so it cannot drain
             await engine.apps.stop(previous, timeout_s=0.0)
         self._proxy = HTTPProxy()
         self._proxy.limits = engine.request_limits()
@@ -174,10 +177,10 @@ class Hosted:
 
     def _started(self, starting: Future[None]) -> None:
         with self._lock:
-            self._starting = None  # the next request tries again, if this one failed
+            self._starting = None  # after a failure the next request tries again
             start, self._start_of = self._start_of, None
         failed = starting.cancelled() or starting.exception() is not None
-        # Whoever ended it lets go of the threads.
+        # A start that another caller ended is released by that caller.
         if failed and (start is None or self._engine.apps.take(start, INTERRUPTED)):
             self._engine.release()
 
@@ -202,7 +205,7 @@ class Hosted:
 
 
 class Hosting:
-    """The `ApplicationHost`: every application that is served as an ASGI app in this process."""
+    """The `ApplicationHost` of every application that is served as an ASGI app in this process."""
 
     __slots__ = ("_engine", "_lock")
 
@@ -256,7 +259,7 @@ class Hosting:
 
 
 async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
-    """Answer the lifespan protocol: start on the loop that sent it, and stop."""
+    """Answer the lifespan protocol: start on the current loop, and stop."""
     await receive()
     started = False
     try:
@@ -268,16 +271,16 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
                 await receive()
     except BaseException:
         if not started:
-            # Raised without an answer, uvicorn would take it for "no lifespan" and serve anyway.
+            # An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
             await send({"type": "lifespan.startup.failed", "message": traceback.format_exc()})
         raise
     await send({"type": "lifespan.shutdown.complete"})
 
 
 def _uvicorn() -> Any:
-    """Return the uvicorn that gets this process's signals, if one does.
+    """Return the uvicorn server that gets this process's signals, or `None` for any other server.
 
-    Not part of ASGI: its handler is a method of its server, as of 0.29. Any other server is `None`.
+    ASGI does not offer this. As of 0.29 uvicorn's signal handler is a method of its server.
     """
     server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return server if hasattr(server, "should_exit") else None

@@ -36,12 +36,12 @@ logger = logging.getLogger("ingress")
 
 
 class LocalEngine:
-    """One per process; a `handle.Directory`. Thread-safe.
+    """The engine of this process, a `handle.Directory`. One per process. Thread-safe.
 
-    The tables of routers and applications are changed on the control loop and read everywhere.
-    `_lock` guards the threads and their count. `_operations` guards what serves HTTP: it is held by
-    `shutdown` all the time, by the others for as long as a server takes to start or stop. Nobody
-    waits with it for a constructor.
+    The tables of routers and applications are changed on the control loop; any thread reads them.
+    `_lock` guards the threads and the count of their users. `_operations` guards the HTTP server:
+    `shutdown` holds it throughout, other operations while a server starts or stops. No thread that
+    holds it waits for a constructor.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
-        self.recorder: Recorder | None = None  # of whoever sets it before anything starts
+        self.recorder: Recorder | None = None  # may be set before the first start
         self._lock = threading.Lock()
         self._operations = threading.RLock()
         self._users = 0
@@ -60,7 +60,7 @@ class LocalEngine:
 
     @property
     def applications(self) -> dict[str, RunningApplication]:
-        """What runs, by name."""
+        """The running applications, by name."""
         return self.apps.running
 
     # The threads, counted.
@@ -71,7 +71,7 @@ class LocalEngine:
         return self._threads
 
     def acquire(self) -> EngineThreads:
-        """Count one more user of the threads, and start them for the first."""
+        """Count one more user of the threads; the first one starts them."""
         with self._lock:
             if self._threads is None:
                 self._threads = EngineThreads(Settings.from_environment())
@@ -91,11 +91,11 @@ class LocalEngine:
             threads.stop()
 
     def request_limits(self) -> RequestLimits:
-        """Return how long HTTP requests may take, and what is retried."""
+        """Return the limits of HTTP requests and the retried methods."""
         return self.http.limits(self.threads.settings)
 
-    # Applications that a server of somebody else's serves: on the control loop, by `hosting`, which
-    # holds an `acquire` for each.
+    # Applications that the caller's own ASGI server serves. `hosting` calls this on the control
+    # loop, and holds an `acquire` for each application.
 
     async def start_application(
         self,
@@ -103,7 +103,7 @@ class LocalEngine:
         built: BuiltApplication,
         serving_loop: Callable[[], asyncio.AbstractEventLoop],
     ) -> None:
-        """Reserve and start. Raises as `Applications.start`."""
+        """Reserve the name and start the application. Raises as `Applications.start`."""
         await self.apps.reserve(start)
         await self.apps.start(start, built, partial(self._loop_of_replicas, serving_loop))
 
@@ -111,20 +111,20 @@ class LocalEngine:
         self, serving_loop: Callable[[], asyncio.AbstractEventLoop]
     ) -> asyncio.AbstractEventLoop:
         if self.threads.settings.run_user_code_in_separate_thread:
-            return self.threads.control.loop  # nobody will live there
+            return self.threads.control.loop  # unused: each replica has its own loop
         loop = serving_loop()
         lend_executor(loop)
         return loop
 
     @property
     def is_running(self) -> bool:
-        """Whether it has an application, or serves HTTP."""
+        """True while the engine has an application or serves HTTP."""
         return self._users > 0
 
     # `serve.run` and friends: from a thread without a running loop.
 
     def use(self, http_options: HTTPOptions) -> None:
-        """Say where to listen once an application starts. For before the first use."""
+        """Set the HTTP options for the first application. Call this before the first use."""
         self.http.options = http_options
 
     def start(self, http_options: HTTPOptions | None) -> None:
@@ -161,19 +161,19 @@ class LocalEngine:
             except BaseException:
                 self._give_up(start, threads)
                 raise
-        # Not under the lock: a constructor may take its time, or for ever.
+        # Not under the lock: a constructor may be slow, or hang.
         loop_of_replicas = partial(self._loop_of_replicas, self._serving_loop)
         try:
             run_blocking(threads.control.loop, self.apps.start(start, built, loop_of_replicas))
         except BaseException as error:
             self._give_up(start, threads)
             if isinstance(error, CancelledError) and start.reason:
-                raise start.ended() from None  # its loop went before the word did
+                raise start.ended() from None  # the control loop ended before it could raise this
             raise
         return self.handle(start.application.ingress.router.deployment_id)
 
     def _give_up(self, start: Start, threads: EngineThreads) -> None:
-        """Leave nothing of a start that failed or was interrupted, unless somebody ended it."""
+        """Clean up a start that failed or was interrupted, unless another caller ended it."""
         if self.apps.take(start, INTERRUPTED):
             run_blocking(threads.control.loop, self.apps.end(start))
             with self._operations:
@@ -191,14 +191,14 @@ class LocalEngine:
         return self.threads.writing_on_signal()
 
     def leave(self) -> None:
-        """Serve on until `shutdown`, as a lame duck: clients are told to go elsewhere."""
+        """Serve on until `shutdown`, as a lame duck: clients are told to connect elsewhere."""
         for proxy in self._proxies():
             proxy.is_leaving = True
         if self.http.server is not None:
             self.http.server.leave()
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """Stop everything. Requests have `timeout_s` to end, by default what deployments say."""
+        """Stop everything. Requests have `timeout_s`, by default their deployments' timeouts."""
         with self._operations, self.operating() as threads:
             if threads is None:
                 return
@@ -217,7 +217,7 @@ class LocalEngine:
 
     @contextmanager
     def operating(self) -> Iterator[EngineThreads | None]:
-        """Keep the threads meanwhile, if there are any: what else is let go of is not the last."""
+        """Keep the threads meanwhile, if there are any: another `release` does not end them."""
         with self._lock:
             threads = self._threads
             self._users += threads is not None
@@ -232,7 +232,7 @@ class LocalEngine:
         return ServeStatus({} if url is None else {url: "HEALTHY"}, self.apps.overviews())
 
     def url(self) -> str | None:
-        """Return where `serve.run` serves HTTP, if it does."""
+        """Return the URL that `serve.run` serves HTTP at, if it does."""
         return self.http.url
 
     def _serving_loop(self) -> asyncio.AbstractEventLoop:
@@ -269,7 +269,7 @@ class LocalEngine:
             ) from None
 
     def methods(self, deployment_id: DeploymentID) -> list[str] | None:
-        """Return what a handle may call by name; `None` for a function, which has any name."""
+        """Return the methods that a handle may call; `None` for a function: any name calls it."""
         router = self.router(deployment_id)
         for replica in router.replicas:
             instance = replica.context.servable_object

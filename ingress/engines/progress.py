@@ -1,4 +1,4 @@
-"""What is said of an application that takes its time to start: what still constructs, and where."""
+"""Log records on an application that starts slowly: its unfinished constructors and their lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = 8
 
 
 async def tell_while_starting(application: RunningApplication) -> None:
-    """Log what still constructs, after `STILL_STARTING_S` and then after twice the time again."""
+    """Log the unfinished constructors after `STILL_STARTING_S`, then each time that doubles."""
     passed_s, next_s = 0.0, STILL_STARTING_S
     while True:
         await asyncio.sleep(next_s - passed_s)
@@ -29,7 +29,7 @@ async def tell_while_starting(application: RunningApplication) -> None:
 
 
 def constructing(application: RunningApplication) -> str:
-    """Return which replicas have not started, and the line of those whose constructors run."""
+    """Return the replicas that have not started, and the current lines of their constructors."""
     deployments = application.deployments.values()
     replicas = [replica for each in deployments for replica in each.starting]
     frames = current_frames()

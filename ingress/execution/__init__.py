@@ -1,4 +1,4 @@
-"""Where user code runs: on the event loop, in a worker thread, or in a lane of its own.
+"""Execution of user code: on the event loop, in a worker thread, or in a lane.
 
     execution    the rule, the plan of one callable, and the containment of its errors; start here
     threads      a bounded pool of worker threads

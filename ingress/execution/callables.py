@@ -1,7 +1,7 @@
-"""How a callable is written: what `execution` asks before it says where it runs.
+"""The kind of a callable, from which `execution` decides where the callable runs.
 
-All of it looks through `partial`, bound methods and callable objects, not through `__wrapped__`: a
-sync wrapper round an `async def` is a `def`.
+All functions here look through `partial`, bound methods and callable objects, not through
+`__wrapped__`: a sync wrapper around an `async def` is a `def`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """How a callable is written."""
+    """The kind of a callable, as it is written in the source."""
 
     FUNCTION = "def"
     COROUTINE = "async def"
@@ -29,7 +29,7 @@ class Kind(Enum):
 
 
 def kind(func: Callable[..., Any]) -> Kind:
-    """Return how `func` is written."""
+    """Return the kind of `func`."""
     func = underlying(func)
     if inspect.iscoroutinefunction(func) or asyncio.iscoroutinefunction(func):
         return Kind.COROUTINE
@@ -41,7 +41,7 @@ def kind(func: Callable[..., Any]) -> Kind:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether `value` is what calling a generator function gives, sync or async."""
+    """Return whether `value` is a generator, sync or async."""
     return inspect.isgenerator(value) or inspect.isasyncgen(value)
 
 
@@ -53,7 +53,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def code_of(func: Callable[..., Any]) -> CodeType | None:
-    """Return the code object behind `func`, `None` for what is not written in Python."""
+    """Return the code object of `func`, `None` if it is not written in Python."""
     code = getattr(underlying(func), "__code__", None)
     return code if isinstance(code, CodeType) else None
 

@@ -1,8 +1,7 @@
-"""Where user code runs.
+"""The plan that decides where user code runs, and the containment of its errors.
 
-Every call into user code starts on the replica's user event loop. An `async def` stays there; a
-`def` may move to a worker thread. The choice is made here and nowhere else, so what the plan says
-is what happens.
+Every call of user code starts on the replica's user loop. An `async def` stays there; a `def` may
+move to a worker thread. Only this module makes that choice, so every call follows its plan.
 
     role                           async def     def
     METHOD     of a deployment     event loop    as RAY_SERVE_RUN_SYNC_IN_THREADPOOL says
@@ -14,13 +13,13 @@ is what happens.
     FRAMEWORK  Starlette calls it  event loop    a thread of AnyIO's
     ASGI       apps, middleware    event loop    event loop
 
-`@serve.method` says otherwise for one METHOD, ENDPOINT or BATCH `def`: on the loop, in threads with
-a limit of their own (a lane), or in the serial thread. That is one thread for all of them, and what
-a class that has one does in its LIFECYCLE runs there, too.
+`@serve.method` overrides this for one METHOD, ENDPOINT or BATCH `def`: on the loop, in a lane
+(threads with a limit of their own), or in the serial thread. All serial methods of a replica share
+one thread; if a class has such a method, its LIFECYCLE runs in that thread, too.
 
-A generator is iterated where the function that returned it ran. Whatever awaitable a `def`
-returns is awaited on the loop. What is not an `Exception` becomes `UserCodeExit` here, and what
-nobody can look at an `UnreadableError`.
+A generator is iterated where the function that returned it ran. An awaitable that a `def` returns
+is awaited on the loop. An error that is not an `Exception` becomes `UserCodeExit` here, and an
+error that cannot be read becomes `UnreadableError`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ T = TypeVar("T")
 
 
 class Role(Enum):
-    """What a callable is to the framework."""
+    """The role of a callable in the framework."""
 
     METHOD = "method"
     ENDPOINT = "endpoint"
@@ -59,15 +58,15 @@ class Role(Enum):
     BATCH = "batch"
     UNLOAD = "unload"
     STREAM = "stream"
-    """What a `StreamingResponse` iterates, which `responses.take_over_stream` sees to."""
+    """The iterator of a `StreamingResponse`; see `responses.take_over_stream`."""
     FRAMEWORK = "framework"
-    """What Starlette and FastAPI call themselves: its plan says where, and is never run."""
+    """Code that Starlette and FastAPI call: the plan only tells where, and is never run."""
     ASGI = "ASGI"
-    """The same of apps and middleware, and of what starts and stops them."""
+    """As FRAMEWORK, for apps and middleware, and for the code that starts and stops them."""
 
 
 class ExecutionMode(Enum):
-    """Where a call runs; the values are the words users read."""
+    """The place where a call runs; the values are the words that users read."""
 
     EVENT_LOOP = "event loop"
     THREADPOOL = "threadpool"
@@ -76,7 +75,7 @@ class ExecutionMode(Enum):
 
 
 class ThreadPool(Protocol):
-    """What `execution` asks of worker threads; `threads.WorkerPool` is one."""
+    """Worker threads, as `execution` uses them; `threads.WorkerPool` implements it."""
 
     async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T: ...
 
@@ -87,7 +86,7 @@ class ThreadPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """What `@serve.method` asks for one callable. `lane` is "" for the threads of all."""
+    """The options of `@serve.method` for one callable. `lane` is "" for the shared threads."""
 
     mode: ExecutionMode
     lane: str = ""
@@ -99,10 +98,10 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The threads of one deployment's replica: how many, and, of one that runs, which.
+    """The threads of a deployment's replica: their numbers and, in a running replica, the pools.
 
-    `limit` is how many there are for whatever has no lane, `limits` how many of each lane.
-    `is_serial` says whether the class has a method for the serial thread.
+    `limit` is the number of threads for calls without a lane, `limits` the number for each lane.
+    `is_serial` is true if the class has a method for the serial thread.
     """
 
     limit: int
@@ -112,15 +111,16 @@ class Lanes:
 
 
 SERIAL_LANE = "serial"
-"""What the one thread is called among the pools of `Lanes`."""
+"""The name of the serial thread among the pools of `Lanes`."""
 
 
 @dataclass(slots=True)
 class ExecutionPlan:
-    """Where one callable runs, and why. Made once per replica, used by every request.
+    """The place where one callable runs, and the reason. Made once per replica, for all requests.
 
-    `lane` is the lane whose threads it runs in, "" if it has none. `limit` is how many calls may be
-    in those threads at once, `None` on the event loop and outside of a deployment.
+    `lane` is the lane whose threads run the callable, "" if it has none. `limit` is the number of
+    calls that may be in those threads at once, `None` on the event loop and outside of a
+    deployment.
     """
 
     func: Callable[..., Any]
@@ -135,11 +135,11 @@ class ExecutionPlan:
 
     @property
     def where(self) -> str:
-        """Where it runs, as users read it: the mode, or the lane."""
+        """The place where the callable runs, as users read it: the mode, or the lane."""
         return f"lane {self.lane}" if self.lane else self.mode.value
 
     async def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the function in its mode, then await its result if that is awaitable."""
+        """Call the function in its mode, then await the result if it is awaitable."""
         try:
             if self.kind is Kind.COROUTINE:
                 return await self.func(*args, **kwargs)
@@ -155,9 +155,9 @@ class ExecutionPlan:
             raise
 
     async def run_part(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
-        """Run a part of the function, such as the half behind its `yield`, in its mode.
+        """Run a part of the function, such as the half after its `yield`, in its mode.
 
-        What `is_cleanup` runs also if the awaiting task is cancelled before it begins.
+        With `is_cleanup`, it runs even if the awaiting task is cancelled before it begins.
         """
         try:
             if self.mode is ExecutionMode.EVENT_LOOP:
@@ -168,14 +168,14 @@ class ExecutionPlan:
             raise
 
     def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of the generator the function returns, and close it at the end.
+        """Yield the items of the generator that the function returns, and close it at the end.
 
-        Raises `TypeError` if it returns anything else.
+        Raises `TypeError` if the function returns anything else.
         """
         if self.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR):
             if self.warns:
                 self._warn()
-            return self.iterate(self.func(*args, **kwargs))  # runs nothing of its body yet
+            return self.iterate(self.func(*args, **kwargs))  # its body has not begun yet
         return self._stream_returned(*args, **kwargs)
 
     async def _stream_returned(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -190,10 +190,10 @@ class ExecutionPlan:
                 yield item
 
     def items(self, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield the items of a generator function in the current thread, contained.
+        """Yield the items of a generator function in the current thread, with contained errors.
 
-        For an iterator that others hold: what its `finally` raises when they let go of it would
-        reach nobody, so it is logged.
+        For an iterator that other code drops: an error that its `finally` then raises would reach
+        no caller, so it is logged.
         """
         items = self.func(*args, **kwargs)
         delivering = False
@@ -213,10 +213,10 @@ class ExecutionPlan:
             raise
 
     async def iterate(self, items: Any) -> AsyncGenerator[Any, None]:
-        """Yield what a generator the function returned yields, and close it at the end.
+        """Yield the items of a generator that the function returned, and close it at the end.
 
-        A sync generator of a threadpool plan keeps one thread and one context for its whole life,
-        one of the serial thread its context: it shares the thread, item by item.
+        A sync generator of a threadpool plan keeps one thread and one context for its whole life. A
+        sync generator of the serial thread keeps its context, but shares the thread item by item.
         """
         delivering = False
         try:
@@ -236,7 +236,7 @@ class ExecutionPlan:
         except BaseException as error:
             if not (delivering and type(error) is GeneratorExit):
                 contain(error, self.name)
-            raise  # our consumer closes us; it is not the user's generator that raised it
+            raise  # the consumer closes this generator; the user's has not raised it
 
     def _warn(self) -> None:
         self.warns = False
@@ -253,9 +253,9 @@ def plan(
 ) -> ExecutionPlan:
     """Decide where `func` runs.
 
-    `sync_in_threadpool` is the flag; only METHOD reads it. `pool` is for a `def` without a lane;
-    without `lanes`, outside of a deployment, for every one. Raises `ValueError` for a lane that the
-    deployment does not have.
+    `sync_in_threadpool` is the flag; it affects only METHOD. `pool` runs a `def` without a lane;
+    without `lanes`, outside of a deployment, it runs every `def`. Raises `ValueError` for a lane
+    that the deployment does not have.
     """
     written = kind(func)
     override = override_of(func)
@@ -292,7 +292,7 @@ def plan(
 
 
 def _take_threads(made: ExecutionPlan, lane: str, lanes: Lanes | None) -> None:
-    """Complete the plan of a `def` that leaves the loop with the threads it runs in."""
+    """Set the lane, limit and pool in the plan of a `def` that leaves the loop."""
     if lanes is None:
         made.lane = lane
     elif made.mode is ExecutionMode.SERIAL:
@@ -308,7 +308,7 @@ def _take_threads(made: ExecutionPlan, lane: str, lanes: Lanes | None) -> None:
 
 
 def no_such_lane(name: str, lane: str, limits: Mapping[str, int]) -> str:
-    """Return what to say of a callable whose lane is not among those of its deployment."""
+    """Return the error message for a callable whose deployment does not have its lane."""
     return (
         f"{name} runs in lane={lane!r}, and its deployment has lanes={dict(limits)!r}; say how "
         f"many threads that lane has: @serve.deployment(lanes={{{lane!r}: 8}})"
@@ -316,23 +316,23 @@ def no_such_lane(name: str, lane: str, limits: Mapping[str, int]) -> str:
 
 
 def override_of(func: Callable[..., Any]) -> Override | None:
-    """Return what `@serve.method` asks for `func`, `None` if that was not used."""
+    """Return the `Override` of `func`, `None` if it has no `@serve.method`."""
     found = getattr(underlying(func), OVERRIDE, None)
     return found if isinstance(found, Override) else None
 
 
 def stays_on_loop(func: Callable[..., Any]) -> bool:
-    """Whether `@serve.method` keeps a `def` on the event loop."""
+    """Return whether `@serve.method` keeps a `def` on the event loop."""
     override = override_of(func)
     return override is not None and override.mode is ExecutionMode.EVENT_LOOP
 
 
 OVERRIDE = "__ingress_method__"
-"""The attribute of a function that has its `Override`; what wraps the function has it, too."""
+"""The attribute that holds the `Override` of a function, and of its wrappers."""
 
 
 def call_inline(func: Callable[..., T], /, *args: Any) -> T:
-    """Call a short `def` here and now, contained: a question that cannot wait for a plan."""
+    """Call a short `def` here, without a plan, and contain its errors."""
     try:
         return func(*args)
     except StopIteration as error:
@@ -343,10 +343,10 @@ def call_inline(func: Callable[..., T], /, *args: Any) -> T:
 
 
 def contain(error: BaseException, where: str, *, is_task: bool = True) -> None:
-    """Raise what leaves user code in the place of `error`, unless that may leave as it is.
+    """Raise the replacement of an `error` that must not leave user code as it is.
 
-    For `except BaseException as error: contain(error, ...); raise`. Without `is_task` no
-    cancellation can have come from outside.
+    For `except BaseException as error: contain(error, ...); raise`. Without `is_task`, a
+    cancellation cannot have come from outside, so it is replaced, too.
     """
     told = contained(error, where, is_task=is_task)
     if told is not error:
@@ -354,9 +354,9 @@ def contain(error: BaseException, where: str, *, is_task: bool = True) -> None:
 
 
 def contained(error: BaseException, where: str, *, is_task: bool = True) -> BaseException:
-    """Return what leaves user code in the place of `error`; or `error`, if it may leave as it is.
+    """Return the replacement of `error`, or `error` itself if it may leave user code as it is.
 
-    That is an `Exception` that everybody may look at, or a cancellation.
+    A readable `Exception` may leave, and so may a cancellation.
     """
     safe: BaseException = readable(error)
     if issubclass(type(error), Exception) or (is_task and may_leave(error)):
@@ -367,19 +367,19 @@ def contained(error: BaseException, where: str, *, is_task: bool = True) -> Base
 
 
 def raise_instead(told: BaseException) -> None:
-    """Raise an error in the place of the one that is handled, which it does not then lead to."""
+    """Raise an error in place of the handled one, without the handled one as its context."""
     context = told.__context__
     try:
         raise told
     finally:
-        told.__context__ = context  # Python has made it the other, which nobody may look at
+        told.__context__ = context  # `raise` set it to an error that may be unreadable
 
 
 def may_leave(error: BaseException) -> bool:
-    """Whether an `error` that is not an `Exception` may leave its task as it is.
+    """Return whether an `error` that is not an `Exception` may leave its task as it is.
 
-    A cancellation somebody asked for may, and the `GeneratorExit` of a coroutine that is collected
-    together with its loop. All else becomes `UserCodeExit`: it would end the loop.
+    A requested cancellation may, and the `GeneratorExit` of a coroutine that is collected together
+    with its loop. Any other error becomes `UserCodeExit`, because it would end the loop.
     """
     task = _current_task()
     is_cancellation = issubclass(type(error), asyncio.CancelledError)

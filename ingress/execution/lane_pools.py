@@ -1,11 +1,11 @@
-"""All the worker threads of a replica: those of its lanes, the serial one, and the rest.
+"""All worker threads of a replica: those of its lanes, the serial thread, and the others.
 
-    a call of a lane -> inside, if a thread is free for it -> done, and the first of the others in
-                     -> behind them, in order
+    a call of a lane -> inside, if a thread is free -> done, and the first call behind gets inside
+                     -> else behind, in order
 
-One that has not begun is taken back at once when it is cancelled: a lane that is stuck holds the
-slots of those inside, and of nobody else. A lane is also the `call.Queue` that calls stand in, so
-`cycles` finds those that would wait for each other for ever.
+A cancelled call that has not begun is withdrawn at once: a stuck lane holds only the slots of the
+calls inside. A lane is also the `call.Queue` that its calls wait in, so `deadlocks` finds calls
+that would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END = object()
 
 
 class ReplicaPools:
-    """Owned by the replica's user loop. `lanes` is what was declared, with the pools."""
+    """The pools of one replica. Owned by its user loop. `lanes` has the declaration and pools."""
 
     __slots__ = ("_all", "_named", "default", "lanes")
 
@@ -42,7 +42,7 @@ class ReplicaPools:
         self._all = [self.default, *self._named.values()]
 
     def loads(self) -> dict[str, LaneLoad]:
-        """Return what is in each lane now, and with the serial thread if there is a use for it.
+        """Return the current load of each lane, and of the serial thread if the class uses it.
 
         Thread-safe.
         """
@@ -64,9 +64,10 @@ class ReplicaPools:
 
 
 class LanePool(WorkerPool):
-    """The threads of one lane. Owned by the user loop; what a `Queue` is asked is thread-safe.
+    """The threads of one lane. Owned by the user loop; the methods of `Queue` are thread-safe.
 
-    The thread of a stream is not counted: who stands behind it is inside, and not known to wait.
+    The thread of a stream is not counted: a call that waits for it counts as inside, not as
+    waiting.
     """
 
     __slots__ = ("_behind", "_inside", "_lane", "_limit", "_open", "_turns")
@@ -77,11 +78,11 @@ class LanePool(WorkerPool):
         self._limit = limit
         self._inside: dict[_LaneWork, Call | None] = {}
         self._behind: OrderedDict[_LaneWork, None] = OrderedDict()
-        # What no thread has begun. Race of a thread with who takes it back, on the loop or, to
-        # break a cycle, anywhere: whoever pops it decides what becomes of it.
+        # Calls that no thread has begun. Race of a thread with a withdrawal, on the loop or, to
+        # break a deadlock, in any thread: the one that pops the call decides.
         self._open: dict[_LaneWork, None] = {}
-        # What requests wait for. Race of the loop, which lets one in, with who breaks a cycle: the
-        # same, because a turn has one end.
+        # The turns that requests wait for. Race of the loop, which lets a call in, with the thread
+        # that breaks a deadlock: the one that pops the turn ends it.
         self._turns: dict[_Turn, None] = {}
 
     def load(self) -> LaneLoad:
@@ -102,7 +103,7 @@ class LanePool(WorkerPool):
         return work
 
     def begin(self, work: _LaneWork) -> bool:
-        """Whether a thread is to run it now. In that thread."""
+        """Return whether the current thread is to run the call. Called in that thread."""
         return self._open.pop(work, _ABSENT) is None
 
     def take_back(self, work: Work) -> bool:
@@ -114,7 +115,7 @@ class LanePool(WorkerPool):
         return True
 
     def leave(self, work: _LaneWork) -> None:
-        """Let in who is first behind one that is done, or will never begin."""
+        """Remove a call that is done, or will never begin, and let the next calls in."""
         if self._inside.pop(work, _ABSENT) is _ABSENT:
             self._behind.pop(work, None)
         self._end(work.turn)
@@ -123,8 +124,8 @@ class LanePool(WorkerPool):
             first, _ = self._behind.popitem(last=False)
             self._inside[first] = first.call
             self._end(first.turn)
-        # Race with one that a thread has begun, before we knew of its place, and that waits by now:
-        # whoever has looked for a cycle has not found it inside.
+        # Race with a call that a thread has begun before it was counted inside here, and that
+        # waits by now: a deadlock check in between has not found it inside.
         if self._behind and (turn := next(iter(self._behind)).turn) is not None:
             deadlocks.check_deadlock(turn)
 
@@ -132,13 +133,13 @@ class LanePool(WorkerPool):
         if turn is not None and self._turns.pop(turn, _ABSENT) is None:
             turn.end()
 
-    # What others see of a call that waits for a thread. Thread-safe.
+    # The methods of `Queue`, for a call that waits for a thread. Thread-safe.
 
     def holders(self, call: Call) -> frozenset[Call] | None:
         if call not in self._turns:
             return None
         inside = set(self._inside.values())
-        # What runs for no call, a constructor or a health check, ends by itself.
+        # Work for no call, such as a constructor or a health check, ends by itself.
         return frozenset() if None in inside else frozenset(filter(None, inside))
 
     def withdraw(self, call: Call) -> bool:
@@ -147,7 +148,7 @@ class LanePool(WorkerPool):
             return False
         if self._open.pop(call.of, _ABSENT) is None:
             return True
-        self.mailbox.post(call.end)  # a thread was quicker
+        self.mailbox.post(call.end)  # a thread has begun it
         return False
 
     def check_deadlock(self, call: Call) -> None:
@@ -162,7 +163,7 @@ class LanePool(WorkerPool):
 
 
 class SerialPool(LanePool):
-    """The one thread of a replica for what is not to be touched by two. It stays until the end."""
+    """The serial thread of a replica, for code that is not thread-safe. It stays while idle."""
 
     __slots__ = ()
 
@@ -170,9 +171,9 @@ class SerialPool(LanePool):
         super().__init__(home, 1, SERIAL_LANE, idle_s=None)
 
     async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
-        """Yield what an iterable yields, one at a time: others may have the thread in between.
+        """Yield what an iterable yields, one item at a time; other calls may run in between.
 
-        A stream that kept it would have all of them wait for its client.
+        A stream that kept the thread would make all other calls wait for the stream's client.
         """
         context = copy_context()
         taken = _Taken(items)
@@ -180,12 +181,12 @@ class SerialPool(LanePool):
             while (item := await self.run(partial(context.run, taken.next))) is not _END:
                 yield [item]
         finally:
-            # Not the consumer's to skip: the generator's `finally` has run when this returns.
+            # Waits even if cancelled: the generator's `finally` has run when this returns.
             await self.run(partial(context.run, taken.close), is_cleanup=True)
 
 
 class _LaneWork(Work):
-    """One call in a thread of a lane. `turn` is what its request waits for, if it has to."""
+    """One call in a thread of a lane. `turn` is set while its request waits for the lane."""
 
     __slots__ = ("call", "lane", "turn")
 
@@ -204,14 +205,14 @@ class _LaneWork(Work):
         self.lane.leave(self)
 
     def fail(self, error: BaseException | None) -> None:
-        """Be done without having begun. On the loop."""
+        """End the call, which has not begun, with an error. Called on the loop."""
         self.error = error
         self.finish()
         self.release_references()
 
 
 class _Turn(Call):
-    """What a request waits for that stands behind others in a lane: settled once it is inside."""
+    """The wait of a request that is behind others in a lane; settled once the request is inside."""
 
     __slots__ = ("of",)
 
@@ -225,12 +226,12 @@ class _Turn(Call):
         self.begin_wait(self.of.call)
 
     def end(self) -> None:
-        """Let the request go on. On the loop."""
+        """Let the request go on. Called on the loop."""
         if self.settle():
             self.end_wait(self.of.call)
 
     def _told(self, _: Call) -> None:
-        """Run where it was settled: anywhere, if that was to break a cycle."""
+        """Handle the settlement, in the thread that settled it: any thread, to break a deadlock."""
         if self.error is not None:
             self.of.lane.mailbox.post(self._fail)
 
@@ -240,7 +241,7 @@ class _Turn(Call):
 
 
 class _Taken:
-    """An iterable that is iterated and closed by calls in one thread."""
+    """An iterable that separate calls in one thread iterate and close."""
 
     __slots__ = ("_items", "_iterator")
 

@@ -1,4 +1,4 @@
-"""`@serve.method` and `lanes=`: what is declared of where one `def` runs.
+"""`@serve.method` and `lanes=`: declarations of the place where a `def` runs.
 
     @serve.deployment(lanes={"db": 8})
     class Reports:
@@ -8,10 +8,10 @@
     execution=      the `def` runs
     "event_loop"    on the event loop, and without the warning
     "threadpool"    in the replica's worker threads
-    "serial"        in one thread of the replica, which has run `__init__`, too
-    lane=           in threads of its own, of which each replica has as many as `lanes` says
+    "serial"        in one thread of the replica, the one that ran `__init__`
+    lane=           in the lane's own threads; `lanes` sets their number per replica
 
-Who waits for a thread of a lane takes nothing from anybody in another, or in none.
+A call that waits for a thread of a lane delays no call of another lane, or of none.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def method(
     execution: Literal["event_loop", "threadpool", "serial"] | None = None,
     lane: str | None = None,
 ) -> Callable[[F], F]:
-    """Say where a `def` runs: a method, an endpoint, a dependency, or a function under `@batch`.
+    """Choose where a `def` runs: a method, an endpoint, a dependency, or one under `@batch`.
 
-    It beats the role of the function and the flag, and works above `@app.get` and below. `lane` is
-    a name that the deployment's `lanes` gives a number of threads. Raises `ValueError` for a bad
-    value and for an `async def`, which runs on the event loop, `TypeError` for what is no function.
+    It takes precedence over the function's role and the flag, and works above and below `@app.get`.
+    `lane` is one of the deployment's `lanes`. Raises `ValueError` for a bad value and for an
+    `async def`, which runs on the event loop, `TypeError` for an object that is no function.
     """
     override = _override(_func, execution, lane)
 
@@ -69,7 +69,7 @@ def method(
 
 
 def lanes_of(func_or_class: Any, max_ongoing: int, limits: Mapping[str, int]) -> Lanes:
-    """Return the threads a replica may have, as declared."""
+    """Return the threads that a replica may have, as declared."""
     marks = (override for _, override in _overrides(func_or_class))
     is_serial = any(mark.mode is ExecutionMode.SERIAL for mark in marks)
     # Each call that has a slot can have a thread.
@@ -77,7 +77,7 @@ def lanes_of(func_or_class: Any, max_ongoing: int, limits: Mapping[str, int]) ->
 
 
 def check_lanes(func_or_class: Any, limits: Mapping[str, int]) -> None:
-    """Raise `ValueError` if what the class or function asks for is not there."""
+    """Raise `ValueError` for an undeclared lane, or an `async def __init__` with "serial"."""
     for name, override in _overrides(func_or_class):
         if override.lane and override.lane not in limits:
             raise ValueError(no_such_lane(name, override.lane, limits))
@@ -92,7 +92,7 @@ def check_lanes(func_or_class: Any, limits: Mapping[str, int]) -> None:
 
 
 def _override(func: object, execution: object, lane: object) -> Override:
-    """Return what the options mean. Raises what is wrong with them."""
+    """Return the `Override` for the options. Raises `TypeError` or `ValueError` for bad ones."""
     if func is not None or (execution is None and lane is None):
         got = f", got {func!r}" if func is not None else ""
         raise TypeError(
@@ -146,9 +146,9 @@ def _check_function(func: Any, override: Override) -> None:
 
 
 def _overrides(func_or_class: Any) -> Iterator[tuple[str, Override]]:
-    """Yield the names of what asks for a place to run, in the class or the function."""
+    """Yield the functions with an `Override` in the class, or the function itself, by name."""
     names = dir(func_or_class) if inspect.isclass(func_or_class) else ()
-    # Looked up on the class, so that no property of the user's runs.
+    # A static lookup, so that no property of the user's runs.
     members = [inspect.getattr_static(func_or_class, name) for name in names]
     for member in members or [func_or_class]:
         func = getattr(member, "__func__", member)

@@ -1,4 +1,4 @@
-"""What `asyncio.to_thread` and `run_in_executor(None, ...)` use on a user loop."""
+"""The executor of `asyncio.to_thread` and `run_in_executor(None, ...)` on a user loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 class LoopExecutor(ThreadPoolExecutor):
     """The default executor of a user loop.
 
-    `asyncio.to_thread` and `run_in_executor(None, ...)` are what the guides recommend; the
-    standard executor's threads are joined by the interpreter at exit, so one stuck call would keep
-    the process. `run_in_executor` gets a copy of the current context too. The standard class is
-    only the type asyncio insists on.
+    The guides recommend `asyncio.to_thread` and `run_in_executor(None, ...)`. The interpreter joins
+    the standard executor's threads at exit, so one stuck call would keep the process alive. Here
+    `run_in_executor` gets a copy of the current context, too. The standard class is the base only
+    because asyncio requires it.
     """
 
     def __init__(self, name: str, limit: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -37,7 +37,7 @@ class LoopExecutor(ThreadPoolExecutor):
             try:
                 result = context.run(fn, *args, **kwargs)
             except StopIteration as error:
-                # asyncio cannot carry it to the awaiting task, which would then wait for ever.
+                # asyncio cannot pass it to the awaiting task, which would then wait for ever.
                 stopped = RuntimeError("a call in a thread raised StopIteration")
                 stopped.__cause__ = error
                 future.set_exception(stopped)
@@ -50,11 +50,11 @@ class LoopExecutor(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept nothing more. Never waits: `asyncio.run` would wait for a stuck call."""
+        """Accept no more calls. Never waits: `asyncio.run` would wait for a stuck call."""
         self._ingress_threads.close()
 
     def retire_idle(self) -> None:
-        """Let idle threads end now."""
+        """Make idle threads end now."""
         self._ingress_threads.retire_idle()
 
     def join(self, timeout_s: float) -> bool:
@@ -68,9 +68,9 @@ _lent_lock = threading.Lock()
 
 
 def lend_executor(loop: asyncio.AbstractEventLoop) -> LoopExecutor:
-    """Make a `LoopExecutor` the default executor of a loop that is not ours, once, for its life.
+    """Make a `LoopExecutor` the default executor of a borrowed loop, once, for the loop's life.
 
-    The loop keeps it; stopping our use of the loop lets its idle threads go, no more.
+    The loop keeps the executor. When the framework stops using the loop, only idle threads end.
     """
     with _lent_lock:
         lent = _lent.get(loop)

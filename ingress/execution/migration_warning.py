@@ -1,4 +1,4 @@
-"""What is said of a `def` that runs on the event loop: once per method and process."""
+"""The warning for a `def` that runs on the event loop, once per method and process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _warned_lock = threading.Lock()
 
 
 def warn_of_def_on_loop(func: Callable[..., Any], name: str) -> None:
-    """Log and warn, if nobody has of this method. Source: seed "Environment flags"."""
-    # The method's own line, not that of a decorator's wrapper, which its methods share.
+    """Log and warn, once for each method. Source: seed "Environment flags"."""
+    # The method's own line, not the line of a wrapper, which all decorated methods share.
     code = code_of(inspect.unwrap(underlying(func)))
     file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
-    # Not the code: equal code in two files is equal.
+    # Not the code object: equal code in two files compares equal.
     method = (name, file, line)
     with _warned_lock:
         if method in _warned:
@@ -42,4 +42,4 @@ def warn_of_def_on_loop(func: Callable[..., Any], name: str) -> None:
     try:
         warnings.warn_explicit(text, SyncMethodOnEventLoopWarning, file, line)
     except SyncMethodOnEventLoopWarning:
-        pass  # `-W error` is for tests to see; the request it hit is not to blame
+        pass  # `-W error` is for tests; it must not fail the request

@@ -1,11 +1,11 @@
-"""Worker threads: where `def` runs.
+"""Worker threads, which run `def`.
 
     WorkerThreads   a bounded set of daemon threads, started on demand, retired when idle
     WorkerPool      a replica's `def` calls: awaited on its loop, run in its worker threads
 
-A call counts against the limit until its *thread* is done, whatever became of its awaiter: a
-request that timed out leaves no room for one more thread. `anyio.from_thread` works inside. The
-threads are daemons that nothing joins at interpreter exit, so a stuck one cannot hold it up.
+A call counts against the limit until its *thread* is done, even if its awaiter is gone: a request
+that timed out does not free a thread. `anyio.from_thread` works inside. The threads are daemons and
+are not joined at interpreter exit, so a stuck thread cannot delay the exit.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generat
 
 
 class WorkerThreads:
-    """Run submitted calls in at most `limit` daemon threads, in order. Thread-safe.
+    """At most `limit` daemon threads that run submitted calls, in order. Thread-safe.
 
-    A thread that has had nothing to do for `idle_s` ends; with `None` it stays.
+    A thread that is idle for `idle_s` ends; with `None` it stays.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class WorkerThreads:
         if start:
             try:
                 thread.start()
-            except RuntimeError:  # the system has no thread left for us
+            except RuntimeError:  # the system has no more threads
                 with self._lock:
                     self._threads.discard(thread)
                     if not self._threads:
@@ -92,14 +92,14 @@ class WorkerThreads:
         self._queue.put(call)
 
     def retire_idle(self) -> None:
-        """Let the threads that have nothing to do end now instead of after `IDLE_S`."""
+        """Make idle threads end now instead of after `IDLE_S`."""
         with self._lock:
             idle = len(self._threads) - self._unfinished
         for _ in range(idle):
             self._queue.put(None)
 
     def close(self) -> None:
-        """Accept nothing more; threads end as soon as what they run returns."""
+        """Accept no more calls; each thread ends when its current call returns."""
         with self._lock:
             self._closed = True
             threads = len(self._threads)
@@ -126,23 +126,23 @@ class WorkerThreads:
                 if call is None:
                     if self._retire():
                         return
-                    # Race with `submit`, which counts its call before it is in the queue: that
-                    # comes behind the word of `close`, which nobody says again.
+                    # Race with `submit`, which counts its call before it queues it. The call
+                    # comes after the `None` of `close`, which is put once for each thread.
                     if self._closed:
                         self._queue.put(None)
                     continue
                 try:
                     call()
-                except BaseException:  # what a callback of a user's future let out
+                except BaseException:  # raised by a callback of a user's future
                     logger.exception("in a worker thread of %s, which goes on", self.name)
-                del call  # a thread that waits must not keep the last call's objects alive
+                del call  # an idle thread must not keep the last call's objects alive
                 with self._lock:
                     self._unfinished -= 1
 
     def _retire(self) -> bool:
-        # Race with `submit`: it counts the call and decides whether to start a thread under this
-        # same lock. A thread may go only while more threads live than calls are unfinished,
-        # otherwise the call that counted on it would never run.
+        # Race with `submit`: it counts the call and decides whether to start a thread under the
+        # same lock. A thread may end only while there are more threads than unfinished calls,
+        # otherwise the call that relies on the thread would never run.
         with self._lock:
             if len(self._threads) <= self._unfinished:
                 return False
@@ -151,7 +151,7 @@ class WorkerThreads:
 
 
 class WorkerPool:
-    """Worker threads of one replica, those of a lane or the rest, as its loop sees them.
+    """The worker threads of one replica, or of one of its lanes, as seen from the user loop.
 
     Owned by the replica's user loop: `run` and `stream` are called there.
     """
@@ -162,7 +162,7 @@ class WorkerPool:
         self, home: Home, limit: int, lane: str = "", *, idle_s: float | None = IDLE_S
     ) -> None:
         self.loop = home.loop
-        # Answers travel in a mailbox of their own, so that one wake-up carries a burst of them.
+        # A mailbox for the answers alone, so that one wake-up delivers a burst of answers.
         self.mailbox = Mailbox(home.loop)
         name = f"{home.name}-{lane}" if lane else home.name
         self.threads = WorkerThreads(name, limit, home.loop, idle_s)
@@ -170,15 +170,15 @@ class WorkerPool:
     async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
         """Run `func` in a worker thread, in a copy of the current context.
 
-        If the awaiting task is cancelled, a call that has not begun is withdrawn, unless it
-        `is_cleanup`; one that runs is waited for, because no one can stop a thread, and then the
-        cancellation goes on.
+        If the awaiting task is cancelled, a call that has not begun is withdrawn, unless
+        `is_cleanup`. A running call is awaited first, because a thread cannot be stopped; then the
+        cancellation continues.
         """
         work = self.make_work(func, is_cleanup=is_cleanup)
         try:
             self.threads.submit(work)
             await work.done
-        except RuntimeError:  # there is no thread
+        except RuntimeError:  # no thread could be started
             self.take_back(work)
             raise
         except asyncio.CancelledError:
@@ -194,31 +194,31 @@ class WorkerPool:
             try:
                 raise work.error
             finally:
-                del work  # the traceback holds this frame: do not let it hold the error too
+                del work  # the traceback holds this frame, which must not hold the error
         return work.result  # type: ignore[no-any-return]
 
     def make_work(self, func: Callable[[], Any], *, is_cleanup: bool) -> Work:
-        """Return the call that a thread is to run."""
+        """Return the call for a worker thread."""
         return Work(func, self.loop, self.mailbox)
 
     def take_back(self, work: Work) -> bool:
-        """Whether a call need not be waited for, because no thread has begun it nor ever will."""
+        """Withdraw a call. Returns whether it will never run, so that it need not be awaited."""
         return False
 
     async def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]:
         """Yield what an iterable yields, iterated and closed in one worker thread.
 
-        It runs ahead of its consumer by what a `Channel` holds, then its thread waits.
+        It runs ahead of its consumer until the `Channel` is full, then its thread waits.
         """
         batches = self.batches(items)
-        del items  # the thread's own from here on: what has no `close` ends there, too
+        del items  # only the thread keeps it, so it is deallocated there
         async with aclosing(batches):
             async for batch in batches:
                 for item in batch:
                     yield item
 
     async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
-        """Yield, as `stream`, all items that wait at a time."""
+        """Yield, as `stream` does, but all waiting items at a time."""
         channel = Channel()
         self.threads.submit(partial(copy_context().run, _pump, items, channel))
         del items
@@ -228,7 +228,7 @@ class WorkerPool:
         except EndOfStream:
             return
         finally:
-            # Not the consumer's to skip: the generator's `finally` has run when this returns.
+            # Waits even if cancelled: the generator's `finally` has run when this returns.
             channel.close()
             await channel.finished()
 
@@ -240,7 +240,7 @@ class WorkerPool:
 
 
 class Work:
-    """One call in a worker thread and its way back."""
+    """One call in a worker thread, and its result."""
 
     __slots__ = (
         "context",
@@ -266,19 +266,19 @@ class Work:
         self.result: Any = None
         self.error: BaseException | None = None
         # Never entered; `anyio.from_thread.check_cancelled` in the thread reads it. The backend's
-        # own class: `anyio.CancelScope` looks for the backend each time (1.5 us, not 0.4).
+        # own class, because `anyio.CancelScope` looks the backend up each time (1.5 us, not 0.4).
         self.scope = CancelScope()
 
     def __call__(self) -> None:
         """Run in the worker thread."""
         try:
             # Race with a cancellation on the loop: either order is right, because the awaiter
-            # stays until this call has reported back.
+            # stays until this call has ended.
             if not self.scope.cancel_called:
                 threadlocals.current_cancel_scope = self.scope
                 self.result = self.context.run(self.func)
         except StopIteration as error:
-            # A future cannot carry it, and it would end the awaiting coroutine silently.
+            # A future cannot carry it, and it would silently end the awaiting coroutine.
             self.error = RuntimeError("a def call raised StopIteration")
             self.error.__cause__ = error
         except BaseException as error:
@@ -292,11 +292,11 @@ class Work:
             self.done.set_result(None)
 
     def release_references(self) -> None:
-        """Forget what only the run would have needed."""
+        """Drop the references that only the run would have needed."""
         self.func, self.context = _nothing, Context()
 
     async def really_done(self) -> None:
-        """Wait for the thread, although the awaiting task was cancelled once or many times."""
+        """Wait for the thread, even if the awaiting task is cancelled once or many times."""
         # Shielded, because a cancelled AnyIO scope cancels again on every turn of the loop.
         with CancelScope(shield=True):
             while not self.finished:
@@ -304,14 +304,14 @@ class Work:
                 try:
                     await self.done
                 except asyncio.CancelledError:
-                    continue  # our caller is about to raise the first one
+                    continue  # the caller raises the first one
 
 
 def _nothing() -> None: ...
 
 
 def _log_late(error: BaseException) -> None:
-    """Log what a `def` raised when its caller was gone: nobody else will hear of it."""
+    """Log what a `def` raised after its cancellation: no caller gets the error."""
     call = CURRENT_CALL.get(None)
     request_id = "" if call is None else call.metadata.request_id
     logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
@@ -320,15 +320,16 @@ def _log_late(error: BaseException) -> None:
 class _Visitors(set["asyncio.Task[Any]"]):
     """The coroutines that a worker thread runs on the loop, with `anyio.from_thread.run`.
 
-    AnyIO puts them among the tasks of the thread's scope and cancels them with the task that is in
-    that scope. Nothing ever enters ours, so this stands in for it once the scope is cancelled; one
-    that comes later would otherwise wait, in AnyIO's functions, for a cancellation for ever.
+    AnyIO adds them to the tasks of the thread's scope, and cancels them with the task inside the
+    scope. No task enters the scope of a `Work`, so this set replaces the scope's tasks when the
+    scope is cancelled. A coroutine added later would otherwise wait for ever, in AnyIO's functions,
+    for its cancellation.
     """
 
     __slots__ = ("_loop", "_scope")
 
     def __init__(self, scope: CancelScope, loop: asyncio.AbstractEventLoop) -> None:
-        # Not those of a loop of the user's, given with `token=`: it is not ours to reach into.
+        # Not those on a loop of the user's, given with `token=`: that loop is the user's own.
         super().__init__(task for task in scope._tasks if task.get_loop() is loop)
         self._scope = scope
         self._loop = loop
@@ -339,21 +340,21 @@ class _Visitors(set["asyncio.Task[Any]"]):
         self._scope._deliver_cancellation(self._scope)
 
     def add(self, task: asyncio.Task[Any], /) -> None:
-        """Run on the task's own loop."""
+        """Add a task. Called on the task's own loop."""
         if task.get_loop() is self._loop:
             super().add(task)
             self._scope._deliver_cancellation(self._scope)
 
 
 def _pump(items: Iterable[Any], channel: Channel) -> None:
-    """Iterate in the current worker thread until the end, or until nobody wants more."""
+    """Iterate in the current worker thread until the end, or until the consumer has gone."""
     threadlocals.current_cancel_scope = None
     error: BaseException | None = None
     try:
         for item in items:
             try:
                 channel.put_blocking(item, len(item) if isinstance(item, _SIZED) else 0)
-            except StreamClosedError:  # by `put` only: the generator's own is a failure
+            except StreamClosedError:  # only of `put`: the generator's own is a failure
                 break
     except BaseException as raised:
         error = readable(raised)
@@ -374,9 +375,9 @@ _report_result = WorkerThread._report_result
 def _report_readable(
     self: WorkerThread, future: asyncio.Future[Any], result: Any, exc: BaseException | None
 ) -> None:
-    """Report what a thread of AnyIO's own has done; it is called on the loop that waits.
+    """Report the result of one of AnyIO's own threads. Called on the awaiting loop.
 
-    AnyIO asks the error for its class first. If that raises, nobody sets the future, and what
+    AnyIO reads the error's class first. If that raises, the future is never set, and the code that
     awaits it (a background task, a dependency, an exception handler) holds its slot for ever.
     """
     _report_result(self, future, result, None if exc is None else readable(exc))

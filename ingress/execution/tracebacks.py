@@ -1,11 +1,11 @@
 """Tracebacks of user code: as Python prints them, without the frames between it and the server.
 
-An error on its way from an endpoint to the server passes through some thirty frames of ours, of
-FastAPI, Starlette and AnyIO. A traceback shows those that lie below the last frame of the user's,
-because the user called them. If no frame is the user's, it shows all.
+Between an endpoint and the server, an error passes through some thirty frames of this package,
+FastAPI, Starlette and AnyIO. A traceback leaves them out, except those below the user's last frame,
+because user code called them. If no frame is the user's, it shows all.
 
-Python looks up the line of each frame at each error, asks the file system whether the file is still
-the same, and parses the line to underline a part of it. Here the text of a frame is made once.
+For each error, Python looks up the line of each frame, asks the file system whether the file has
+changed, and parses the line to underline a part of it. Here the text of a frame is made once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _CAUSE = "\nThe above exception was the direct cause of the following exception:
 _CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _EDGE = "  "
 _CORNER = "+------------------------------------\n"
-_MEMBERS = 15  # of a group, and how often a line is repeated, that Python shows
+_MEMBERS = 15  # number of a group's members, and of repeats of a line, that Python shows
 _REPEATS = 3
 
 
 def format_error(error: BaseException) -> str:
     """Return an error with its causes, its group's members and the frames that matter. Never fails.
 
-    Without a line break at the end, as `logging.LogRecord.exc_text` is.
+    The text has no line break at the end, as `logging.LogRecord.exc_text`.
     """
     try:
         return _format(readable(error), set()).rstrip("\n")
@@ -71,13 +71,13 @@ def _indented(text: str, depth: int) -> str:
 
 
 def _one(error: BaseException) -> str:
-    """Return an error without what led to it."""
+    """Return an error without its cause or context."""
     frames = _frames(error.__traceback__)
     return f"{_HEAD}{frames}{_last_lines(error)}" if frames else _last_lines(error)
 
 
 def _group(group: BaseException, seen: set[int], depth: int) -> str:
-    """Return a group and its members, a step further to the right, in Python's own drawing."""
+    """Return a group and its members, indented and drawn as Python does."""
     assert isinstance(group, BaseExceptionGroup)
     text = _one(group)
     has_head = text.startswith(_HEAD)
@@ -96,7 +96,7 @@ def _group(group: BaseException, seen: set[int], depth: int) -> str:
             parts.append(_indented(more, depth + 1))
         else:
             parts.append(_format(member, seen, depth + 1))
-    if not parts[-1].endswith(_CORNER):  # of a group that is the last of a group
+    if not parts[-1].endswith(_CORNER):  # a group that is the last member has drawn it
         parts.append(f"{_EDGE * (depth + 1)}{_CORNER}")
     return "".join(parts)
 
@@ -142,9 +142,9 @@ def _frame(code: CodeType, instruction: int, line: int) -> str:
 
 
 def _last_lines(error: BaseException) -> str:
-    """Return what a traceback ends with: the type, the text and the notes."""
+    """Return the last lines of a traceback: the type, the text and the notes."""
     if isinstance(error, SyntaxError | NameError | AttributeError | ImportError):
-        return "".join(traceback.format_exception_only(error))  # which has more to say of them
+        return "".join(traceback.format_exception_only(error))  # has suggestions, source lines
     kind = type(error)
     text = _text(error)
     place = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."

@@ -1,9 +1,9 @@
-"""Errors of user code that raise another error when they are looked at.
+"""Errors of user code that raise another error when their attributes are read.
 
-Python, Starlette, AnyIO, uvicorn and `logging` read what an error says of itself: in `isinstance`,
-to print it, to see what caused it. Where that raises, it raises in their code and not in user
-code: a future is never set, a connection never closed, an event loop ends. So an error that cannot
-be read is replaced before anybody looks.
+Python, Starlette, AnyIO, uvicorn and `logging` read an error's attributes: in `isinstance`, to
+print the error, to find its cause. If that raises, it raises in their code, not in user code: a
+future is never set, a connection never closed, an event loop ends. So an unreadable error is
+replaced before any of them reads it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _READ_BY_OTHERS = (
 )
 
 _Known = dict[int, tuple[BaseException, BaseException]]
-"""By identity, an error, which is kept for as long, and what stands for it."""
+"""By `id`, an error, kept alive so that the id stays valid, and its readable replacement."""
 
 _OVERRIDES = frozenset((*_READ_BY_OTHERS, "__getattribute__", "__getattr__", "__bool__", "__len__"))
 _PLAIN: WeakSet[type[BaseException]] = WeakSet()
 
-# Python's own, whatever a class has under the same name. Setting is part of it.
+# Python's own descriptors, for reading and setting; a subclass may override these names.
 _LINKS: tuple[Any, ...] = (
     BaseException.__dict__["__cause__"],
     BaseException.__dict__["__context__"],
@@ -39,15 +39,15 @@ _MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
 
 
 def readable(error: BaseException) -> Any:
-    """Return an error that anybody may look at: this one, or what stands for it.
+    """Return an error that is safe to read: `error` itself, or its replacement.
 
-    What it was caused by, or raised after, is readable then, too.
+    Its causes and contexts are then readable, too.
     """
     return _readable(error, {})
 
 
 def _readable(error: BaseException, known: _Known) -> BaseException:
-    """Return what stands for an error; `known` is what stands for those that were looked at."""
+    """Return the readable form of an error; `known` has those of the errors already seen."""
     first = _look_at(error, known)
     open_ends = [first]
     while open_ends:
@@ -59,7 +59,7 @@ def _readable(error: BaseException, known: _Known) -> BaseException:
             is_new = id(following) not in known
             standing = _look_at(following, known)
             if standing is not following:
-                suppresses = _SUPPRESSES.__get__(each)  # which is set with the cause
+                suppresses = _SUPPRESSES.__get__(each)  # setting the cause sets it
                 link.__set__(each, standing)
                 _SUPPRESSES.__set__(each, suppresses)
             if is_new:
@@ -69,14 +69,14 @@ def _readable(error: BaseException, known: _Known) -> BaseException:
 
 def _look_at(error: BaseException, known: _Known) -> BaseException:
     if id(error) not in known:
-        known[id(error)] = error, error  # before its members: a group may be what led to them
+        known[id(error)] = error, error  # before its members, whose context may be the group
         standing = error if _is_readable(error, known) else _stand_in(error)
         known[id(error)] = error, standing
     return known[id(error)][1]
 
 
 def traceback_of(error: BaseException) -> Any:
-    """Return an error's traceback, whatever its class makes of that."""
+    """Return an error's traceback, even if its class overrides the attribute."""
     return _TRACEBACK.__get__(error)
 
 
@@ -97,18 +97,18 @@ def _is_readable(error: BaseException, known: _Known) -> bool:
 
 
 def _has_readable_members(group: BaseException, known: _Known) -> bool:
-    """Whether a group can stay what it is: its members cannot be exchanged."""
+    """Return whether all members of a group are readable; members cannot be replaced."""
     try:
         return all(
             id(member) in known or _readable(member, known) is member
             for member in _MEMBERS.__get__(group)
         )
-    except RecursionError:  # groups in groups in groups
+    except RecursionError:  # deeply nested groups
         return False
 
 
 def _is_plain(kind: type[BaseException]) -> bool:
-    """Whether Python alone answers what others read of such an error."""
+    """Return whether the class overrides none of the attributes that others read."""
     bases = (base for base in kind.__mro__ if base not in (BaseException, object))
     return all(_OVERRIDES.isdisjoint(vars(base)) for base in bases)
 
@@ -117,7 +117,7 @@ def _stand_in(error: BaseException) -> UnreadableError:
     kind = type(error)
     try:
         name = f"{kind.__module__}.{kind.__qualname__}"
-    except BaseException:  # its metaclass
+    except BaseException:  # raised by its metaclass
         name = "an exception"
     made = UnreadableError(name)
     for link in _LINKS:
@@ -127,4 +127,4 @@ def _stand_in(error: BaseException) -> UnreadableError:
 
 
 class _Never(Exception):
-    """No error is one: `isinstance` asks an error what class it says that it has."""
+    """A class without instances: `isinstance` with it makes Python read an error's `__class__`."""

@@ -1,11 +1,11 @@
-"""The body of a request, on its way in.
+"""The body of a request, as it is received.
 
-    fits `body_buffer_bytes`                     all of it is read before the request takes a slot
-    is larger                                    as much is, and the rest flows as it is taken
-    stands still for `body_idle_timeout_s`       408, and its slot is free
-    is, or becomes, larger than `max_body_size`  413; not read if its length says so
+    it fits `body_buffer_bytes`                   all of it is read before the request takes a slot
+    it is larger                                  the buffer is filled, the rest read as it is taken
+    it stalls for `body_idle_timeout_s`           408, and its slot is free
+    it is or becomes larger than `max_body_size`  413; not read if its Content-Length says so
 
-It stands still while the server waits for its client: not while user code does not take it.
+A body stalls while the server waits for the client, not while user code does not take it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ingress.exceptions import (
 from ingress.http.uvicorn_connection import transport_of
 
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
-_DIGITS = 18  # of a content-length, which may have thousands
-LINGER_S = 1.0  # how long a client may take to read that its body is not wanted
+_DIGITS = 18  # read of a content-length, which may have thousands
+LINGER_S = 1.0  # for a client to read that its body is not wanted
 
 
 class Body:
-    """What a body is received by, instead of the server's `receive`. Owned by the server's loop.
+    """The body of one request; its `receive` replaces the server's. Owned by the HTTP loop.
 
-    `is_open` becomes false with its last message. `error` is there once it is too large, which it
-    may be by its content-length: from then on its client counts as gone.
+    `is_open` becomes false with its last message. `error` is set once the body is too large, maybe
+    by its Content-Length alone: from then on its client counts as gone.
     """
 
     __slots__ = ("_idle_since", "_is_awaited", "_limits", "_receive", "_size", "error", "is_open")
@@ -52,7 +52,7 @@ class Body:
 
     @property
     def transport(self) -> Any:
-        """Uvicorn's, for `uvicorn_connection`, which looks for it where `receive` is a method."""
+        """Uvicorn's transport; `uvicorn_connection` looks for it on the owner of `receive`."""
         return transport_of(self._receive)
 
     async def receive(self) -> Message:
@@ -72,13 +72,13 @@ class Body:
         return message
 
     async def read_ahead(self) -> Message:
-        """Return all of it as one message, or what fills the buffer.
+        """Return the whole body as one message, or as much as fills the buffer.
 
         Raises `RequestBodyTooLargeError`, and `StreamClosedError` if the client leaves meanwhile.
         """
         message = await self._part()
         if not message.get("more_body"):
-            return message  # as most are
+            return message  # the common case
         parts = [message.get("body", b"")]
         left = self._limits.body_buffer_bytes - len(parts[0])
         while left > 0 and message.get("more_body"):
@@ -94,9 +94,9 @@ class Body:
         return message
 
     def timeout(self, now: float, request_id: str) -> RequestBodyTimeoutError | None:
-        """Return an error once it has stood still for too long. Called again and again.
+        """Return an error once the body has stalled for too long. Called at every sweep.
 
-        The first look notes the time: what comes at once needs no clock.
+        The first call notes the time, so that a part which arrives at once reads no clock.
         """
         limit_s = self._limits.body_idle_timeout_s
         if not self._is_awaited or limit_s is None:
@@ -111,8 +111,8 @@ class Body:
 async def answer_and_close(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request whose body is still on its way, and have the server close the connection.
 
-    Not at once: the system would reset a connection with data that was not read, and the client
-    would not see the answer. It gets all of it, and may stop sending, before the response ends.
+    Not at once: the system would reset a connection with unread data, and the client would not see
+    the answer. The client gets the whole answer, and may stop sending, before the response ends.
     """
     if scope.get("http_version", "1.1") < "2":
         response.headers["connection"] = "close"

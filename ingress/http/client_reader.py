@@ -1,7 +1,7 @@
-"""What a client sends, and when it has gone.
+"""The reader of a client's messages and of its disconnect.
 
-A server's `receive` is read on from here only: for user code, which takes from a channel, and to
-see the client leave, because nobody else would look.
+Only a `ClientReader` reads on from the server's `receive`: for user code, which takes the messages
+from a channel, and to notice the disconnect, which is not reported in any other way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ingress.http.uvicorn_connection import has_left
 
 
 class ClientReader:
-    """Owned by the server's loop; `take` is for user code, on whichever loop that is.
+    """The reader of one client. Owned by the HTTP loop; user code calls `take` on any loop.
 
-    `passes_on` says whether user code wants what comes: after the whole of a body, only the
-    client's leaving is of interest. `on_gone()` is called when it has left.
+    `passes_on` says whether user code wants the messages: after the whole body, only the disconnect
+    is of interest. `on_gone()` is called when the client has left.
     """
 
     __slots__ = (
@@ -49,12 +49,12 @@ class ClientReader:
         self._on_gone = on_gone
         self._inbound = channel_for(is_http=is_http)
         self._task: asyncio.Task[None] | None = None
-        self._is_blocked = False  # user code has not taken what is there
+        self._is_blocked = False  # user code has not taken the messages that are there
         self._goodbye: Message | None = None  # a WebSocket's last message
         self._is_ended = False
 
     def watch(self) -> None:
-        """See whether the client has left. Called again and again while the request runs."""
+        """Check whether the client has left. Called at every sweep while the request runs."""
         if self._is_blocked and has_left(self._receive):
             self._on_gone()
         else:
@@ -66,7 +66,7 @@ class ClientReader:
             self._task = asyncio.get_running_loop().create_task(self._listen())
 
     async def _listen(self) -> None:
-        """Pass on what the server receives, as fast as user code takes it."""
+        """Pass on the client's messages, as fast as user code takes them."""
         while True:
             message = await self._receive()
             if message["type"].endswith(".disconnect"):
@@ -80,7 +80,7 @@ class ClientReader:
         self._on_gone()
 
     async def take(self) -> Message:
-        """Return the next message; at the end, and then for ever, that the client is gone."""
+        """Return the next message; after the last, always the disconnect."""
         try:
             return await self._inbound.get()  # type: ignore[no-any-return]
         except EndOfStream:
@@ -90,16 +90,16 @@ class ClientReader:
             return self._goodbye
 
     def end(self, code: int) -> None:
-        """Listen no more: user code is told that its client is gone, a WebSocket with `code`."""
+        """Stop reading, and tell user code that its client is gone, a WebSocket with `code`."""
         if self._goodbye is None:
             self._goodbye = {"type": "websocket.disconnect", "code": code, "reason": ""}
         self._cancel()
         self._inbound.finish()
 
     def stop(self) -> None:
-        """Listen no more: the request is over."""
+        """Stop reading: the request is over."""
         self._cancel()
-        # Who has us; the body of a request must not wait for the garbage collector.
+        # Break the cycle with the exchange: a body must not wait for the garbage collector.
         self._on_gone = _nobody
 
     def _cancel(self) -> None:
@@ -110,4 +110,4 @@ class ClientReader:
 
 
 def _nobody() -> None:
-    """It is over."""
+    """Do nothing: the request is over."""

@@ -1,4 +1,4 @@
-"""The connections of one server, and how much of a client it puts up with.
+"""The connections of one server, and their limits.
 
     a connection that                                      gets
     is one more than `limit_connections`                   503, and is closed
@@ -6,17 +6,17 @@
     sends a head of more than `HEADER_FIELDS` fields       431, and is closed
     sends a part of a head in `header_timeout_s`, not all  408, and is closed
     sends nothing in that time                             closed
-    leaves a doubt whose request it is, or where it ends   400, and is closed
+    sends a head of ambiguous host or length               400, and is closed
 
-A head is the request line and the header fields. Doubts are what one server reads in one way and
-the proxy before it in another, which lets a client hide a request from one of them: see
-`Guarded._doubt`. The parsers refuse more, which is no HTTP at all. Between two requests the
-keep-alive timeout counts instead, which is uvicorn's own.
+A head is the request line and the header fields. An ambiguous head is read in one way by a server
+and in another by the proxy before it, which lets a client hide a request from one of them: see
+`Guarded._doubt`. The parsers also refuse what is no HTTP at all. Between two requests uvicorn's own
+keep-alive timeout counts instead.
 
-ASGI begins where all of this is over, so it is done in subclasses of uvicorn's two protocols. Of
-uvicorn's own options `h11_max_incomplete_event_size` is used. `limit_concurrency` is not: it counts
-requests too, and it keeps what it refuses connected until a request comes. For httptools there is
-none.
+ASGI begins after all of this, so it is done in subclasses of uvicorn's two protocols. Of uvicorn's
+own options `h11_max_incomplete_event_size` is used; httptools has no such option.
+`limit_concurrency` is not used: it counts requests too, and it keeps a refused connection open
+until a request comes.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from ingress.logs import logger
 
 HEADER_FIELDS = 100  # as in Apache and gunicorn
 RETRY_AFTER_S = 1
-LINGER_S = 1.0  # how long a refused client may take to read that it is
-GRAIN_S = 0.25  # how far apart two looks at what is awaited are, at least
-QUIET_S = 60.0  # how far apart two records of refused connections are, at least
+LINGER_S = 1.0  # for a refused client to read that it is
+GRAIN_S = 0.25  # between two checks of the awaited connections, at least
+QUIET_S = 60.0  # between two log records of refused connections, at least
 
-# RFC 9112, 3.2, by way of RFC 3986, 3.2.2: name or address, and port. No comma, which a name may
-# have, but which two fields make that a proxy has joined.
+# RFC 9112, 3.2, by way of RFC 3986, 3.2.2: name or address, and port. No comma: a name may have
+# one, but so have two fields that a proxy has joined.
 _HOST = re.compile(rb"[\w.~!$&'()*+;=%:\[\]-]*", re.ASCII)
-# RFC 9112, 2.2 and 5: a line that ends in one of CR and LF, a control character, a line that goes
-# on in the next.
+# RFC 9112, 2.2 and 5: a line that ends in CR or LF alone, a control character, a line that is
+# continued in the next.
 _NO_LINES = re.compile(rb"(?:\A|[^\r])\n|\r[^\n]|[\0-\x08\x0b\x0c\x0e-\x1f\x7f]|\n[ \t]")
 
 
 if TYPE_CHECKING:
-    _Uvicorns = H11Protocol  # both have what is used of them here
+    _Uvicorns = H11Protocol  # both protocols have the attributes that are used here
 else:
     _Uvicorns = object
 
 
 class Connections:
-    """The open connections of one server, made by it. Owned by the server's loop.
+    """The open connections of one server, and their factory. Owned by the HTTP loop.
 
-    It goes to a worker process as its limits.
+    A worker process gets only the limits, and makes its own.
     """
 
     def __init__(self, limits: HTTPLimits) -> None:
         self.limits = limits
-        self._awaited: dict[Guarded, float] = {}  # by deadline, because all have the same time
+        self._awaited: dict[Guarded, float] = {}  # by deadline, because all have the same timeout
         self._is_looking = False
         self._quiet_until = 0.0
 
@@ -71,15 +71,15 @@ class Connections:
         return Connections, (self.limits,)
 
     def __call__(self, **given: Any) -> asyncio.Protocol:
-        """Make what reads one connection, as uvicorn asks for it."""
+        """Make the protocol of one connection; called by uvicorn."""
         return PROTOCOL(self, **given)
 
     def options(self) -> dict[str, Any]:
-        """Return what a `uvicorn.Config` needs to be given."""
+        """Return the arguments for `uvicorn.Config`."""
         return {"http": self, "h11_max_incomplete_event_size": self.limits.max_header_bytes}
 
     def expect(self, connection: Guarded) -> None:
-        """Give a connection up in `header_timeout_s`, unless the head of a request comes first."""
+        """Give up a connection in `header_timeout_s`, unless the head of a request comes first."""
         timeout_s = self.limits.header_timeout_s
         if timeout_s is None:
             return
@@ -96,7 +96,7 @@ class Connections:
         self._awaited.pop(connection, None)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give up those whose time is over. One timer is enough: it is for the first of them."""
+        """Give up connections whose time is over. One timer is enough, for the first of them."""
         now = loop.time()
         late = []
         self._is_looking = False
@@ -111,7 +111,7 @@ class Connections:
             connection.give_up()
 
     def report_full(self, now: float) -> None:
-        """Log that a connection is refused. Not for each: there may be thousands a second."""
+        """Log that connections are refused, but not each one: there may be thousands a second."""
         if now >= self._quiet_until:
             self._quiet_until = now + QUIET_S
             logger.warning(
@@ -122,14 +122,14 @@ class Connections:
 
 
 class Guarded(_Uvicorns):
-    """What is the same for both of uvicorn's protocols, one of which is the other base.
+    """A connection with limits: a mixin for either of uvicorn's two protocols.
 
-    `_unparsed` counts the bytes since the parser last had something whole: a head, or a part of a
-    body. While there are few, nothing more is counted.
+    `_unparsed` counts the bytes since the parser last completed a head or a part of a body. While
+    there are few, nothing more is counted.
     """
 
-    # A dict of more than 30 attributes, with uvicorn's, is no longer one that instances share, and
-    # each access to it takes longer.
+    # In the instance's dict, with uvicorn's, these would be more than 30 attributes. Instances do
+    # not share the keys of such a dict, and each access to it takes longer.
     __slots__ = ("_max_bytes", "_others", "_unparsed", "is_awaited")
 
     cycle: Any  # none before the first request
@@ -166,21 +166,21 @@ class Guarded(_Uvicorns):
             self._check_progress()
 
     def _check_progress(self) -> None:
-        """See what a client is at that is not in the middle of a request."""
+        """Check the progress of a client that is not in the middle of a request."""
         if self.transport.is_closing() or self not in self.connections:
-            return  # the parser has refused it, or it has become a WebSocket
+            return  # refused by the parser, or now a WebSocket
         is_free = self.cycle is None or self.cycle.response_complete
         if self._unparsed > self._max_bytes:
             if is_free:
                 self._refuse(431, self._too_large)
-            else:  # behind a body, or a request that is not answered yet: no place for an answer
+            else:  # after a body or a request without an answer yet: a refusal cannot be sent
                 self.transport.abort()
         elif is_free and not (self.is_awaited and self._unparsed):
-            # A new head; or more of a body that was answered early, which may take its time.
+            # A new head; or more of a body that was answered early, for which the time restarts.
             self._others.expect(self)
 
     def _head_is_complete(self, version: str) -> None:
-        """Take note of the head of a request, which has not begun yet."""
+        """Check the complete head of a request, before the request begins."""
         if self.is_awaited:
             self._others.forget(self)
         if len(self.headers) > HEADER_FIELDS or (
@@ -192,7 +192,7 @@ class Guarded(_Uvicorns):
         self._unparsed = 0
 
     def _doubt(self, version: str) -> str:
-        """Return what of the head others may read in another way, "" for nothing.
+        """Return the ambiguity of the head, which others may read in another way; "" for none.
 
         RFC 9112, 3.2 and 6.1. On the path of each request.
         """
@@ -232,14 +232,14 @@ class Guarded(_Uvicorns):
         await response(scope, receive, send)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser does: h11 also what is too long."""
+        """Refuse a request that the parser refuses; h11 also refuses one that is too long."""
         if self._unparsed > self._max_bytes:
             self._refuse(431, self._too_large)
         else:
             super().send_400_response(msg)
 
     def give_up(self) -> None:
-        """Close a connection that has had its time for a head."""
+        """Close a connection whose time for a head is over."""
         if self._unparsed:
             limit_s = self._others.limits.header_timeout_s
             self._refuse(408, f"The headers of the request did not arrive within {limit_s:g} s.")
@@ -247,10 +247,10 @@ class Guarded(_Uvicorns):
             self.transport.close()
 
     def _refuse(self, status: int, text: str, fields: str = "") -> None:
-        """Answer although there is no request, and close.
+        """Answer although there is no request, and close the connection.
 
-        Not at once: the system would reset a connection with data that was not read, and the client
-        would not see the answer.
+        Not at once: the system would reset a connection with unread data, and the client would not
+        see the answer.
         """
         self._others.forget(self)
         self.connections.discard(self)
@@ -262,7 +262,7 @@ class Guarded(_Uvicorns):
         )
         transport.write((head + text).encode("ascii"))
         self.flow.resume_reading()
-        transport.set_protocol(asyncio.Protocol())  # reads on, and forgets
+        transport.set_protocol(asyncio.Protocol())  # reads on, and discards
         if transport.can_write_eof():
             transport.write_eof()
         self.loop.call_later(LINGER_S, transport.close)
@@ -279,19 +279,19 @@ class GuardedH11(Guarded, H11Protocol):
     def _should_upgrade(self) -> bool:
         self._head_is_complete(
             self.scope["http_version"]
-        )  # the only method that is called for each
+        )  # the only method that is called for each request
         return super()._should_upgrade()
 
     def handle_events(self) -> None:
         if self.conn.their_state is h11.IDLE:
             head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
-            if _NO_LINES.search(head):  # h11 mends them, or leaves them as they are
+            if _NO_LINES.search(head):  # h11 repairs such lines, or leaves them as they are
                 self.send_400_response("Invalid HTTP request received.")
                 return
         super().handle_events()
 
     def _check_progress(self) -> None:
-        is_head = self.conn.their_state is h11.IDLE  # of the rest h11 has limits of its own
+        is_head = self.conn.their_state is h11.IDLE  # h11 has limits of its own for the rest
         self._unparsed = len(self.conn.trailing_data[0]) if is_head else 0
         super()._check_progress()
 
@@ -300,13 +300,14 @@ PROTOCOL: type[Guarded] = GuardedH11
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError:
-    pass  # as uvicorn, which then takes h11
+    pass  # uvicorn then uses h11, too
 else:
 
     class GuardedHttptools(Guarded, HttpToolsProtocol):  # type: ignore[misc]
         """One connection, read by httptools."""
 
-        # The next two are on the path of each request, and `super()` costs as much as the first.
+        # The next two methods are on the path of each request: `super()` would cost as much as
+        # the first one does.
 
         def data_received(self, data: bytes) -> None:
             self._unparsed += len(data)

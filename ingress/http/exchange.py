@@ -1,13 +1,13 @@
-"""One request between the server's loop and the replica's.
+"""One request between the HTTP loop and the replica's user loop.
 
-    the server's loop                              the user loop: `CrossLoopTransport`
+    the HTTP loop                                  the user loop: `CrossLoopTransport`
     respond()     <-- complete response: one post  send()     start and body together
                   <-- Channel -------------------  send()     a stream, item by item
     ClientReader  --- Channel ------------------>  receive()  body, messages, disconnect
 
-If both are the same loop nothing crosses: `respond` runs the call in the server's own task, and
-its transport is a `SameLoopTransport`. With a deadline the call has a task of its own even then:
-the server's must be free to answer on time, while a thread runs on.
+If both are the same loop, nothing crosses threads: `respond` runs the call in the server's task,
+and the transport is a `SameLoopTransport`. A call with a deadline has a task of its own even then:
+the server's task must be free to answer on time while a worker thread runs on.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Exchange(Call):
-    """A request's call, as the server's loop sees it.
+    """The call of one HTTP request or WebSocket, and the sending of its response.
 
-    Every field below belongs to the server's loop. Other threads reach it by `_post` only, in
-    order: a response is there before the end of its call.
+    The fields below belong to the HTTP loop; docs/concurrency.md lists the exceptions. Other
+    threads call in by `_post` only, in order: a response arrives before the end of its call.
     """
 
     __slots__ = (
@@ -96,13 +96,13 @@ class Exchange(Call):
         self._thread = get_ident()
         self._first: Message | None = NO_BODY if self.is_http else None
         self._expects_more = body is not None or not self.is_http
-        # Here, although most requests never need them: two threads write, see docs/concurrency.md.
-        self.started = self._is_complete = False  # the answer
-        self.has_answer = False  # all of it has left user code on a loop of its own
+        # Set now, although most requests never use them: two threads write, docs/concurrency.md.
+        self.started = self._is_complete = False  # the response
+        self.has_answer = False  # user code on a loop of its own has sent the whole response
         self._assigned_here = self._ended = self._is_forwarding = False
         self._is_stopped = self._is_closed = self._has_left = False
         self._cut_by: RayServeException | None = None
-        self._disconnected = self.is_heard = False  # the client
+        self._disconnected = self.is_heard = False  # the client has left; user code was told
         self._template = self._kind = ""
         self._event: asyncio.Future[None] | None = None
         self._response: tuple[Message, Message] | None = None
@@ -113,7 +113,7 @@ class Exchange(Call):
 
     @property
     def client_reader(self) -> ClientReader:
-        """Made at first use, which may be on either loop: most requests never need it."""
+        """The reader of the client's messages. Made at first use, on either loop: few need it."""
         if self._client_reader is None:
             with self._lock:
                 if self._client_reader is None:
@@ -127,38 +127,38 @@ class Exchange(Call):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer has begun and has no known end: a stream or a WebSocket."""
+        """Return whether the response has begun and is not complete: a stream or a WebSocket."""
         return self.started and not self._is_complete
 
     @property
     def deadline(self) -> float | None:
-        """What its children have to keep to; not those of a background task."""
+        """The deadline of calls made in this request; `None` for those of a background task."""
         return None if self.has_answer or self._is_complete else self.metadata.deadline
 
     async def respond(self) -> None:
-        """Have the request served and send the answer. Raises what the call failed with."""
+        """Read the body, submit the call and send the response. Raises the error of the call."""
         body = self.body
         if body is not None or self.metadata.deadline is not None:
             self._task = asyncio.current_task()
         try:
             if body is not None:
-                # Before it takes a slot: a slow upload must not hold one.
+                # Before the call takes a slot: a slow upload must not hold one.
                 self._first = await body.read_ahead()
                 self._expects_more = body.is_open
                 if not body.is_open and self.metadata.deadline is None:
-                    self._task = None  # it may run in the server's own
+                    self._task = None  # the call may run in the server's task
             self.router.assign(self)
             await self._send_until_ended()
         except asyncio.CancelledError:
             self.cancel()
             if self._cut_by is not None:
                 assert self._task is not None
-                if self._task.uncancel():  # not only us
+                if self._task.uncancel():  # the server has cancelled it too
                     raise
-            elif not self._disconnected and not self._is_stopped:  # else it was us who cancelled
+            elif not self._disconnected and not self._is_stopped:  # else `cancel` did that
                 raise
         except BaseException as error:
-            # The server refused a message, or the body came to a bad end: the work did not fail.
+            # The server refused a message, or reading the body failed: the work did not fail.
             self._disconnected = isinstance(error, OSError)
             self.cancel()
             if not self._disconnected:
@@ -166,13 +166,13 @@ class Exchange(Call):
         finally:
             self._has_left = True
             if self._assigned_here and self.runner is not None:
-                self.runner.release(self)  # it was given a slot, and cancelled before it resumed
+                self.runner.release(self)  # cancelled after it got a slot, before it began
             if self._client_reader is not None:
                 self._client_reader.stop()
         await self._conclude()
 
     async def _conclude(self) -> None:
-        """Raise what the client has yet to be told, now that there is nothing more to send."""
+        """Raise the error that the client has yet to be told, once everything is sent."""
         if not self._disconnected:
             self._raise(self.error)
 
@@ -180,18 +180,21 @@ class Exchange(Call):
         is_stopped = self._is_stopped and self._cut_by is None
         if is_stopped and isinstance(failure, RequestCancelledError):
             if self._is_complete:
-                return  # it was a background task
+                return  # only a background task was cancelled
             raise DeploymentUnavailableError(
                 f"{self.metadata.deployment} was stopped before it answered; send the request "
                 "again if that is safe."
             )
         if failure is not None:
             raise failure
-        if self._cut_by is not None:  # the work has ended, its answer was on the way
+        if self._cut_by is not None:  # the work had ended, its response was still being sent
             raise self._cut_by
 
     def was_ended_by(self, error: Exception) -> bool:
-        """Whether it failed because of its client, or its application stops, at no fault."""
+        """Return whether `error` comes from `_cut` or from the stop of the application.
+
+        Neither is a fault of user code.
+        """
         if self._cut_by is not None:
             return isinstance(error, type(self._cut_by))
         return self._is_stopped and isinstance(error, DeploymentUnavailableError)
@@ -201,7 +204,7 @@ class Exchange(Call):
         return None
 
     async def _send_until_ended(self) -> None:
-        """Send what comes from the replica until the call has ended."""
+        """Send the response as it arrives from the replica, until the call has ended."""
         while True:
             if self._assigned_here:
                 self._assigned_here = False
@@ -219,19 +222,19 @@ class Exchange(Call):
                 await self._event
 
     def start(self, runner: Runner) -> None:
-        """Begin on the replica whose slot it was given. Thread-safe; once for each slot."""
+        """Begin on the replica whose slot the call has. Thread-safe; called once for each slot."""
         self.runner = runner
         if self._task is None and runner.loop is self.loop:
             self._post(self._assign_here)
         elif GIL_PRESSURE.is_high:
-            # By way of this loop, which so has a turn between two calls that compute: otherwise
-            # threads that compute start each other, and leave it one turn in as many as they are.
+            # By way of the HTTP loop, which then has a turn between two calls that compute.
+            # Otherwise N computing threads start each other's calls, and it has one turn in N.
             self._post(runner.submit, self)
         else:
             runner.submit(self)
 
     def current_route(self) -> str:
-        """Return prefix and path template of the endpoint, once that is found. Thread-safe."""
+        """Return the prefix, with the endpoint's path template once found. Thread-safe."""
         if not self._template:
             path = route_template(self.scope)
             if path is None:
@@ -246,31 +249,31 @@ class Exchange(Call):
         return self._kind
 
     def disconnect(self, code: int) -> None:
-        """Let user code see its client as gone, because the application stops. Thread-safe.
+        """Tell user code that its client is gone, because the application stops. Thread-safe.
 
-        `code` is what a WebSocket is closed with.
+        `code` is the close code of a WebSocket.
         """
         self._post(self._disconnect, code)
 
     def stop(self) -> None:
-        """Cancel it, because the application stops. Thread-safe."""
+        """Cancel the call, because the application stops. Thread-safe."""
         self._is_stopped = True
         self.cancel()
 
     def expire(self) -> None:
-        """Answer that its deadline has passed, or cut what has begun. Thread-safe."""
+        """Answer that the deadline has passed, or cut a response that has begun. Thread-safe."""
         self._post(self._expire)
 
     def _expire(self) -> None:
         self._cut(self._timeout())
 
     def _cut(self, error: RayServeException) -> None:
-        """End it with this error of its client's, wherever it is."""
+        """End the request with this error, wherever it is."""
         if self._is_complete or self._has_left or self._cut_by is not None:
-            return  # a response that is complete was in time; once is enough
+            return  # complete in time, over, or cut already
         assert self._task is not None
         self._cut_by = error
-        # It may wait for the body, for the client to take a chunk, or for the call's end.
+        # The task may wait for the body, for the client to take a chunk, or for the call's end.
         self._task.cancel()
         self.cancel(error)
 
@@ -309,7 +312,7 @@ class Exchange(Call):
         self._outbound = outbound
         if self._is_closed:
             outbound.close()
-        # A stream's client may leave at any time: read on from the server to notice.
+        # The client of a stream may leave at any time: read on from the server to notice it.
         self.pump()
         self._wake()
 
@@ -337,7 +340,7 @@ class Exchange(Call):
         await self._send(message)
 
     async def send_response(self, start: Message, body: Message) -> None:
-        """Send the start of a response and its body, or the first part of that."""
+        """Send the start of a response, and its body or the first part of its body."""
         self.started = True
         await self._send(with_request_id(start, self.metadata.request_id))
         if not body.get("more_body"):
@@ -349,34 +352,34 @@ class Exchange(Call):
         if self.metadata.deadline is not None:
             self.answered_at = monotonic()
 
-    # The client: what it sends, and whether it is there.
+    # The client: its messages and its disconnect.
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody takes what user code sends."""
+        """Return whether the client has left or the response is over: `send` must fail."""
         return self._disconnected or self._has_left
 
     def watch(self, now: float) -> None:
-        """See whether the client has left, or its body stands still. Called again and again."""
+        """Check whether the client has left or its body has stalled. Called at every sweep."""
         if self.body and (late := self.body.timeout(now, self.metadata.request_id)):
             self._cut(late)
         elif self.queue is not None and not self._ended:
-            self.client_reader.watch()  # before it is in the queue it reads its body itself
+            self.client_reader.watch()  # before it has a queue, `respond` reads the body
 
     def pump(self) -> None:
-        """Begin to read from the server: for user code, and to see the client leave."""
+        """Begin to read from the server: for user code, and to notice the client's disconnect."""
         if not self._ended:
             self.client_reader.start()
 
     async def take(self) -> Message:
-        """Return the next message for user code; at the end that the client is gone, for ever."""
+        """Return the next message for user code; after the last, always the disconnect."""
         message = await self.client_reader.take()
         if message["type"].endswith(".disconnect"):
             self.is_heard = True
         return message
 
     def _on_disconnect(self) -> None:
-        """Stop a request whose client is gone; what runs after the response runs on."""
+        """Stop a request whose client has left. A background task after the response runs on."""
         if self._ended or self._is_complete or self._disconnected:
             return
         if self.body and self.body.error:
@@ -390,12 +393,12 @@ class Exchange(Call):
 
     def interrupt(self) -> None:
         super().interrupt()
-        # Not before: user code whose `send` failed cleans up, and its cancellation must not come
-        # in the middle of that.
+        # Only after the cancellation: user code whose `send` failed earlier would be cleaning up,
+        # and the cancellation must not come in the middle of that.
         self._post(self._close)
 
     def _close(self) -> None:
-        """Have what user code sends from now on fail."""
+        """Make every later `send` of user code fail."""
         self._is_closed = True
         if self._outbound is not None:
             self._outbound.close()
@@ -405,7 +408,7 @@ class Exchange(Call):
             self._disconnect_code = code
             self.client_reader.end(code)
 
-    # Serving on this very loop.
+    # Serving on the HTTP loop itself.
 
     async def _serve_here(self) -> None:
         assert self.runner is not None
@@ -414,22 +417,23 @@ class Exchange(Call):
         try:
             await self.runner.serve(self)
         except asyncio.CancelledError:
-            # Us, the server, or the replica, which ends and cancels whatever task its calls run in.
+            # Cancelled by `cancel`, by the server, or by the replica: when it ends, it cancels the
+            # tasks that its calls run in, here the server's.
             if not self.runner.is_ending or not self.settle(error=self.runner.gone_error()):
                 raise
             task = asyncio.current_task()
             assert task is not None
             if task.uncancel():
-                raise  # not only the replica
+                raise  # not by the replica alone
         except Exception as error:
             self.runner.fail(self, error)
         else:
             self.settle()
 
-    # The user's side.
+    # On the user loop.
 
     async def _work(self, user_code: UserCode) -> None:
-        """What the replica runs, in a task on its loop."""
+        """Serve the request with user code. The replica runs this in a task on its user loop."""
         if runs_here(self.loop, self._thread):
             side: CrossLoopTransport | SameLoopTransport = SameLoopTransport(self, self._first)
         else:
@@ -437,11 +441,11 @@ class Exchange(Call):
         try:
             await user_code.http(self.scope, side.receive, side.send)
         finally:
-            # Let go of: whatever copies the context of the request holds its call, as the server's
-            # keep-alive timer does, and must not hold all that frameworks keep in a scope.
+            # The scope is dropped: every copy of the request's context holds the call, also that
+            # of the server's keep-alive timer, and must not hold what frameworks keep in a scope.
             if self.is_interrupted or sys.exception() is not None:
-                self.current_route()  # kept, for the record of it
+                self.current_route()  # kept for the log record
             if self.metadata.deadline is not None:
-                self.kind()  # kept, for the estimate of the next ones
+                self.kind()  # kept for the estimate of later calls of this kind
             self.scope = {}
             side.finish()

@@ -1,11 +1,11 @@
-"""How a server leaves the clients that are connected to it: none is cut while it asks.
+"""The shutdown of a server's connections: no client is cut while it sends a request.
 
-    close_after_answers   each answer that has yet to begin says `connection: close`
-    refuse_handshakes     no connection more, and none of those that have been made is lost
-    close_idle            close the connections on which nothing has arrived
+    close_after_answers   each response that has yet to begin says `connection: close`
+    refuse_handshakes     no new connection is made, and no existing one is lost
+    close_idle            the connections on which nothing has arrived are closed
 
-Of uvicorn's server and connections these use what they have for their own shutdown: the headers of
-every answer, a connection's `cycle`, which is its current or last request, and its `shutdown`.
+These functions use what uvicorn has for its own shutdown: the headers of every response, a
+connection's `cycle`, which is its current or last request, and its `shutdown`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ingress.http.uvicorn_connection import has_unread
 
 _CLOSE = (b"connection", b"close")
 
-# For the listening socket, in the words of the kernel's packet filter: drop what only has the flag
-# SYN of SYN and ACK, which is what asks for a connection.
+# A program for the kernel's packet filter, on the listening socket: drop packets with SYN and
+# without ACK, which ask for a connection.
 _FLAGS_OF_TCP, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
 _NO_SYN = (
-    (0x30, 0, 0, _FLAGS_OF_TCP),  # load that byte
+    (0x30, 0, 0, _FLAGS_OF_TCP),  # load the byte of flags
     (0x54, 0, 0, _SYN_OR_ACK),  # and
-    (0x15, 0, 1, _SYN),  # go on if equal, else skip one
-    (0x06, 0, 0, 0),  # keep nothing of it
-    (0x06, 0, 0, 0xFFFFFFFF),  # keep all
+    (0x15, 0, 1, _SYN),  # if equal go on, else skip one
+    (0x06, 0, 0, 0),  # drop the packet
+    (0x06, 0, 0, 0xFFFFFFFF),  # keep the packet
 )
 _SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h; Python has no name for it
 
 
 def close_after_answers(server: Any) -> None:
-    """Have each answer that has yet to begin close its connection. On the server's loop.
+    """Make each response that has yet to begin close its connection. On the HTTP loop.
 
-    An answer that has begun has not told its client: that connection stays for one request more.
+    A response that has begun cannot say so: its connection stays open for one request more.
     """
-    headers = server.config.encoded_headers  # uvicorn makes `default_headers` of it each second
+    headers = server.config.encoded_headers  # uvicorn makes `default_headers` of them each second
     if _CLOSE not in headers:
         server.config.encoded_headers = [*headers, _CLOSE]
         server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
@@ -53,11 +53,11 @@ def is_listening(server: Any) -> bool:
 
 
 def refuse_handshakes(client_reader: socket.socket) -> None:
-    """Have the kernel ignore whoever asks for a connection, as if the packet were lost.
+    """Have the kernel ignore requests for a connection, as if their packets were lost.
 
-    To close a socket that listens resets the connections that wait there to be accepted, with the
-    requests that are on them. Ignored, a client asks again after a second, and is refused then, or
-    accepted by whoever listens in our place. The socket must be nobody else's. Linux only.
+    Closing a listening socket resets the connections that wait to be accepted, with the requests
+    on them. A client that is ignored tries again after a second, and is then refused, or accepted
+    by the process that listens instead. No other process may use the socket. Linux only.
     """
     if sys.platform != "linux":
         return
@@ -70,13 +70,13 @@ def refuse_handshakes(client_reader: socket.socket) -> None:
             struct.pack("HP", len(_NO_SYN), ctypes.addressof(code)),
         )
     except OSError:
-        pass  # a sandbox that has no filters: it is as on other systems
+        pass  # a sandbox without filters: as on other systems
 
 
 def close_idle(server: Any) -> bool:
-    """Close the connections that nothing has arrived on. On the server's loop.
+    """Close the idle connections on which nothing has arrived. On the HTTP loop.
 
-    Returns False if there is one on which something has, which the loop has yet to read.
+    Returns False if an idle connection has data that the loop has yet to read.
     """
     is_done = True
     for connection in list(server.server_state.connections):

@@ -1,4 +1,4 @@
-"""ASGI messages on their way: how much they weigh, what they carry, and what ends a WebSocket."""
+"""ASGI messages: their size, joining them, the request id, and WebSocket close codes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ingress.calls.channel import Channel
 WEBSOCKET_MESSAGES = 32  # in each direction
 WEBSOCKET_BYTES = 1024 * 1024
 
-# How a WebSocket is closed that user code has not closed itself: RFC 6455, 7.4.1, and its registry.
-# Source of the first: Ray 2.60.0, proxy.py.
+# Close codes of a WebSocket that user code has not closed itself: RFC 6455, 7.4.1, and its
+# registry. Source of the first: Ray 2.60.0, proxy.py.
 NORMAL = 1000  # its handler returned
 GOING_AWAY = 1001  # its application stops
 INTERNAL_ERROR = 1011  # its handler raised
@@ -30,9 +30,9 @@ def size_of(message: Message) -> int:
 
 
 def joined(messages: list[Message]) -> list[Message]:
-    """Join neighbouring chunks of a body: what is there already goes out as one.
+    """Join neighbouring chunks of a body, so that all that are there are sent as one message.
 
-    A server's work is by the message, not by the byte. No chunk waits for another here.
+    The server's work is per message, not per byte. No chunk waits here for another one.
     """
     if len(messages) == 1:
         return messages
@@ -47,7 +47,7 @@ def joined(messages: list[Message]) -> list[Message]:
 
 
 def with_request_id(start: Message, request_id: str) -> Message:
-    """Return the start of a response with the request's id among its headers, if it has none."""
+    """Return the start of a response with the header `x-request-id`, added if it has none."""
     headers = list(start.get("headers", ()))
     for name, _ in headers:
         if name == b"x-request-id":

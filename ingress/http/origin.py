@@ -1,4 +1,4 @@
-"""Where a request comes from: this machine, or anywhere."""
+"""The test whether a request comes from this machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from ipaddress import ip_address
 from starlette.types import Scope
 
 IN_PROCESS = "testserver"
-"""The server, by name and address, that `TestClient` asks in this process; no socket has it."""
+"""The server's name and address for `TestClient` in this process; no socket has it."""
 
 _FORWARDED = frozenset((b"forwarded", b"via", b"x-real-ip"))
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether a request was sent on this machine to this machine, by the name of this machine.
+    """Return whether a request was sent from this machine to itself, by a local name.
 
-    The Host header is looked at too: a web page that has its own name resolve to 127.0.0.1 reaches
-    the loopback address through its reader's browser, but cannot send another Host. A proxy on this
-    machine says in other headers that it passes on what somebody else has asked.
+    The Host header is checked too: a web page whose own name resolves to 127.0.0.1 reaches the
+    loopback address through its reader's browser, but cannot send another Host. A proxy on this
+    machine says in other headers that it forwards the request of another client.
     """
     host = b""
     for name, value in scope["headers"]:

@@ -1,4 +1,4 @@
-"""HTTP and WebSocket in, responses out.
+"""The ASGI application that routes HTTP requests and WebSockets to deployments.
 
     path -> route (longest prefix) -> metadata -> Exchange -> Router -> ... -> response
     /-/healthz, /-/routes             answered here
@@ -47,16 +47,16 @@ HEALTHZ = "/-/healthz"
 ROUTES = "/-/routes"
 
 SWEEP_S = 0.025
-STREAM_GRACE_S = 5.0  # how long a stream may go on once its application is told to stop
+STREAM_GRACE_S = 5.0  # for a stream to end, once its application is told to stop
 
-_SOON = {"retry-after": "1"}  # of what starts
+_SOON = {"retry-after": "1"}  # while an application starts
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where requests under one prefix go. `prefix` is "/" or begins, and does not end, with it.
+    """The route of one prefix, which is "/", or begins with "/" and does not end with it.
 
     `router` is `None` while the application starts.
     """
@@ -67,9 +67,9 @@ class Route:
 
 
 class RouteTable:
-    """Prefix to application, longest first. Replaced as a whole, so any thread may read it.
+    """The routes, longest prefix first. Replaced as a whole, so any thread may read it.
 
-    `starting` has the names of the applications that start, by their prefixes.
+    `starting` maps the prefixes of starting applications to their names.
     """
 
     __slots__ = ("_ordered", "is_ready", "routes")
@@ -88,7 +88,7 @@ class RouteTable:
         self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
 
     def match(self, path: str) -> Route | None:
-        """Return the route of a path: its prefix is followed by the end or a slash."""
+        """Return the route of a path, where a slash or the end must follow the route's prefix."""
         for route in self._ordered:
             prefix = route.prefix
             if prefix == "/" or path == prefix or path.startswith(prefix + "/"):
@@ -97,7 +97,7 @@ class RouteTable:
 
 
 class HTTPProxy:
-    """An ASGI application. Runs on whichever loop calls it, so several may at once."""
+    """An ASGI application. It runs on the loop that calls it, possibly on several at once."""
 
     __slots__ = (
         "_budget",
@@ -112,10 +112,10 @@ class HTTPProxy:
     def __init__(self) -> None:
         self.table = RouteTable()
         self.limits = RequestLimits()
-        self.is_leaving = False  # a lame duck: it serves, and its health check says to go elsewhere
+        self.is_leaving = False  # lame duck: it still serves, but its health check answers 503
         self.is_draining = False
         self._budget = RetryBudget()
-        # Added to and taken from on any loop; `drain` reads it.
+        # Any HTTP loop adds to it and removes from it; `drain` reads it.
         self._in_flight: set[Exchange] = set()
         self._swept: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
@@ -153,14 +153,14 @@ class HTTPProxy:
                     timeout_s = earlier(timeout_s, value)
                 else:
                     model_id = value.decode("latin-1")
-        if has_id:  # it may be unfit, or one of several
+        if has_id:  # the client's id may be invalid, or one of several
             request_id = _request_id(scope)
             headers = [pair for pair in headers if pair[0] != b"x-request-id"]
         else:
             request_id = new_request_id()
         headers = [*headers, (b"x-request-id", request_id.encode())]
         inner = {**scope, "asgi": ASGI, "headers": headers}
-        if "router" in inner:  # a parent's that mounts us; links are made by the app's own
+        if "router" in inner:  # of an app that mounts this one; links need the app's own router
             del inner["router"]
             inner.pop("app_root_path", None)
         if route.prefix != "/":
@@ -229,8 +229,8 @@ class HTTPProxy:
                             error, exchange, scope, receive, _with_request_id(send, request_id)
                         )
                     )
-                    # As Starlette does, for whoever wraps us. The server would do no more than
-                    # log it, and close a connection that others may want to go on using.
+                    # Raised as by Starlette, for an application that wraps this one. A server
+                    # would only log it, and close a connection that other requests may use.
                     if not (is_answered or await _is_logged(error, exchange, receive)):
                         raise
             finally:
@@ -239,9 +239,9 @@ class HTTPProxy:
                     deadlines_of(exchange.loop).discard(exchange)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have those that run for longer than a sweep watch for their clients to leave.
+        """Make the exchanges that are older than a sweep watch for their client's disconnect.
 
-        Most requests are over before anybody looks: they cost no task, and no timer, for this.
+        Most requests end before their first sweep, and cost no task and no timer for this.
         """
         now = monotonic()
         before = now - SWEEP_S
@@ -255,14 +255,14 @@ class HTTPProxy:
             self._swept.discard(loop)
 
     async def _cut(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
-        """Cut a response that has begun. Returns False if the server has to, as at an error."""
+        """Cut a response that has begun. Returns False if the error must be logged or raised."""
         if not (
             exchange.is_http
             and exchange.was_ended_by(error)
             and await uvicorn_connection.cut(receive)
         ):
             return False
-        token = CURRENT_CALL.set(exchange)  # the record is about it
+        token = CURRENT_CALL.set(exchange)  # for the log record
         logger.warning(
             "request %s to %s was cut: %s",
             exchange.metadata.request_id,
@@ -273,10 +273,10 @@ class HTTPProxy:
         return True
 
     async def drain(self, router: Router, timeout_s: float, *, is_replaced: bool = False) -> None:
-        """Let an application's requests end, and cancel those that do not. On any loop.
+        """Wait for an application's requests, and cancel the rest at the timeout. On any loop.
 
-        A stream has no end of its own to wait for: it is told that its client is gone, and
-        cancelled after `STREAM_GRACE_S`. `is_replaced` is for the code WebSockets are closed with.
+        A stream may never end by itself: its user code is told that the client is gone, and is
+        cancelled after `STREAM_GRACE_S`. `is_replaced` selects the close code of WebSockets.
         """
         code = SERVICE_RESTART if is_replaced else GOING_AWAY
         loop = asyncio.get_running_loop()
@@ -314,7 +314,7 @@ class HTTPProxy:
     async def _refuse(
         self, path: str, route: Route | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answer a request that goes to no application: to none, or to one that cannot answer."""
+        """Refuse a request: no route, the application is starting, or the server is draining."""
         is_denied = scope["type"] == "websocket"
         if self.is_draining:
             code, status, headers = GOING_AWAY, 503, {"connection": "close"}
@@ -322,7 +322,7 @@ class HTTPProxy:
         elif route is not None:
             code, status, headers = TRY_AGAIN_LATER, 503, _SOON
             text = f"Application '{route.app_name}' is starting."
-            # Else the handshake is answered with 403, which no client tries again.
+            # A server answers `websocket.close` with 403, which no client tries again.
             is_denied = is_denied and "websocket.http.response" not in scope.get("extensions", {})
         else:
             code, status, headers = NORMAL, 404, {}
@@ -335,7 +335,10 @@ class HTTPProxy:
 
 
 async def _is_logged(error: Exception, exchange: Exchange, receive: Receive) -> bool:
-    """Log a failure that nobody but the server would hear of; cut what had begun. Else `False`."""
+    """Log an error that only the server would see, and cut a response that has begun.
+
+    Returns False if uvicorn does not call this application directly: the error must be raised.
+    """
     if not isinstance(uvicorn_connection.called_app(receive), HTTPProxy | Application):
         return False
     log_failure(exchange, error)
@@ -347,7 +350,7 @@ async def _is_logged(error: Exception, exchange: Exchange, receive: Receive) -> 
 async def send_error(
     error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
 ) -> bool:
-    """Tell the client that its request failed. Returns False if that needs a look."""
+    """Tell the client that its request failed. Returns False if the error must be logged too."""
     if not exchange.is_http:
         reason = refusal_of(error)
         if reason is not None:
@@ -374,7 +377,7 @@ _INTERESTING = frozenset(
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the first fit id that the client sent, or a new one."""
+    """Return the first valid id that the client sent, or a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
@@ -383,7 +386,7 @@ def _request_id(scope: Scope) -> str:
 
 def _with_request_id(send: Send, request_id: str) -> Send:
     async def send_with_request_id(message: Message) -> None:
-        if message["type"].endswith("http.response.start"):  # a WebSocket's that is refused too
+        if message["type"].endswith("http.response.start"):  # also that of a refused WebSocket
             message = with_request_id(message, request_id)
         await send(message)
 

@@ -2,9 +2,9 @@
 
     Exchange.respond -> failed -> Attempt.again -> another Attempt, or None: the failure is final
 
-Only requests whose method is in `HTTPOptions.retry_started_methods` are `Attempt`s; all others are
-an `Exchange`, and what user code may have seen of them is never sent again. What no user code has
-seen is another matter, for any method and for handles too: `Router.reassign`.
+Only requests whose method is in `HTTPOptions.retry_started_methods` are `Attempt`s. All others are
+`Exchange`s, and are never sent again once user code may have seen them. `Router.reassign` sends
+calls again that no user code has seen, for any method and for handles too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ingress.replicas.router import Router
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How long an HTTP request may take, which may be tried again once started, and how large.
+    """The limits of HTTP requests: their time, the methods that are retried, and their size.
 
-    `timeout_s` bounds the request; or one attempt, if its method is in `retried_methods`.
+    `timeout_s` bounds the request, or one attempt if its method is in `retried_methods`.
     """
 
     timeout_s: float | None = None
@@ -41,10 +41,10 @@ class RequestLimits:
 
 
 class Attempt(Exchange):
-    """One attempt at a request whose method may be tried again. Owned by the server's loop.
+    """One attempt at a request whose method may be tried again. Owned by the HTTP loop.
 
-    `timeout_s` and `metadata.deadline` are of one attempt, `last_deadline` is the client's and of
-    the whole request.
+    `timeout_s` and `metadata.deadline` bound one attempt; `last_deadline` is the client's, and
+    bounds the whole request.
     """
 
     __slots__ = (
@@ -79,8 +79,8 @@ class Attempt(Exchange):
         self._budget = budget
         self._last_deadline = last_deadline
         self._number = number
-        self._began_at = 0.0  # when the request did, of all attempts but the first
-        self._body: Message | None = None  # once user code has taken it
+        self._began_at = 0.0  # when the request began; 0 for the first attempt
+        self._body: Message | None = None  # set when user code begins
 
     async def _work(self, user_code: Any) -> None:
         self._body = self._first
@@ -107,7 +107,7 @@ class Attempt(Exchange):
             return None
         try:
             async with asyncio.timeout(pause_s):
-                # The whole body was here: what is left to receive is that the client has left.
+                # The whole body has been read: only the disconnect is left to receive.
                 while (await self._receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
@@ -115,12 +115,12 @@ class Attempt(Exchange):
         return None
 
     def _is_ours(self, error: Exception) -> bool:
-        """Whether it is the replica that went or the attempt's time that is up.
+        """Return whether the replica is gone, or the time of this attempt is up.
 
-        User code may raise the same types, of its own or a child's, and has then answered.
+        User code may raise the same types, of its own or a child's: then that is its answer.
         """
         if isinstance(error, RequestTimeoutError):
-            deadline = self.metadata.deadline  # which its replica may have been the first to see
+            deadline = self.metadata.deadline  # the replica may have been the first to notice
             return self._cut_by is not None or (deadline is not None and monotonic() >= deadline)
         if isinstance(error, ReplicaUnavailableError):
             return self.runner is not None and self.runner.is_ending
@@ -144,15 +144,15 @@ class Attempt(Exchange):
             last_deadline=self._last_deadline,
         )
         attempt._began_at = self._began_at or self.started_at
-        # What a 408 says of the time is said of the limit that was passed.
+        # A 408 names the time from here to the deadline: the limit that was passed.
         attempt.started_at = attempt._began_at if deadline == self._last_deadline else now
         attempt._first = self._body or self._first
-        attempt.runner = self.runner  # the router prefers another
+        attempt.runner = self.runner  # the router prefers another replica
         return attempt
 
 
 def client_deadline(scope: Scope, now: float) -> float | None:
-    """Return when the client's own patience ends, if it says so."""
+    """Return the deadline that the client asks for, `None` if it asks for none."""
     timeout_s: float | None = None
     for name, value in scope["headers"]:
         if name == TIMEOUT_HEADER:

@@ -20,7 +20,7 @@ logger = logging.getLogger("ingress")
 
 
 class HTTPServer:
-    """Serves an `HTTPProxy` on one address, on the loop `ingress-http`."""
+    """A server of an `HTTPProxy` on one address, on the loop `ingress-http`."""
 
     __slots__ = ("_options", "_server", "_serving", "_socket", "home", "host", "port", "proxy")
 
@@ -40,7 +40,7 @@ class HTTPServer:
         return f"{scheme}://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Accept connections."""
+        """Begin to accept connections."""
         await run_on(self.home.loop, self._start())
 
     async def _start(self) -> None:
@@ -74,7 +74,7 @@ class HTTPServer:
             await asyncio.sleep(0.001)
 
     def leave(self) -> None:
-        """Have each answer from now on close its connection. Thread-safe."""
+        """Make each response from now on close its connection. Thread-safe."""
         if self._server is not None:
             self.home.mailbox.post(close_after_answers, self._server)
 
@@ -103,7 +103,7 @@ class HTTPServer:
 def check_address(host: str, port: int) -> int:
     """Return a port of this machine that can be bound: `port`, or a free one for 0.
 
-    Raises `RuntimeError` if it cannot.
+    Raises `RuntimeError` if it cannot be bound.
     """
     with _bind(host, port) as listening:
         return int(listening.getsockname()[1])

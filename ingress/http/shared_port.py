@@ -1,8 +1,8 @@
 """The port of worker processes, each of which has a socket of its own.
 
-Of one socket for all whoever wakes first takes every connection that is there: those of a client
-that keeps them open end up in one worker, and the others have nothing to do. Linux deals them out
-by a hash of the client's address and port if each worker has a socket of its own.
+If workers share one socket, the first that wakes may take every waiting connection: the connections
+of a client that keeps them open end up in one worker, and the others are idle. If each worker has
+its own socket, Linux distributes connections by a hash of the client's address and port.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 
 class SharedPort:
-    """A port that one process keeps, while those that are sent this serve it.
+    """A port that one process reserves, and that the processes which get this object serve.
 
-    The socket here never listens on Linux; elsewhere it is the one for all.
+    The socket here never listens on Linux; elsewhere all processes share it.
     """
 
     has_own_sockets = sys.platform == "linux"
 
     def __init__(self, bound: socket.socket) -> None:
         if self.has_own_sockets:
-            # After it was bound: a port that another server has was refused, whatever that had set.
+            # After `bind`, which has refused the port of another server, whatever its options.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._bound: socket.socket | None = bound
         self._family, self._address = bound.family, bound.getsockname()
@@ -34,7 +34,7 @@ class SharedPort:
         """Return the socket to serve on. Raises `OSError` if it cannot be bound."""
         if self._bound is not None:
             return self._bound
-        # With the protocol, by which asyncio knows that it may switch Nagle's algorithm off.
+        # With the protocol: asyncio needs it to know that it may switch Nagle's algorithm off.
         made = socket.socket(self._family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

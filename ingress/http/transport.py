@@ -1,12 +1,12 @@
-"""What user code calls as `receive` and `send`.
+"""The `receive` and `send` that user code calls.
 
-    the user loop                              the server's loop
+    the user loop                              the HTTP loop
     send()     one complete response           -> Exchange.complete, start and body together
                a stream, item by item          -> a Channel, which Exchange.open gets
     receive()  body, messages, disconnect      <- the channel that the ClientReader fills
 
 `CrossLoopTransport` is for user code on a loop of its own, `SameLoopTransport` for user code on the
-server's.
+HTTP loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ingress.http.messages import channel_for, size_of
 
 
 class Client(Protocol):
-    """The server's side, as the user's side sees it; its calls but `take` are posted to its loop.
+    """The exchange, as a transport sees it. From another loop, all calls but `take` are posted.
 
-    The user's side writes `has_answer`, from when on what runs is in the background, and
-    `is_heard`, once user code has been told that the client is gone.
+    A transport sets `has_answer` once user code has sent the whole response: what still runs is a
+    background task. It sets `is_heard` once user code was told that the client is gone.
     """
 
     is_http: bool
@@ -50,7 +50,7 @@ class Client(Protocol):
 
 
 class CrossLoopTransport:
-    """Owned by the user loop."""
+    """The transport of user code on a loop of its own. Owned by the user loop."""
 
     __slots__ = ("_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
 
@@ -78,7 +78,7 @@ class CrossLoopTransport:
         elif message["type"] == "http.response.start":
             self._start = message
             if not _has_length(message):
-                await self._stream()  # it may be all for a while, and the client wants it now
+                await self._stream()  # the body may take a while, and the client wants the start
         elif message["type"] == "http.response.body" and not message.get("more_body"):
             if self._start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
@@ -94,7 +94,7 @@ class CrossLoopTransport:
             self._outbound.finish()
 
     async def _stream(self) -> None:
-        """From here on the response goes message by message."""
+        """Send the response message by message from now on."""
         self._outbound = channel_for(is_http=self._client.is_http)
         if self._start is not None:
             await self._outbound.put(self._start)
@@ -110,7 +110,7 @@ class CrossLoopTransport:
 
 
 class SameLoopTransport:
-    """Owned by the loop that both sides live on."""
+    """The transport of user code on the HTTP loop. Owned by that loop."""
 
     __slots__ = ("_chunks", "_client", "_first", "_start")
 
@@ -137,7 +137,7 @@ class SameLoopTransport:
             if self._chunks % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
         if message["type"] == "http.response.start" and _has_length(message):
-            self._start = message  # what fails before the body can still be answered as such
+            self._start = message  # kept: an error before the body can still be answered as one
         elif self._start is None:
             await self._client.pass_on(message)
         else:
@@ -145,9 +145,9 @@ class SameLoopTransport:
             await self._client.send_response(start, message)
 
     def finish(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no message is on its way."""
 
 
 def _has_length(start: Message) -> bool:
-    """Whether the body of a response is on its way, so that both can travel together."""
+    """Return whether the body follows the start at once, so that both can be sent together."""
     return b"content-length" in [name for name, _ in start.get("headers", ())]

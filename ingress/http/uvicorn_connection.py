@@ -1,15 +1,15 @@
-"""What a server does not tell of a client, and has no word for: uvicorn's connection itself.
+"""Access to uvicorn's connection, for what ASGI cannot express.
 
-    has_left   whether a client has gone whose last words nobody has read: a server stops reading
-               while the body it has read waits for user code, and the end stands behind that data
-    has_unread whether the kernel has something of the client's, or its end, that nobody has read
-    cut        end a response half way: to a server that is an error of the application's
-    called_app the application that the server itself calls: if it is ours, nobody but the server
-               hears of what we raise
-    has_answer whether the whole response has been given to the server
+    has_left            the client has left, although the server has yet to notice: it stops reading
+                        while a body waits for user code, and the end comes after the unread data
+    has_unread          the kernel has data of the client, or its end, that the server has not read
+    cut                 end a response half way; in ASGI only an error of the application does that
+    called_app          the application that the server itself calls: if it is `ingress`'s own, only
+                        the server gets the errors that it raises
+    is_answer_complete  the whole response has been given to the server
 
-None of it is part of ASGI: uvicorn's `receive` is a method of what holds the transport. For any
-other, or one that is wrapped, the answer is no.
+None of it is part of ASGI: uvicorn's `receive` is a method of the object that holds the transport.
+For any other `receive`, or a wrapped one, the answer is no.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import sys
 from typing import Any
 
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; POLLHUP and POLLERR need not be asked for
-FLUSH_S = 0.1  # for what is on its way when a connection is cut
+FLUSH_S = 0.1  # for data that is being sent when a connection is cut
 
 
 def has_left(receive: Any) -> bool:
-    """Whether the other end of the connection has closed or reset it; the kernel knows.
+    """Return whether the kernel knows that the client has closed or reset the connection.
 
-    If the answer is no, the end is seen once the data was read.
+    If not, the server notices the end itself, once it has read the data before it.
     """
     return _polled(transport_of(receive), _GONE)
 
 
 def has_unread(transport: Any) -> bool:
-    """Whether something has arrived on a connection that its protocol has not been given yet."""
+    """Return whether data has arrived that the connection's protocol has not been given yet."""
     return _polled(transport, getattr(select, "POLLIN", 0))
 
 
 async def cut(receive: Any) -> bool:
-    """Close the connection, and wait until the server has seen it. Returns whether it can."""
+    """Close the connection, and wait until the server has noticed. Returns False if it cannot."""
     transport = transport_of(receive)
     if transport is None:
         return False
@@ -47,7 +47,7 @@ async def cut(receive: Any) -> bool:
             while (await receive())["type"] != "http.disconnect":
                 pass
     except TimeoutError:
-        pass  # what the client does not read is in the way; the server has a line to say of that
+        pass  # data that the client does not read is in the way; the server logs a line about it
     return True
 
 
@@ -66,11 +66,11 @@ def _polled(transport: Any, events: int) -> bool:
 def called_app(receive: Any) -> Any:
     """Return the application that uvicorn calls with this `receive` over HTTP/1.1, else `None`.
 
-    Of uvicorn's own wrappers only the one it uses by default is seen through; the others give
-    another `receive`.
+    Of uvicorn's own wrappers only the default one is looked through; the others give another
+    `receive`.
     """
     cycle = getattr(receive, "__self__", None)
-    if not hasattr(cycle, "keep_alive"):  # of HTTP/2, whose streams share a connection
+    if not hasattr(cycle, "keep_alive"):  # HTTP/2, whose streams share a connection
         return None
     protocol = getattr(getattr(cycle, "on_response", None), "__self__", None)
     app: Any = getattr(protocol, "app", None)
@@ -81,7 +81,7 @@ def called_app(receive: Any) -> Any:
 
 
 def is_answer_complete(receive: Any) -> bool:
-    """Whether the server has been given the whole of the response."""
+    """Return whether the server has been given the whole response."""
     return bool(getattr(getattr(receive, "__self__", None), "response_complete", False))
 
 

@@ -1,4 +1,4 @@
-"""uvicorn's server, with an end that cuts no client that is asking."""
+"""uvicorn's server, with a shutdown that cuts no client while it sends a request."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ READING_S = 0.005
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn's server. At its end it serves all that has been sent to it.
+    """uvicorn's server. Before it stops, it serves all requests that have been sent to it.
 
-    `lame_duck_s` is for how long it goes on listening once it was told to stop; `owns_socket` says
-    whether no other process listens on the same socket.
+    `lame_duck_s` is the time that it goes on listening after it was told to stop; `owns_socket`
+    says whether no other process listens on the same socket.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _let_ask(self) -> None:
-        """Close the connections that are idle, once each had the time to ask."""
-        await asyncio.sleep(READING_S)  # what waits there is accepted, and shows
+        """Close the idle connections, once each had the time to send a request."""
+        await asyncio.sleep(READING_S)  # waiting connections are accepted, and counted below
         until = monotonic() + ASKING_S
         while self.server_state.connections and monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(READING_S)

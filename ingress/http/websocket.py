@@ -1,4 +1,4 @@
-"""A WebSocket between the server's loop and the replica's: an exchange without an end of its own.
+"""A WebSocket between the HTTP loop and the user loop: an exchange without an end of its own.
 
     ends because                 user code gets                    the client gets
     its handler returned                                           1000, if it has not closed
@@ -7,7 +7,7 @@
                                  if it does not listen
     the application stops        websocket.disconnect              1001; 1012 if it is replaced
 
-Once it is accepted it has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; RFC 6455, 7.4.1.
+An accepted WebSocket has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; RFC 6455, 7.4.1.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ingress.http.exchange import Exchange
 from ingress.http.messages import INTERNAL_ERROR, NORMAL
 from ingress.replicas.router import Router
 
-# How long a handler whose client is gone may take, to notice and to clean up.
+# For a handler whose client is gone, to notice and to clean up.
 HEARING_S = 0.25
 CLEANUP_S = 5.0
 
 
 class WebSocketExchange(Exchange):
-    """Owned by the server's loop."""
+    """The exchange of one WebSocket. Owned by the HTTP loop."""
 
     __slots__ = ("_is_accepted",)
 
@@ -45,7 +45,7 @@ class WebSocketExchange(Exchange):
 
     @property
     def deadline(self) -> float | None:
-        """The calls its handler makes have none."""
+        """The deadline of calls that its handler makes: they have none."""
         return None
 
     def _expire(self) -> None:
@@ -56,13 +56,13 @@ class WebSocketExchange(Exchange):
         failure = self.error
         is_over = self._disconnected or self._disconnect_code is not None
         if failure is not None and is_over and is_cancellation(failure):
-            failure = None  # what it made of being told, or that it did not listen
+            failure = None  # its reaction to the disconnect, or it was cancelled after that
         if self._is_accepted and not self._is_complete and not self._disconnected:
             code = self._disconnect_code or (NORMAL if failure is None else INTERNAL_ERROR)
             try:
                 await self._send({"type": "websocket.close", "code": code})
             except OSError:
-                pass  # the client was quicker
+                pass  # the client has left first
         self._raise(failure)
 
     async def pass_on(self, message: Message) -> None:
@@ -76,17 +76,17 @@ class WebSocketExchange(Exchange):
         try:
             await super()._deliver(messages)
         except OSError:
-            self._on_disconnect()  # its handler hears of it when it sends or receives
+            self._on_disconnect()  # its handler notices when it sends or receives
 
     def _stop_work(self) -> None:
         self._close()
         self.loop.call_later(HEARING_S, self._cancel_unless_heard)
 
     def _cancel_unless_heard(self) -> None:
-        """Cancel a handler that goes on as if its client were there.
+        """Cancel a handler that has not noticed that its client is gone.
 
-        Race with one that hears of it on its own loop just now: it is cancelled while it cleans up,
-        as the handler of a request always is.
+        Race with a handler that notices on its own loop just now: it is cancelled while it cleans
+        up, as the handler of a request always is.
         """
         if not self._ended:
             if self.is_heard:

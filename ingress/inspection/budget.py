@@ -1,15 +1,15 @@
-"""How many native threads each call may have: BLAS, OpenMP and the like.
+"""The number of native threads that each call may have, in BLAS, OpenMP and similar libraries.
 
     cores / (replicas x calls of a replica that compute at once)        at least 1
 
-Such libraries have as many threads as there are cores, for every call. Two calls at once on two
-cores are then four threads that wait, spinning, for each other. The libraries read environment
+Such libraries use as many threads as there are cores, for every call. Two calls at once on two
+cores are then four threads that spin while they wait for each other. The libraries read environment
 variables when they are loaded, for the whole process: `ingress run` sets those that are not set.
 
-    calls at once    as many as its lanes and the serial thread have threads, if there are any
-                     else as many as the replica has cores, if a `def` runs in its threadpool
+    calls at once    the threads of the replica's lanes and its serial thread, if there are any
+                     else the replica's cores, if a `def` runs in its threadpool
                      else 1, on its event loop
-    a replica's cores    `ray_actor_options={"num_cpus": n}`, else an equal part of what is left
+    a replica's cores    `ray_actor_options={"num_cpus": n}`, else an equal part of the rest
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ingress.execution.lanes import lanes_of
 from ingress.replicas.user_code import public_methods
 
 FOLLOW_OMP = ("BLIS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Those whose libraries read `OMP_NUM_THREADS` where their own is not set."""
+"""Variables of libraries that read `OMP_NUM_THREADS` if their own variable is not set."""
 
 _READ_AT_IMPORT = {"cv2", "jax", "numexpr", "numpy", "sklearn", "tensorflow", "torch"}
 _SELDOM = {"check_health", "reconfigure"}
@@ -38,7 +38,7 @@ _SELDOM = {"check_health", "reconfigure"}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one deployment may take. `cores` are those of one replica, as `calls` are."""
+    """The share of one deployment. `cores` and `calls` are those of one replica."""
 
     deployment: str
     replicas: int
@@ -47,7 +47,7 @@ class Share:
 
     @property
     def threads(self) -> int:
-        """How many native threads each call is worth."""
+        """Number of native threads that each call can have."""
         return max(1, int(self.cores / self.calls))
 
 
@@ -55,7 +55,7 @@ class Share:
 class ThreadBudget:
     """The native threads of an application's process.
 
-    `explicit` are the variables that are set, whose values it leaves alone.
+    `explicit` are the variables that are already set. Their values are not changed.
     """
 
     cores: float
@@ -64,26 +64,26 @@ class ThreadBudget:
 
     @property
     def fair(self) -> int:
-        """How many threads a call should have: what the deployment with the least can give it."""
+        """Number of threads a call should have: the smallest that any deployment can give."""
         return min((share.threads for share in self.shares if share.cores), default=1)
 
     @property
     def threads(self) -> int:
-        """How many threads a call has: the variable, where it is set to a number."""
+        """Number of threads a call has: the variable's value, if it is set to a number."""
         given = self.explicit.get(OMP_NUM_THREADS, "")
         return int(given) if given.isdecimal() and int(given) else self.fair
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that are to be set, before anything that reads them is imported."""
+        """The variables to set before a library that reads them is imported."""
         follows = FOLLOW_OMP if OMP_NUM_THREADS in self.explicit else ()
         missing = (name for name in NATIVE_THREADS if name not in (*self.explicit, *follows))
         return dict.fromkeys(missing, str(self.fair))
 
     def already_read(self) -> list[str]:
-        """Return what has been imported with more threads than it should have.
+        """Return the modules that were imported with more threads than they should have.
 
-        Nothing on Windows, where no process can take the place of another.
+        The list is empty on Windows, where a process cannot replace itself by another.
         """
         if sys.platform == "win32" or self.threads >= int(self.cores):
             return []
@@ -91,13 +91,13 @@ class ThreadBudget:
 
     @property
     def runnable(self) -> int:
-        """How many threads compute if every call that may does."""
+        """Number of threads that compute if every call does that may."""
         calls = sum(share.replicas * share.calls for share in self.shares if share.cores)
         return calls * self.threads
 
     @property
     def warning(self) -> str | None:
-        """What to say if there are more threads than cores and fewer would do, else `None`."""
+        """The warning if there are more threads than cores and fewer suffice, else `None`."""
         if self.threads <= self.fair or self.runnable <= self.cores:
             return None
         return (
@@ -107,14 +107,14 @@ class ThreadBudget:
 
     @property
     def summary(self) -> str:
-        """The whole sum in one line, and who sees to it."""
+        """The whole product in one line, and the source of its setting."""
         whose = "" if OMP_NUM_THREADS in self.explicit else ", set by `ingress run`"
         setting = f"{OMP_NUM_THREADS}={self.threads}{whose}"
         return f"{_count(f'{self.cores:g}', 'core')}: {self.product} ({setting})"
 
     @property
     def product(self) -> str:
-        """What is multiplied: replicas, their calls, the threads of each."""
+        """The product of the replicas, their calls and each call's threads, as text."""
         calls = " + ".join(
             f"{_count(share.replicas, 'replica')} of {share.deployment} x "
             f"{_count(share.calls, 'call')}"
@@ -135,7 +135,7 @@ def thread_budget(
     asked = [_cores_asked(each) for each in built.deployments]
     taken = sum(count * each for count, each in zip(counts, asked, strict=True) if each)
     others = sum(count for count, each in zip(counts, asked, strict=True) if each is None)
-    # What asks for more than there is gets its part of what there is; who does not ask gets a core.
+    # Demands beyond the existing cores are scaled down. The others share at least one core.
     scale = min(1.0, max(1.0, cores - (others > 0)) / taken) if taken else 1.0
     left = max(1.0, cores - taken * scale) / others if others else 0.0
     shares = []
@@ -146,10 +146,10 @@ def thread_budget(
 
 
 def start_again() -> NoReturn:
-    """Replace this process by one with the environment that is set by now.
+    """Replace this process by a new one with the current environment.
 
-    How many replicas there are is known when the user's module has been imported, and NumPy with
-    it, as often as not. The variables are there the second time, so there is no third.
+    The number of replicas is known only after the import of the user's module, which often imports
+    NumPy. The new process has the variables from its start, so it does not restart again.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -157,7 +157,7 @@ def start_again() -> NoReturn:
 
 
 def available_cores(root: Path = Path("/")) -> float:
-    """Return how many cores this process may use: of its affinity, and of its cgroups' quotas."""
+    """Return the number of cores that this process may use, by its affinity and cgroup quotas."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return min([float(count), *_quotas(root)])
@@ -179,7 +179,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _and_above(mount: Path, path: str) -> Iterable[Path]:
-    """Return a cgroup's folder and those above it; in a container the last may be all there is."""
+    """Return a cgroup's folder and those above; in a container only the last one may exist."""
     below = Path(path.lstrip("/"))
     return (mount / each for each in (below, *below.parents))
 
@@ -206,7 +206,7 @@ def _cores_asked(built: BuiltDeployment) -> float | None:
 
 
 def _calls_at_once(built: BuiltDeployment, settings: Settings, cores: float) -> int:
-    """Return how many calls of a replica may compute at once."""
+    """Return the number of calls of a replica that may compute at once."""
     config = built.deployment.config
     cls = built.deployment.func_or_class
     lanes = lanes_of(cls, config.max_ongoing_requests, config.lanes)
@@ -223,7 +223,7 @@ def _calls_at_once(built: BuiltDeployment, settings: Settings, cores: float) -> 
 
 
 def _called(built: BuiltDeployment) -> Iterator[tuple[Any, Role, int | None]]:
-    """Yield what requests call, its role, and how many of its calls run at once, if it says so."""
+    """Yield the functions that requests call, their roles and their limits of calls at once."""
     target: Any = built.deployment.func_or_class
     funcs = [target]
     if inspect.isclass(target):

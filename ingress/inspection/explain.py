@@ -1,10 +1,9 @@
-"""Where each callable of an application runs: what `ingress explain` prints.
+"""The place where each callable of an application runs, for `ingress explain`.
 
     Application -> build -> members -> sources -> execution.plan, at flag 0 and at 1 -> Row
 
-The plan of a row is the one a replica would make, by the same function from the same role, so the
-two cannot disagree. Classes are looked at and apps are bound; nothing of the user's is made,
-called or started.
+A row's plan comes from the same function and role as a replica's plan, so the two cannot disagree.
+Classes are inspected and apps are bound; no object of the user is created, called or started.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ingress.inspection.members import parts_of
 from ingress.inspection.sources import Use, mentions
 from ingress.replicas.replica import ANYIO_RESERVE
 
-_ANYIO_DEFAULT = 40  # threads that AnyIO has for a loop that is not ours
+_ANYIO_DEFAULT = 40  # AnyIO's threads for a loop outside ingress
 
 
 class Level(StrEnum):
-    """How much a finding matters, in rising order; the values are the words users read."""
+    """The level of a finding, in rising order. The values are the words that users read."""
 
     NOTE = "note"
     WARN = "warn"
@@ -43,7 +42,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is to be said of a row. `id` is short and does not change."""
+    """A remark about a row. `id` is short and does not change."""
 
     id: str
     level: Level
@@ -52,10 +51,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a callable runs. `thread` is the name of its thread, `N` for a number.
+    """The place where a callable runs. `thread` is the name of its thread, `N` for a number.
 
-    `lane` is "" for the threads of all. `threads` is how many there are at most, for each replica;
-    `None` for no limit.
+    `lane` is "" for threads outside lanes. `threads` is the most that each replica has; `None` for
+    no limit.
     """
 
     where: str
@@ -67,9 +66,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One callable: what it is, how it is written, and where it runs at flag 0 and at 1.
+    """One callable: its role, its kind of function, and its places at flag 0 and at 1.
 
-    `func` is `None` where only the running code knows it; `findings` hold for the flag as it is.
+    `func` is `None` if it is known only at run time. `findings` are for the current flag.
     """
 
     deployment: str
@@ -84,20 +83,20 @@ class Row:
 
     @property
     def is_route(self) -> bool:
-        """Whether clients come to it: a path says what it is then."""
+        """True for a route, whose `what` contains a path."""
         return " /" in self.what
 
     @property
     def moves(self) -> bool:
-        """Whether the flag decides where it runs."""
+        """True if the flag decides the place."""
         return self.places[0].where != self.places[1].where
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The rows of an application, deployment by deployment, as they are at these settings.
+    """The rows of an application, deployment by deployment, at these settings.
 
-    `findings` are about all of it.
+    `findings` are about the whole application.
     """
 
     settings: Settings
@@ -107,15 +106,15 @@ class Explanation:
     findings: tuple[Finding, ...]
 
     def count(self, level: Level) -> int:
-        """Return how many findings there are of this level or a graver one."""
+        """Return the number of findings of this level or a graver one."""
         found = [*self.findings, *(each for row in self.rows for each in row.findings)]
         return sum(each.level.gravity >= level.gravity for each in found)
 
 
 def explain(application: Application, settings: Settings) -> Explanation:
-    """Return where each callable of `application` runs.
+    """Return the places where the callables of `application` run.
 
-    Raises what `build` and the binding of a FastAPI app raise.
+    Raises the errors of `build` and of the binding of a FastAPI app.
     """
     built = build(application, "default")
     rows: list[Row] = []
@@ -130,16 +129,16 @@ def explain(application: Application, settings: Settings) -> Explanation:
 def _anyio_limit(
     each: BuiltDeployment, everyone: Iterable[BuiltDeployment], settings: Settings
 ) -> int:
-    """Return how many of AnyIO's threads there are on a replica's loop."""
+    """Return the number of AnyIO's threads for a replica's loop."""
     if settings.run_user_code_in_separate_thread:
         return each.deployment.config.max_ongoing_requests + ANYIO_RESERVE
-    configs = [one.deployment.config for one in everyone]  # they all share the loop they borrow
+    configs = [one.deployment.config for one in everyone]  # they all share the borrowed loop
     shares = (c.replica_count * (c.max_ongoing_requests + ANYIO_RESERVE) for c in configs)
     return _ANYIO_DEFAULT + sum(shares)
 
 
 class _Planner:
-    """Makes the rows of one deployment."""
+    """The maker of the rows of one deployment."""
 
     def __init__(self, built: BuiltDeployment, settings: Settings, anyio_limit: int) -> None:
         self._name = built.name
@@ -157,7 +156,7 @@ class _Planner:
         for part in parts_of(self._built, is_ingress=is_ingress):
             yield self._row(part)
             for mention in mentions(part.func, owner):
-                # What an endpoint returns is FastAPI's, and what others return is their callers'.
+                # FastAPI handles an endpoint's return value, and other callers handle theirs.
                 if mention.use is Use.RETURNED and part.role is not Role.METHOD:
                     continue
                 key = (mention.key, part.role is Role.FRAMEWORK)
@@ -169,7 +168,7 @@ class _Planner:
         if use is Use.RETURNED:
             made = Part("generator", func, part.role)
             is_async = execution.kind(func) is Kind.ASYNC_GENERATOR
-            # Iterated where the function that returned it ran.
+            # It is iterated where the function that returned it ran.
             return self._row(made, func if is_async else part.func)
         is_ours = use is Use.STREAM and part.role is not Role.FRAMEWORK
         role = Role.STREAM if is_ours else Role.FRAMEWORK
@@ -179,12 +178,12 @@ class _Planner:
         maker = self._plans(part.func, part.role)[self._flag]
         has_threads = maker.lane or maker.mode is ExecutionMode.SERIAL
         if is_ours and has_threads and not execution.kind(func).is_async:
-            return self._row(replace(made, role=part.role), part.func)  # they iterate it, too
+            return self._row(replace(made, role=part.role), part.func)  # they iterate the stream
         row = self._row(made)
         return replace(row, name=text) if use is Use.FILE else row
 
     def _row(self, part: Part, planned: Any = None) -> Row:
-        """Make the row of a part, which runs where it is planned, or where `planned` is."""
+        """Return the row of a part, which runs where `planned` or the part itself is planned."""
         func = part.func
         plans = self._plans(planned or func, part.role)
         kind = execution.kind(func)
@@ -203,7 +202,7 @@ class _Planner:
         )
 
     def _unknown(self, what: str, text: str, role: Role) -> Row:
-        """Make the row of what only the running code knows."""
+        """Return the row of a callable that is known only at run time."""
         either = [self._row(Part(what, func, role)) for func in (_a_def, _an_async_def)]
         of_def, of_async = (row.places[self._flag] for row in either)
         place = Place(
@@ -222,7 +221,7 @@ class _Planner:
         return int(self._settings.run_sync_in_threadpool)
 
     def _plans(self, func: Any, role: Role) -> tuple[ExecutionPlan, ExecutionPlan]:
-        no_pool: Any = None  # nothing is run
+        no_pool: Any = None  # no code is run
         off, on = (
             execution.plan(func, role, sync_in_threadpool=flag, pool=no_pool, lanes=self._lanes)
             for flag in (False, True)
@@ -236,7 +235,7 @@ class _Planner:
             thread, threads = (f"{self._name}#N" if is_own else "the server's"), 1
         elif plan.mode is ExecutionMode.ANYIO:
             thread = "AnyIO worker thread"
-            # FastAPI gives each exit a limiter of its own: one must always be able to let go.
+            # FastAPI gives each exit a limiter of its own, so that a teardown can always run.
             threads = None if part.what == "teardown" else self._anyio_limit
         else:
             lane = SERIAL_LANE if plan.mode is ExecutionMode.SERIAL else plan.lane

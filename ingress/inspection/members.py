@@ -1,11 +1,12 @@
 """The user's code in a deployment, as its replicas call it.
 
-    constructor, the parts of its app (`asgi.parts`), its public methods, those with a name of ours
-    what `@batch` and `@multiplexed` hide, which runs in the place of what one sees
+    constructor, the parts of its app (`asgi.parts`), its public methods and its hooks
+    the functions inside `@batch` and `@multiplexed`, which run in place of the visible ones
     `__del__`
 
-A class is looked at, never made: what an instance gets in its constructor is not known here. A
-method that it inherits from a library is left out, though a handle can call it: most have dozens.
+A class is inspected, but no instance is created: attributes set in a constructor are not known
+here. Methods inherited from a library are left out, though a handle can call them: most library
+classes have dozens.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _HOOKS = ("check_health", "reconfigure")
 
 
 def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
-    """Return the parts of a deployment; `is_ingress` says whether clients come to it.
+    """Return the parts of a deployment; `is_ingress` says whether it receives HTTP requests.
 
-    Raises what is wrong with the routes of its app.
+    Raises the errors of invalid routes in its app.
     """
     target: Any = built.deployment.func_or_class
     call = "any /" if is_ingress else "call"
@@ -59,7 +60,7 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
 
 
 def _calls(cls: type) -> list[str]:
-    # Not `hasattr`: the class itself can be called.
+    # Not `hasattr`: the class itself is callable.
     return ["__call__"] if any("__call__" in vars(base) for base in cls.__mro__) else []
 
 
@@ -73,7 +74,7 @@ def _is_of_a_library(cls: type, name: str) -> bool:
 
 
 def _unwrapped(what: str, member: Any) -> Iterator[Part]:
-    """Yield a method, or what a decorator of ours hides, which runs in its place."""
+    """Yield a method, or the function inside an ingress decorator, which runs in its place."""
     decorated = list(_decorated(what, member))
     yield from decorated or [Part(what, member, Role.METHOD)]
 
@@ -94,14 +95,14 @@ def _decorated(what: str, member: Any) -> Iterator[Part]:
 def _returned_class(func: Any) -> Any:
     try:
         return inspect.get_annotations(func, eval_str=True).get("return")
-    except Exception:  # an annotation may be any expression, of names that are not there
+    except Exception:  # an annotation may be any expression, also with undefined names
         return None
 
 
 def _inner_parts(target: Any, parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield what user code calls through a decorator of ours, and no handle can call.
+    """Yield the decorated functions that only user code calls, not a handle.
 
-    It is private in the class, or stands in a module and is named by a function known so far.
+    They are private in the class, or a function that is known so far names them in its module.
     """
     members: dict[str, Any] = {}
     for base in reversed(target.__mro__) if inspect.isclass(target) else ():

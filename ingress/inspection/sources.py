@@ -1,12 +1,12 @@
-"""What a function hands to Starlette, read from its source: nothing is called.
+"""The tasks, streams and files that a function hands to Starlette, read from its source.
 
     tasks.add_task(f, ...), BackgroundTask(f)   a background task
     StreamingResponse(f(...))                   a stream
     return f(...), of a generator function      a returned generator
     FileResponse(...)                           a file
 
-A name is looked up where the function would find it. What only the running code knows, such as a
-parameter, stays unknown: `func` is `None`.
+No user code is called. A name is looked up where the function would find it. A value that exists
+only at run time, such as a parameter, stays unknown: `func` is `None`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASSES = (BackgroundTask, FileResponse, StreamingResponse)
 
 
 class Use(Enum):
-    """What becomes of what is handed over; the values are the words users read."""
+    """The use of a mentioned callable. The values are the words that users read."""
 
     TASK = "background task"
     STREAM = "stream"
@@ -42,7 +42,7 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """Something a function hands over. `text` is how its source calls it."""
+    """A callable that a function hands over. `text` is its expression in the source."""
 
     use: Use
     func: Callable[..., Any] | None
@@ -50,12 +50,12 @@ class Mention:
 
     @property
     def key(self) -> Any:
-        """The same for two that are of the same code."""
+        """The key of a mention, equal for two mentions of the same code."""
         return self.use, code_of(self.func) if self.func is not None else None, self.text
 
 
 def mentions(func: Callable[..., Any], owner: Any = None) -> Iterator[Mention]:
-    """Yield what `func` hands over; `owner` is the class its `self` is an instance of."""
+    """Yield the callables that `func` hands over; `owner` is the class of its `self`."""
     function = inspect.unwrap(func)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or not _may_mention(function):
@@ -63,7 +63,7 @@ def mentions(func: Callable[..., Any], owner: Any = None) -> Iterator[Mention]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError):
-        return  # there is no file, or it is a lambda in the middle of a line
+        return  # no file, or a lambda in the middle of a line
     names = _Names(function, owner)
     seen = set()
     for node in _inside(tree.body[0]):
@@ -82,7 +82,7 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_mention(function: FunctionType) -> bool:
-    """Whether it is worth reading the source, which costs a hundred times as much as asking."""
+    """Return whether the source may hold mentions: reading it costs a hundred times this check."""
     code = function.__code__
     if "add_task" in code.co_names or any(isinstance(each, CodeType) for each in code.co_consts):
         return True
@@ -94,7 +94,7 @@ def _may_mention(function: FunctionType) -> bool:
 
 
 class _Names:
-    """What the names in one function stand for."""
+    """The resolver of the names in one function."""
 
     def __init__(self, function: FunctionType, owner: Any) -> None:
         self._function = function
@@ -137,7 +137,7 @@ class _Names:
         return Mention(use, func if callable(func) else None, ast.unparse(node))
 
     def find(self, node: ast.expr) -> Any:
-        """Return what an expression stands for, `None` if that is not known before it runs."""
+        """Return the value of an expression, `None` if it is not known before it runs."""
         if isinstance(node, ast.Name):
             return self._named(node.id)
         if isinstance(node, ast.Attribute):
@@ -159,12 +159,12 @@ class _Names:
         if name in self._cells:
             try:
                 return self._cells[name].cell_contents
-            except ValueError:  # it is defined further down, and was not yet
+            except ValueError:  # defined further down, so not yet defined
                 return None
         return self._function.__globals__.get(name, getattr(builtins, name, None))
 
     def _inner(self, name: str) -> Any:
-        """Return a function defined inside, never to be called: it has the code and no values."""
+        """Return an inner function, with its code but without values: it must not be called."""
         found = [
             const
             for const in self._function.__code__.co_consts
@@ -180,7 +180,7 @@ class _Names:
 
 
 def _attribute(base: Any, name: str) -> Any:
-    """Return an attribute without running code of the user's; of an object, what its class has."""
+    """Return an attribute without running user code; of an instance, its class's attribute."""
     if base is None:
         return None
     found = inspect.getattr_static(base, name, None)

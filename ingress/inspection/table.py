@@ -1,4 +1,4 @@
-"""An explanation for a terminal, and as what JSON has."""
+"""An explanation as tables for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ingress.declaration.build import BuiltDeployment
 from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
 
 READABLE = 100
-"""How long a line of prose may be."""
+"""Longest line of prose, in characters."""
 
 _STYLE_OF = {Level.NOTE: "dim", Level.WARN: "red"}
 _STYLES = {"event loop": "cyan", "threadpool": "green", "AnyIO thread": "yellow"}
 
 
 def show(explanation: Explanation, console: Console, *, diff: bool = False) -> None:
-    """Print a table for each deployment, then what is to be said, then a line that counts.
+    """Print a table for each deployment, then the findings, then a line of counts.
 
-    With `diff` only the rows whose place the flag decides.
+    With `diff` it prints only the rows whose place the flag decides.
     """
     rows = _chosen(explanation, diff=diff)
     for each in explanation.deployments:
@@ -38,7 +38,7 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
             console.print()
     for finding, where in _grouped(rows):
         console.print(_said(finding), width=min(console.width, READABLE))
-        for name in dict.fromkeys(map(_named, where)):  # a dependency and its teardown are one
+        for name in dict.fromkeys(map(_named, where)):  # a teardown has its dependency's name
             console.print(Text(f"  {name}"), soft_wrap=True)
     for finding in explanation.findings:
         console.print(_said(finding), width=min(console.width, READABLE))
@@ -49,7 +49,7 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
 
 
 def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
-    """Return the same as JSON has it. Of what is there names and types do not change."""
+    """Return the explanation as JSON values. Names and types of existing keys do not change."""
     settings = explanation.settings
     return {
         "flags": {

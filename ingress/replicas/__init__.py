@@ -2,7 +2,7 @@
 
     router          the queue of a deployment, and the slots of its replicas; start here
     request_router  the policy that chooses a replica: add another one here
-    overload        the policy that orders, sheds and turns away under overload
+    overload        the policy that orders, sheds and turns away calls under overload
     replica         one replica: its loop, its threads, its running calls
     user_code       the user's class or function in a replica
     models, multiplex

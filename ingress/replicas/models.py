@@ -1,12 +1,12 @@
-"""The models that a replica has loaded: those used last, and those in use.
+"""The model caches of a replica: the models used last, and the models in use.
 
     get(id) -> not there -> waits for room -> loads -> ready -> evicted: `__del__`, gone
                there: the one that is ready, or the one that is being loaded
 
-A cache belongs to one function that loads, of one object. Each of its models is a `Call`, settled
-with the model once that is loaded: all requests for one id wait for one load. A model is in use as
-long as a request runs that has asked for it, and is then not evicted. Never more than
-`max_num_models_per_replica` are loaded, being loaded or being unloaded at a time.
+A cache belongs to one loading function of one object. Each of its models is a `Call`, settled with
+the model once that is loaded: all requests for one id wait for one load. A model is in use, and is
+not evicted, while a request runs that has asked for it. Never more than
+`max_num_models_per_replica` models are loaded, being loaded or being unloaded at a time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Loader = Callable[..., Any]
 
 
 class Models:
-    """All models of one replica. Owned by its user loop; `ids` is read from everywhere.
+    """All models of one replica. Owned by its user loop; any thread reads `ids`.
 
-    `running` are the calls the replica runs. `in_use` has those of them that asked for a model.
+    `running` has the calls that the replica runs, `in_use` those of them that asked for a model.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Models:
         replica._models = self
 
     async def get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
-        """Return a model, loaded if need be. On any loop; raises what loading it raised."""
+        """Return a model, loaded if necessary. On any loop. Raises the error of the load."""
         return await run_on(self.loop, self._get(func, owner, model_id, limit))
 
     async def _get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
@@ -70,28 +70,28 @@ class Models:
         return await cache.get(model_id)
 
     def use(self, model: _Model, calls: Collection[Call]) -> None:
-        """Keep a model for as long as these calls run."""
+        """Keep a model while these calls run."""
         for call in calls:
-            # Else nobody will say when it ends, because it has ended.
+            # A call that has ended would never release the model.
             is_own = isinstance(call, _Model) or call.members is not None
             if call in self._running or (is_own and not call.settled):
                 model.users.add(call)
                 self.in_use.setdefault(call, set()).add(model)
 
     def end(self, call: Call) -> None:
-        """Let go of the models of a call that has ended."""
+        """Release the models of a call that has ended."""
         for model in self.in_use.pop(call, ()):
             model.users.discard(call)
             model.cache.make_room()
 
     def publish(self) -> None:
-        """Let the router see what is here now."""
+        """Show the router the ids of the current models."""
         self.ids = frozenset(each for cache in self._caches.values() for each in cache.staying())
 
     def start(
         self, work: Coroutine[Any, Any, None], context: Context | None = None
     ) -> asyncio.Task[None]:
-        """Run `work` in a task of ours, by default as nobody's request."""
+        """Run `work` in a task of this replica, by default outside of any request."""
         if context is None:
             context = Context()
             context.run(REPLICA.set, self.replica)
@@ -101,7 +101,7 @@ class Models:
         return task
 
     async def stop(self) -> None:
-        """End what is being loaded and unload every model, side by side; load no more."""
+        """Cancel all loads and unload all models, side by side; load no more."""
         self.is_stopped = True
         for cache in self._caches.values():
             cache.empty()
@@ -109,7 +109,7 @@ class Models:
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
-            for task in self._tasks:  # out of time
+            for task in self._tasks:  # the time to stop is over
                 task.cancel()
             self._caches.clear()
 
@@ -117,8 +117,8 @@ class Models:
 class _Model(Call):
     """One model of a cache, from the first request for it until it is gone; `value` is the model.
 
-    `waiting` has the calls of each request that waits for it: one, those of a batch and itself,
-    or none. `users` are the calls that got it and still run.
+    `waiting` has the calls of each request that waits for the model: one call, those of a batch and
+    the batch itself, or none. `users` are the calls that got the model and still run.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class _Model(Call):
         super().__init__(metadata, None, Context())
         self.queue, self.cache, self.id = cache, cache, model_id
         self.has_room = self.is_leaving = self.lets_pass = False
-        self.behind = 0  # how many requests for other models stand behind it
+        self.behind = 0  # number of requests for other models that wait behind this load
         self.task: asyncio.Task[None] | None = None
         self.waiting: list[tuple[Call, ...]] = []
         self.users: set[Call] = set()
@@ -144,7 +144,7 @@ class _Model(Call):
         return {call for calls in self.waiting for call in calls}
 
     def go(self) -> None:
-        """Wait for room no more, and let those behind go on."""
+        """End the wait for room, and let the requests behind go on."""
         self.room.set()
         self.passed.set()
 
@@ -158,7 +158,7 @@ class _Model(Call):
             self.end_wait(waiter)
 
     def leave(self) -> None:
-        """Give it to nobody any more; who asks for it waits until it is gone."""
+        """Give the model to no more requests; a request for it waits until it is gone."""
         self.is_leaving = True
         self.gone.clear()
 
@@ -166,7 +166,7 @@ class _Model(Call):
 class _Cache:
     """The models that one function loaded for one object. Owned by the user loop.
 
-    It is also the `call.Queue` its loads wait in for room; that side of it is thread-safe.
+    It is also the `call.Queue` in which its loads wait for room; that side is thread-safe.
     """
 
     __slots__ = ("_limit", "_models", "_owner", "_plan", "_replica", "_taken", "_waiting")
@@ -177,12 +177,12 @@ class _Cache:
         self._limit = limit  # -1 for none
         self._models: OrderedDict[str, _Model] = OrderedDict()  # last used, last
         self._taken = 0  # models with room: loaded, being loaded or being unloaded
-        # The loads that wait for room, the first one first, and the calls whose end would make it.
-        # Race with `withdraw`, in another thread: who pops a load decides what becomes of it.
+        # The loads that wait for room, in order, each with the calls whose end would make room.
+        # Race with `withdraw`, in another thread: the thread that pops a load decides about it.
         self._waiting: dict[_Model, frozenset[Call]] = {}
 
     async def get(self, model_id: str) -> Any:
-        """Return the model; use it for the calls that ask, wait for it, or load it."""
+        """Return the model for the current calls; wait for it or load it if necessary."""
         calls = current_users()
         while True:
             model = self._models.get(model_id) or self._begin(model_id)
@@ -199,24 +199,24 @@ class _Cache:
                 await self._wait_for(model, calls)
 
     async def _wait_for(self, model: _Model, calls: tuple[Call, ...]) -> None:
-        """Wait until a model is loaded. Raises what loading it raised."""
+        """Wait until a model is loaded. Raises the error of the load."""
         model.waiting.append(calls)
-        self.make_room()  # what only we use may make room for it, now that we wait
+        self.make_room()  # now that these calls wait, a model that only they use may make room
         try:
             await model.wait()
         finally:
             model.waiting.remove(calls)
-            if not model.waiting and not model.settled:  # nobody wants it any more
+            if not model.waiting and not model.settled:  # no request wants the model any more
                 self._cancel(model)
-        # Not the model: for a task of no running request it may have been evicted by now.
+        # Not returned: for a task of no running request the model may have been evicted by now.
         model.outcome()
 
     def _ahead(self, model: _Model, calls: Collection[Call]) -> _Model | None:
-        """Return the load that `calls` stand behind if they ask for this model now.
+        """Return the load that `calls` must wait behind if they ask for this model now, or `None`.
 
-        As many models as loads wait are given to nobody new, those used longest ago: otherwise one
-        that always has requests would never make room. Who has a model already gets all that are
-        there, because two that wait for what the other has are a deadlock.
+        While n loads wait, the n least recently used models are given to no new calls: otherwise a
+        model that always has requests would never make room. A call that has a model already gets
+        any that is there, because two calls that wait for each other's models are a deadlock.
         """
         if any(call in self._replica.in_use or isinstance(call, _Model) for call in calls):
             return None
@@ -229,7 +229,7 @@ class _Cache:
         return [model.id for model in self._models.values() if not model.is_leaving]
 
     def empty(self) -> None:
-        """Begin to unload all there is."""
+        """Begin to unload all models, and cancel all loads."""
         for model in list(self._models.values()):
             if model.is_ready:
                 model.leave()
@@ -253,11 +253,11 @@ class _Cache:
             app_name="" if call is None else call.app_name,
         )
         model = self._models[model_id] = _Model(self, model_id, metadata)
-        # As a call of its own: that of a request may be cancelled while others wait for the model.
+        # As a call of its own: a request's call may be cancelled while others wait for the model.
         context = copy_context()
         context.run(CURRENT_CALL.set, model)
         model.task = self._replica.start(self._load(model), context)
-        # Not in the task, which ends without having begun if it is cancelled soon enough.
+        # Not in the task: a task that is cancelled soon enough ends without having begun.
         model.task.add_done_callback(lambda _: self._on_load_ended(model))
         self._replica.publish()
         return model
@@ -272,9 +272,9 @@ class _Cache:
             logger.exception("Failed to load model %.200r with %s", model.id, self._plan.name)
             model.settle(error=error)
         else:
-            # Before one of them goes on: it must not be evicted in between.
+            # Before one of them goes on: the model must not be evicted in between.
             self._replica.use(model, model.requesters())
-            if model.settle(value) and model.is_leaving:  # it did not listen to its cancellation
+            if model.settle(value) and model.is_leaving:  # the load ignored its cancellation
                 model.is_leaving = False
                 model.gone.set()
                 self._replica.publish()
@@ -282,12 +282,12 @@ class _Cache:
     def _on_load_ended(self, model: _Model) -> None:
         self._replica.end(model)
         model.go()
-        # If it was cancelled: the replica stops, or nobody wanted it.
+        # If it was cancelled: the replica stops, or no request wanted the model.
         model.settle(error=ReplicaUnavailableError(f"The load of model {model.id!r} was stopped."))
         if model.error is not None:
             self._forget(model)
         else:
-            self.make_room()  # it may have been wanted for less long than others have waited
+            self.make_room()  # its requests may have ended, while other loads wait
 
     def _cancel(self, model: _Model) -> None:
         assert model.task is not None
@@ -296,7 +296,7 @@ class _Cache:
         self._replica.publish()
 
     def _forget(self, model: _Model) -> None:
-        """Take a model out that was not loaded, or is unloaded, and pass on its room."""
+        """Remove a model that was not loaded or is unloaded, and pass on its room."""
         del self._models[model.id]
         model.gone.set()
         self._replica.publish()
@@ -307,7 +307,7 @@ class _Cache:
     # Room.
 
     async def _wait_for_room(self, model: _Model) -> None:
-        """Wait until the model may be loaded, or is settled as one that never can be."""
+        """Wait until the model may be loaded, or is settled because it never can be."""
         self._waiting[model] = frozenset()
         model.when_settled(lambda _: mailbox_of(self._replica.loop).post(model.go))
         self.make_room()
@@ -317,7 +317,7 @@ class _Cache:
             self._waiting.pop(model, None)
 
     def make_room(self) -> None:
-        """Give what room there is to the loads that wait, the first of them first."""
+        """Give the room that there is to the loads that wait, in order."""
         for load in list(self._waiting):
             if self._limit < 0 or self._taken < self._limit:
                 if self._waiting.pop(load, None) is not None:
@@ -334,10 +334,10 @@ class _Cache:
                 check_deadlock(load)
 
     def _victim(self, load: _Model) -> _Model | None:
-        """Return the model used longest ago of those that nobody uses.
+        """Return the least recently used model that no call uses.
 
-        Else of those that only requests use that wait for this very load: who asks for more models
-        than there is room for gives up one of their own.
+        If there is none, a model that is used only by requests that wait for this very load: a
+        request that asks for more models than there is room for gives up one of its own.
         """
         ready = [model for model in self._models.values() if model.is_ready]
         idle = (model for model in ready if not model.users)
@@ -355,7 +355,7 @@ class _Cache:
         return frozenset(holders - load.requesters())
 
     async def _evict(self, model: _Model, load: _Model | None = None) -> None:
-        """Unload a model, and give its room to a load if that still wants it."""
+        """Unload a model, and give its room to a load if that still waits for it."""
         await self._unload(model)
         if load is not None and not load.is_leaving and not load.settled:
             model.has_room, load.has_room = False, True
@@ -374,14 +374,14 @@ class _Cache:
         finally:
             spare_second_del(value)
 
-    # What others see of a load that waits for room. Thread-safe.
+    # The `call.Queue` of the loads that wait for room. Thread-safe.
 
     def holders(self, call: Call) -> frozenset[Call] | None:
         return self._waiting.get(call)  # type: ignore[call-overload, no-any-return]
 
     def withdraw(self, call: Call) -> bool:
         assert isinstance(call, _Model)
-        if call.behind:  # let them have what is there: it may be one of them that all wait for
+        if call.behind:  # let those requests go on: all may wait for one of them to end
             call.lets_pass = True
             mailbox_of(self._replica.loop).post(call.passed.set)
             return False

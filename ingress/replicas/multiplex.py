@@ -1,4 +1,4 @@
-"""`@multiplexed`: an `async def` that loads a model by its id keeps it, see `models`."""
+"""`@multiplexed`: a cache for an `async def` that loads a model by its id, see `models`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def multiplexed(func: F, /) -> F: ...
 @overload
 def multiplexed(*, max_num_models_per_replica: int = 3) -> Callable[[F], F]: ...
 def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any:
-    """Have an `async def` that loads a model by its id keep what it loaded.
+    """Cache the models that an `async def` loads by their ids.
 
-    It is a method or a function with one parameter, the model's id, and returns the model. A call
-    of it returns the model that is there or loads it; the one not used for longest makes room, its
-    `__del__` is run. -1 is no limit. Raises `TypeError` or `ValueError` at decoration.
+    The method or function has one parameter, the model's id, and returns the model. A call returns
+    the cached model or loads it. If the cache is full, the least recently used model is evicted,
+    and its `__del__` is run. -1 is no limit. Raises `TypeError` or `ValueError` at decoration.
     Source: Ray 2.60.0, api.py and multiplex.py.
     """
     limit = max_num_models_per_replica
@@ -88,9 +88,9 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
 
 
 def get_multiplexed_model_id() -> str:
-    """Return the model id the current request names, "" if none.
+    """Return the model id that the current request names, "" if none.
 
-    In a batch function it is that of the batch, in a function that loads a model that model's.
+    In a batch function it is the id of the batch, in a function that loads a model that model's.
     """
     call = CURRENT_CALL.get(None)
     return "" if call is None else call.metadata.multiplexed_model_id

@@ -1,18 +1,18 @@
 """The overload policy: which waiting call is served next, and which calls are shed.
 
-    the queue is short                          order of arrival
-    the first in it has waited for more than    the newest first; the old ones stay while they can
-    half of the time that it had                still be answered
-    a call with less time left than calls of    shed: `BackPressureError`, 503 with `Retry-After`
-    its kind usually take
-    a call comes, and more wait than get a      turned away: the same answer, at once
-    slot in the time it has
+    the queue is short                           order of arrival
+    the first call has waited for more than      the newest first; old calls stay while they can
+    half of the time that it had                 still be answered
+    a call has less time left than calls of its  shed: `BackPressureError`, 503 with `Retry-After`
+    kind usually take
+    a call arrives, and more calls wait than     turned away: the same answer, at once
+    get a slot in the time that it has
 
 At twice the capacity, order of arrival alone lets each call wait until almost no time is left: its
-work begins, is cut at its deadline, and is lost. Then nearly nothing is answered in time.
+work begins, is cut at its deadline, and is lost. Then almost no call is answered in time.
 
-Only calls with a deadline are overtaken or shed. As soon as one without a deadline waits, all are
-served in order of arrival; those with a deadline can still be shed then.
+Only calls with a deadline are overtaken or shed. As soon as a call without a deadline waits, all
+are served in order of arrival; calls with a deadline can still be shed then.
 
 Sources: Nichols and Jacobson, "Controlling Queue Delay" (2012); Maurer, "Fail at Scale" (2015).
 """
@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from ingress.calls.call import Call
 
-PATIENCE = 0.5  # the share of its time that the first may wait before the newest goes first
+PATIENCE = 0.5  # the share of its time that the first call may wait before the newest goes first
 MIN_SAMPLES = 8  # before an estimate is used
 WEIGHT = 1 / 8  # of the latest sample in an estimate
 HALF_LIFE_S = 5.0  # of an estimate without new samples
-PROBE_S = 1.0  # how often a call may begin that an estimate would shed
-MAX_KINDS = 1000  # of which estimates are kept, in case kinds are without end
-MIN_TURNS = 16  # taken from the queue before the rate of that is used,
-MIN_WINDOW_S = 0.5  # and the time they took
+PROBE_S = 1.0  # between two calls that begin although an estimate would shed them
+MAX_KINDS = 1000  # with an estimate, in case the number of kinds has no bound
+MIN_TURNS = 16  # calls taken from the queue before their rate is used,
+MIN_WINDOW_S = 0.5  # and the least time they took
 
 
 class Shed(NamedTuple):
@@ -83,7 +83,7 @@ class UsualTimes:
             if len(self._estimates) > MAX_KINDS:
                 self._estimates.popitem(last=False)
         took_s = (call.answered_at or now) - call.assigned_at
-        # A call that was cut short says only that such calls take longer than that.
+        # A call that was cut short says only that calls of its kind take longer than this one.
         if call.is_interrupted and took_s < estimate.usual_s:
             return
         estimate.samples += 1
@@ -105,9 +105,9 @@ class UsualTimes:
         return Shed(call, left_s, usual_s) if left_s < usual_s else None
 
     def probes(self, shed: Shed, now: float) -> bool:
-        """Return whether a call begins all the same: an estimate that lets none begin never learns.
+        """Return whether a call begins all the same, as one a second may.
 
-        One a second may.
+        An estimate that lets no call begin never learns.
         """
         estimate = self._estimates[shed.call.kind()]
         if shed.left_s <= 0 or now < estimate.probed_at + PROBE_S:
@@ -117,9 +117,9 @@ class UsualTimes:
 
 
 class ServiceRate:
-    """How many calls a second get a slot while there are always some that wait for one.
+    """The number of calls a second that get a slot, while other calls always wait for one.
 
-    `per_s` is `None` until that is known. Guarded by the router's lock.
+    `per_s` is `None` until the rate is known. Guarded by the router's lock.
     """
 
     __slots__ = ("_began_at", "_turns", "per_s")
@@ -128,7 +128,7 @@ class ServiceRate:
         self.restart(0.0)
 
     def restart(self, now: float) -> None:
-        """Forget what was counted: no call has waited until now."""
+        """Forget the counts: no call has waited until now."""
         self.per_s: float | None = None
         self._turns = 0
         self._began_at = now
@@ -143,10 +143,10 @@ class ServiceRate:
             self._began_at = now
 
     def turns_in(self, left_s: float, now: float) -> float | None:
-        """Return how many calls will get a slot in this time, `None` if that is not known."""
+        """Return the number of calls that will get a slot in this time, `None` if not known."""
         if self.per_s is None:
             return None
-        # What was counted since has its weight: fewer, if those that are due do not come.
+        # The calls since then have their weight: if fewer than expected got a slot, it is lower.
         took_s = now - self._began_at + MIN_TURNS / self.per_s
         return (self._turns + MIN_TURNS) / took_s * max(left_s, 0.0)
 
@@ -170,14 +170,14 @@ class WaitingCalls:
 
     @property
     def has_patient(self) -> bool:
-        """Whether a call without a deadline waits."""
+        """Return whether a call without a deadline waits."""
         return self._without_deadline > 0
 
     def turns_away(self, deadline: float, now: float) -> str:
         """Return why a call that comes now cannot get a slot in time, "" if it may.
 
-        What is served newest first would serve it, and shed an older one for it, at its deadline:
-        that one has cost more by then, and its client has waited for nothing.
+        A queue that is served newest first would serve this call, and shed an older one for it, at
+        its deadline: the older call has cost more by then, and its client has waited for nothing.
         """
         left_s = deadline - now
         turns = self._rate.turns_in(left_s, now)
@@ -201,21 +201,21 @@ class WaitingCalls:
         self._calls.move_to_end(call, last=False)
 
     def discard(self, call: Call) -> bool:
-        """Take a call out. Returns False if it does not wait here."""
+        """Remove a call. Returns False if it does not wait here."""
         if self._calls.pop(call, None) is None:
             return False
         self._without_deadline -= call.metadata.deadline is None
         return True
 
     def clear(self) -> list[Call]:
-        """Take all calls out, and return them in order of arrival."""
+        """Remove all calls, and return them in order of arrival."""
         calls = list(self._calls)
         self._calls.clear()
         self._without_deadline = 0
         return calls
 
     def next(self, now: float, shed: list[Shed]) -> Call | None:
-        """Take out the call that is served next. Adds to `shed` those that cannot be any more."""
+        """Remove the call that is served next. Adds calls that are too late to `shed`."""
         while self._calls:
             call, since = next(iter(self._calls.items()))
             deadline = call.metadata.deadline

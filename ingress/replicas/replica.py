@@ -2,7 +2,7 @@
 
     submit -> _begin -> a task that runs `call.work(user_code)` -> slot released, call settled
 
-Two threads meet here: whoever submits, and the user loop. They meet in the mailbox only.
+Two threads meet here, the one that submits and the one of the user loop: in the mailbox only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ingress.watchdog import WATCHDOG
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
 HELD = -3  # `position` of a replica that gets its next call when it has begun the last
-ANYIO_RESERVE = 8  # threads of AnyIO's, beyond one a request
+ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
 logger = logging.getLogger("ingress")
 
 
 class ReplicaState(Enum):
-    """The words of Ray Serve's status."""
+    """The state of a replica, in the words of Ray Serve's status."""
 
     STARTING = "STARTING"
     RUNNING = "RUNNING"
@@ -56,15 +56,18 @@ _ABSENT = object()
 
 
 class Replica:
-    """Lives on its user loop; `submit` and `cancel` are thread-safe.
+    """One replica of a deployment, on its user loop. `submit` and `cancel` are thread-safe.
 
-    `lanes` says how many threads each lane has. `borrowed` is the loop to live on when user code
-    has no thread of its own; `stall_threshold_s` how long that may stand still until somebody hears
-    of it, `None` for ever. `release` gives a slot back to the router, `reassign` a call that none
-    of our user code has seen, and `resume` asks the router for the next call. `ongoing`,
-    `max_ongoing`, `position`, `given`, which counts the calls that got a slot, and `requested`,
-    which counts them by the model they name, are the router's, under its lock. `begun` counts the
-    calls that began, and `is_late` says that they begin late: both are written on the user loop.
+        lanes              number of threads of each lane
+        borrowed           the loop to run on, if user code has no thread of its own
+        stall_threshold_s  stall duration of the loop after which it is reported; `None` disables
+        release            gives the slot of a call back to the router
+        reassign           gives the router a call back that no user code has seen
+        resume             asks the router for the next call
+
+    Written under the router's lock: `ongoing`, `max_ongoing`, `position`, `given`, which counts the
+    calls that got a slot, and `requested`, which counts them by the model they name. Written on the
+    user loop: `begun`, which counts the calls that began, and `is_late`, if they begin late.
     """
 
     __slots__ = (
@@ -94,7 +97,7 @@ class Replica:
         self.replica_id = replica_id
         self.state = ReplicaState.STARTING
         self.latencies: dict[str, Latency] = {}
-        self.stalls: dict[str, Latency] = {}  # by method; the watchdog's
+        self.stalls: dict[str, Latency] = {}  # by method; written by the watchdog
         self.unhealthy_reason = ""
         self.max_ongoing, self.ongoing, self.position = max_ongoing, 0, -1
         self.requested: dict[str, int] = {}
@@ -124,18 +127,18 @@ class Replica:
             lanes=self.pools.lanes,
         )
         self._executor: LoopExecutor | None = None
-        if borrowed is None:  # a borrowed loop's executor is its lender's, see `LocalEngine`
+        if borrowed is None:  # a borrowed loop keeps its owner's executor, see `LocalEngine`
             # Source: Ray 2.60.0, replica.py: 5 threads for the default of one CPU.
             workers = min(32, max(1, math.ceil(num_cpus)) + 4)
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
-        # What runs here, and its task once that has begun.
+        # The calls that run here, each with its task once that has begun.
         self._calls: dict[Call, asyncio.Task[Any] | None] = {}
         self.context = ReplicaContext(replica_id, _loop=self.loop, _make_plan=make_plan)
         self._models = Models(self.loop, self.context, make_plan, self._calls)
         try:
             self.user_code = UserCode(func_or_class, bound_app, self.context, make_plan)
-        except BaseException:  # the user's app, when it was cloned; nobody would ever stop us
+        except BaseException:  # of cloning the user's app: the caller has no replica to stop
             self._home.stop(1.0)
             raise
         self._is_checking = False
@@ -145,36 +148,37 @@ class Replica:
 
     @property
     def model_ids(self) -> frozenset[str]:
-        """The models it has or is loading. Thread-safe."""
+        """The ids of the models that it has or is loading. Thread-safe."""
         return self._models.ids
 
     async def start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:
-        """Make the replica ready, on its own loop. Raises what the user's code raises."""
+        """Make the replica ready, on its user loop. Raises the errors of user code."""
         await run_on(self.loop, self._start(args, kwargs, user_config))
         self.state = ReplicaState.RUNNING
 
     async def _start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any
     ) -> None:
-        # AnyIO's threads are for what Starlette and FastAPI run themselves: `yield` dependencies,
-        # background tasks, files. A request is in one of them at a time, so none waits for long.
+        # AnyIO's threads run what Starlette and FastAPI send there: `yield` dependencies,
+        # background tasks, files. A request uses one at a time, so no request waits for long.
         limiter = current_default_thread_limiter()
         self._anyio_threads = self.max_ongoing + ANYIO_RESERVE
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
-        # Not before: a constructor may take its time.
+        # Not earlier: a constructor may take long.
         if self._stall_threshold_s is not None:
             WATCHDOG.watch(self.loop, self, self._stall_threshold_s)
-            # Race with `stop`, which waits for no constructor: it changes the state, then has us
-            # let go of; this is the other way round.
+            # Race with `stop`, which waits for no constructor: it changes the state and then
+            # unwatches; this watches and then reads the state, so one of the two unwatches.
             if self.is_ending:
                 WATCHDOG.unwatch(self.loop, self)
 
     def submit(self, call: Call) -> None:
-        """Run a call that holds one of our slots. Thread-safe."""
-        # While we end, one after the other: what `_begin` turns away frees the slot of the next.
+        """Run a call that holds a slot of this replica. Thread-safe."""
+        # While the replica ends, by way of the mailbox, or calls would recurse: each one that
+        # `_begin` turns away frees the slot of the next.
         if running_loop() is self.loop and self.state not in _ENDING:
             self._begin(call)
         else:
@@ -182,32 +186,32 @@ class Replica:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it begins no more calls. What runs may be cut short."""
+        """Return whether it begins no more calls. Running calls may be cut short."""
         return self.state in _ENDING
 
     @property
     def orphans(self) -> int:
-        """How many calls hold a slot although they have been answered.
+        """The number of calls that hold a slot although they have been answered. Thread-safe.
 
-        Their caller left, or their deadline passed, and the code has not ended. From any thread.
+        Their caller left, or their deadline passed, and their code has not ended.
         """
         return sum(call.settled for call in list(self._calls))
 
     def cancel(self, call: Call) -> None:
-        """Cancel what a call runs, if it still does. Thread-safe."""
+        """Cancel the work of a call, if it still runs. Thread-safe."""
         if running_loop() is self.loop:
             self._cancel(call)
         else:
             self._home.mailbox.post(self._cancel, call)
 
     def _begin(self, call: Call) -> None:
-        if call.settled or self.state in _ENDING:  # on its way here; the router let us go
+        if call.settled or self.state in _ENDING:  # while the call was on its way here
             self._turn_away(call)
             return
-        # A drain runs in an empty context; the task gets the request's own.
+        # The mailbox runs this in an empty context; the task gets the request's own.
         self.loop.create_task(self._run(call), context=call.context)
-        # Race with a cancellation before the task's first step, which would end it with not one
-        # line run, slot and all: there is no task to cancel until `serve` puts it here.
+        # Race with a cancellation before the task's first step, which would end the task with no
+        # line run and its slot lost: there is no task to cancel until `admit` puts it here.
         self._calls[call] = None
 
     def _cancel(self, call: Call) -> None:
@@ -217,14 +221,14 @@ class Replica:
         call.interrupt()
 
     def admit(self, call: Call) -> bool:
-        """Whether a call that holds one of our slots is to run now, in the current task.
+        """Return whether a call that holds a slot is to run now, in the current task.
 
         If not, its slot is given back, and it goes to another replica or has its answer.
         """
-        # Asked here first, because most have no deadline and this is on everybody's way.
+        # Checked here first: most calls have no deadline, and this is on the path of each.
         if not call.settled and (call.metadata.deadline is None or not call.is_over()):
-            # Race with `stop` in another thread: it changes the state and then looks at the calls,
-            # this puts the call there and then looks at the state. One sees the other.
+            # Race with `stop` in another thread: it changes the state and then reads the calls.
+            # This adds the call and then reads the state, so one of the two sees the other.
             self._calls[call] = asyncio.current_task(self.loop)
             if self.state not in _ENDING:
                 self._note_begin(call)
@@ -242,11 +246,14 @@ class Replica:
         elif self.is_late:
             self._in_time += 1
             self.is_late = self._in_time < CALLS_IN_TIME
-        if self.position == HELD:  # after it was counted: see `Router`
+        if self.position == HELD:  # after the call was counted: see `Router._settle_position`
             self._resume(self)
 
     def _turn_away(self, call: Call) -> None:
-        """Give back the slot of a call that will not run here; none of its user code has."""
+        """Give back the slot of a call that will not run here, and send the call elsewhere.
+
+        None of its user code has run.
+        """
         self.release(call)
         if not call.settled:
             if self._reassign is None:
@@ -255,15 +262,15 @@ class Replica:
                 self._reassign(call, self.gone_error())
 
     async def _run(self, call: Call) -> None:
-        # Race with `stop`, which does not wait for us for ever: whoever takes the call out of here
-        # gives its slot back.
+        # Race with `stop`, which does not wait for this task for ever: the thread that takes the
+        # call out of `_calls` gives its slot back.
         if self._calls.pop(call, _ABSENT) is _ABSENT or not self.admit(call):
             return
         try:
             value = await self.serve(call)
         except asyncio.CancelledError as error:
-            # Settled already if the caller asked for it; otherwise the replica is being stopped,
-            # or user code cancelled its own task.
+            # If the caller has cancelled the call, it is settled. Otherwise the replica is being
+            # stopped, or user code cancelled its own task.
             ending = self.state in _ENDING
             call.settle(
                 error=self.gone_error() if ending else UserCodeExit(error, str(self.replica_id))
@@ -274,9 +281,10 @@ class Replica:
             call.settle(value)
 
     def fail(self, call: Call, error: Exception) -> None:
-        """Settle a call with what its work raised, or log that if it has its answer."""
-        # A `CancelledError` is what we caused even where the guard took it for user code's own:
-        # AnyIO's groups may take our cancellation off their task's count, see `OnceScope.__exit__`.
+        """Settle a call with the error of its work, or log the error if the call is settled."""
+        # A `CancelledError` comes from the call's cancellation, even where the guard took it for
+        # user code's own: AnyIO's groups may take that off their task's count, see
+        # `OnceScope.__exit__`.
         is_ours = is_cancellation(error) or isinstance(error.__cause__, asyncio.CancelledError)
         if not call.settle(error=error) and not is_ours:
             logger.warning(
@@ -287,7 +295,7 @@ class Replica:
             )
 
     async def serve(self, call: Call) -> Any:
-        """Run a call that was admitted in the current task, then give its slot back."""
+        """Run an admitted call in the current task, then give its slot back."""
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
         begin = monotonic()
@@ -314,15 +322,15 @@ class Replica:
             call.release_references()
 
     def release(self, call: Call) -> None:
-        """Give a call's slot back: its work has really ended, or will never begin."""
+        """Give a call's slot back: its work has ended, or will never begin."""
         self._release(self, call)
 
     async def check_health(self) -> None:
-        """Ask the user's code, on the user loop. Raises what it raises."""
+        """Run the user's health check, on the user loop. Raises what it raises."""
         await run_on(self.loop, self._check_health())
 
     async def _check_health(self) -> None:
-        # One question at a time: a `check_health` that is stuck in a thread would otherwise take
+        # One check at a time: a `check_health` that is stuck in a thread would otherwise take
         # another thread every period, until none is left for requests.
         if self._is_checking:
             raise TimeoutError("the previous check_health has not returned yet")
@@ -333,19 +341,19 @@ class Replica:
             self._is_checking = False
 
     async def stop(self, timeout_s: float) -> None:
-        """Cancel what runs, run the user's shutdown code, end loop and threads, within a time.
+        """Cancel calls, run the user's shutdown code, end loop and threads; all in `timeout_s`.
 
-        What does not end by then is left behind in its daemon thread, and said so; a second call
-        only waits for that.
+        Daemon threads that have not ended by then are left behind and logged. A second call only
+        waits for them.
         """
         deadline = monotonic() + timeout_s
-        # Race of a second call with the loop that the first left behind: it closes once user code
-        # returns, and would take with it, or cancel, what is posted to it now.
+        # Race of a second call with the loop that the first call left behind: it closes once user
+        # code returns, and would drop or cancel anything that is posted to it now.
         winds_down = self.state is not ReplicaState.STOPPED
         self.state = ReplicaState.STOPPING
         WATCHDOG.unwatch(self.loop, self)
         try:
-            # A lender may have closed it without a word.
+            # The owner of a borrowed loop may have closed it without notice.
             if winds_down and not self.loop.is_closed():
                 async with asyncio.timeout(timeout_s):
                     await run_on(self.loop, self._wind_down())
@@ -356,16 +364,16 @@ class Replica:
             assert task is not None
             if task.cancelling():
                 raise
-            # Not us, but what winds down: its lender ends the loop, with all tasks there are.
+            # `_wind_down` was cancelled, not this task: the owner of the loop ends all its tasks.
             logger.error("%s did not stop before its event loop did", self.replica_id)
         except Exception:
             logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
         self.pools.shutdown()
         if self._executor is not None:
             self._executor.shutdown()
-        # In a thread, because these wait, and the control loop has other replicas to look after.
+        # In a thread: joining blocks, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
-        for call in list(self._calls):  # a loop that was left behind changes it
+        for call in list(self._calls):  # a loop that was left behind may change it
             if (task := self._calls.get(call)) is not None:
                 call.settle(error=self.gone_error())
                 call.interrupt()
@@ -380,7 +388,7 @@ class Replica:
             task.cancel()
             call.interrupt()
         for task in list(self.context._batches):
-            if task.get_loop() is self.loop:  # one on a loop of the user's ends with that
+            if task.get_loop() is self.loop:  # a batch on a loop of the user's ends with that loop
                 task.cancel()
                 tasks.append(task)
             if (batch := self.context._batches.get(task)) is not None:
@@ -405,7 +413,7 @@ class Replica:
             logger.error("%s left its %s behind, stuck", self.replica_id, " and ".join(stuck))
 
     def _on_dead(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Fail a call that can no longer reach our loop."""
+        """Turn away or interrupt a call that can no longer reach the user loop."""
         for call in args:
             if isinstance(call, Call) and callback == self._begin:
                 self._turn_away(call)
@@ -413,7 +421,7 @@ class Replica:
                 call.interrupt()
 
     def gone_error(self) -> ReplicaUnavailableError:
-        """Return what a call is told that we do not answer because we end."""
+        """Return the error of a call that is not answered because the replica ends."""
         return ReplicaUnavailableError(
             f"Replica {self.replica_id} of {self.replica_id.deployment_id} was stopped before it "
             "answered; send the request again if that is safe."

@@ -1,4 +1,4 @@
-"""Which replica next: pure policies over the replicas that have a free slot."""
+"""Policies that choose a replica among those with a free slot. Pure: they change nothing."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """A replica. `requested` counts its calls by the model they name."""
+    """A replica, as a policy sees it. `requested` counts its calls by the model they name."""
 
     ongoing: int
     requested: dict[str, int]
 
     @property
     def model_ids(self) -> frozenset[str]:
-        """The models it has or is loading."""
+        """The ids of the models that it has or is loading."""
 
 
 R = TypeVar("R", bound=Candidate)
 
 
 class PowerOfTwoChoicesRequestRouter:
-    """Look at two replicas at random and take the one with fewer ongoing requests.
+    """A policy that draws two replicas at random and takes the one with fewer ongoing requests.
 
-    Source: Ray 2.60.0, pow_2_router.py; here the counts are exact, not cached. Of 128 replicas
-    and more the router takes one that is idle while there is one.
+    Source: Ray 2.60.0, pow_2_router.py; here the counts are exact, not cached. With 128 replicas
+    or more, the router takes an idle replica while there is one.
     """
 
     __slots__ = ()
@@ -33,8 +33,8 @@ class PowerOfTwoChoicesRequestRouter:
     def choose(self, candidates: Sequence[R], awake: R | None = None) -> R:
         """Return one of `candidates`, of which there is at least one.
 
-        `awake` is one of the candidates that is at work, so that one call more wakes no thread: it
-        stands for one of the two, and wins a tie.
+        `awake` is a candidate that is at work, so that one call more wakes no thread: it is one of
+        the two, and wins a tie.
         """
         count = len(candidates)
         if count == 1:
@@ -51,9 +51,9 @@ class PowerOfTwoChoicesRequestRouter:
         return one if one.ongoing <= other.ongoing else other
 
     def choose_for_model(self, candidates: Sequence[R], model_id: str) -> R:
-        """Prefer those that have the model or are about to; else those with the fewest models.
+        """Prefer replicas that have or will have the model, else those with the fewest models.
 
-        Source: Ray 2.60.0, request_router.py, without its wait for one that is full.
+        Source: Ray 2.60.0, request_router.py, without its wait for a full replica.
         """
         fit = [r for r in candidates if model_id in r.model_ids or model_id in r.requested]
         if not fit:

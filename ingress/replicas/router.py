@@ -1,18 +1,19 @@
-"""A deployment's queue: who gets which replica's slot, and when.
+"""The router of a deployment: its queue, and the slots of its replicas.
 
-    assign    reserve a slot, or stand at the end of the queue, or be refused: one critical section
-    release   hand the slot to the first who waits, in the same section
-    reassign  the same as `assign` for a call whose replica went before it began; it goes first
+    assign    reserve a slot, queue the call at the end, or refuse it, in one critical section
+    release   take a slot back and hand it to the first waiting call, in one critical section
+    reassign  `assign` for a call whose replica was gone before the call began; it is queued first
 
-A request that finds others waiting always stands behind them, and a free slot never meets a
-waiting request, so the order of service is the order of arrival; under overload, requests with a
-deadline have another, see `replicas.overload`. The lock is held for a few lines of plain
-arithmetic, never while another is taken, and no callback runs under it.
+A call never overtakes waiting calls, and a free slot goes to a waiting call at once, so calls are
+served in order of arrival. Under overload, calls with a deadline have another order, see
+`replicas.overload`. The lock is held for a few lines of arithmetic, never while another lock is
+taken, and no callback runs under it.
 
-A replica that begins calls late, because its event loop is busy or does not get the GIL, is given
-one call with a deadline at a time: the next when that begins. What it cannot begin yet waits here,
-where it can still go to another replica, be overtaken or be shed. While threads queue for the GIL,
-that goes for all calls: more threads that compute would only wait for each other.
+A replica that begins calls late, because its event loop is busy or does not get the GIL, is held:
+it gets one call with a deadline at a time, the next when that one begins. The calls it cannot begin
+yet wait in the queue, where they can still go to another replica, be overtaken or be shed. While
+threads queue for the GIL, this goes for all calls: more computing threads would only wait for each
+other.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Router:
-    """Thread-safe; one per deployment, for all its callers.
+    """The router of one deployment, for all its callers. Thread-safe.
 
-    `max_queued_requests` is -1 for no limit, and `backpressure` says how a request beyond it is
-    refused. `later(delay_s, callback)` calls back on some loop of the framework's.
+    `max_queued_requests` is -1 for no limit; `backpressure` says how a call beyond it is refused.
+    `later(delay_s, callback)` calls `callback` after a delay, on one of the framework's loops.
     """
 
     __slots__ = (
@@ -72,18 +73,19 @@ class Router:
         self._policy = PowerOfTwoChoicesRequestRouter()
         self._lock = threading.Lock()
         self._available: list[Replica] = []  # the replicas with a free slot, in no order
-        self._idle: OrderedDict[Replica, None] = OrderedDict()  # with all free; next is the last
-        self._last: Replica | None = None  # who was chosen last
+        # The replicas with all slots free; the last one is chosen next.
+        self._idle: OrderedDict[Replica, None] = OrderedDict()
+        self._last: Replica | None = None  # the replica chosen last
         self._usual = UsualTimes()
         self._waiting = WaitingCalls(self._usual)
-        self._resting: set[Call] = set()  # who will try another replica after a pause
+        self._resting: set[Call] = set()  # the calls that go to another replica after a pause
         self._held: set[Replica] = set()  # the replicas that are late
-        self._holders: set[Call] = set()  # who has a slot
+        self._holders: set[Call] = set()  # the calls that have a slot
         self._refuses: str | None = None
 
     @property
     def num_queued(self) -> int:
-        """How many wait for a slot: `serve_deployment_queued_queries`."""
+        """The number of calls that wait for a slot: `serve_deployment_queued_queries`."""
         return len(self._waiting) + len(self._resting)
 
     @property
@@ -91,7 +93,7 @@ class Router:
         return sum(replica.ongoing for replica in self.replicas)
 
     def assign(self, call: Call) -> None:
-        """Start the call on a replica, now or when its turn comes, or settle it as refused."""
+        """Start the call on a replica now, queue it, or settle it as refused."""
         refused: Exception | None = None
         replica: Replica | None = None
         call.queue = self
@@ -115,15 +117,15 @@ class Router:
             self.withdraw(call)
         elif call.is_awaited:
             self.check_deadlock(call)
-        # Replicas that are held for calls with a deadline only.
+        # Replicas are held for calls with a deadline only: they may begin this call.
         if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
             for replica in list(self._held):
                 self.resume(replica)
 
     def turns_away(self, deadline: float | None) -> BackPressureError | None:
-        """Return why a call would be refused now, for a caller that has not made it yet.
+        """Return the error that a call would be refused with now, before it is made, or `None`.
 
-        Under overload most are: a refusal must cost little.
+        Under overload most calls are refused, so a refusal must cost little.
         """
         if self._available:
             return None
@@ -133,7 +135,7 @@ class Router:
             return self._full(deadline, monotonic())
 
     def _full(self, deadline: float | None, now: float) -> BackPressureError | None:
-        """Return why no more calls may wait, or none with this deadline."""
+        """Return the error that refuses a call with this deadline, `None` if it may wait."""
         if 0 <= self.max_queued_requests <= len(self._waiting) - self._num_withheld():
             return self._refusal("", self._backpressure.retry_after_s)
         if deadline is None or not (reason := self._waiting.turns_away(deadline, now)):
@@ -141,10 +143,10 @@ class Router:
         return self._refusal(reason, self._retry_after_s())
 
     def reassign(self, call: Call, error: Exception) -> None:
-        """Send a call to another replica: its own went before any user code ran, says `error`.
+        """Send a call to another replica, because its own was gone before any user code ran.
 
-        It keeps its turn, goes at once the first time, and after a pause from then on. Settles it
-        with `error` if there is no other replica, or it was sent on `max_retries` times.
+        The call keeps its turn. It goes at once the first time, and after a pause from then on.
+        Settles it with `error` if there is no other replica, or it was sent on `max_retries` times.
         """
         call.retries += 1
         pause_s = retries.pause_s(
@@ -187,7 +189,7 @@ class Router:
             self.check_deadlock(call)
 
     def release(self, replica: Replica, call: Call) -> None:
-        """Take back the slot of a call whose work has ended, and hand it to the next."""
+        """Take back the slot of a call whose work has ended, and hand it to the next call."""
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
@@ -210,7 +212,7 @@ class Router:
             self._start(replica, started, shed)
 
     def resume(self, replica: Replica) -> None:
-        """Hand the next call to a replica that has begun the one it was given. Thread-safe."""
+        """Hand a held replica the waiting calls it may have now. Thread-safe."""
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
@@ -218,7 +220,7 @@ class Router:
         self._start(replica, started, shed)
 
     def _settle_position(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
-        """Give a replica what it can take of the waiting calls, and put it where it belongs."""
+        """Give a replica the waiting calls that it can take, and update its position."""
         if replica.position == _REMOVED:
             return
         while (
@@ -235,8 +237,8 @@ class Router:
                 self._remove_available(replica)
             replica.position = HELD
             self._held.add(replica)
-            # Race with the replica's loop, which counts what it begins and then looks whether it is
-            # held; this is the other way round, so one of the two sees the other.
+            # Race with the user loop: it counts a call that begins and then reads `position`. This
+            # sets `position` and then reads the count, so one of the two sees the other's change.
             if _is_held(replica):
                 return
         self._held.discard(replica)
@@ -250,7 +252,7 @@ class Router:
             self._add_idle(replica)
 
     def _num_withheld(self) -> int:
-        """Return how many slots are free that no call is given now: their replicas are behind."""
+        """Return the number of free slots that get no call now: their replicas are held."""
         return sum(replica.max_ongoing - replica.ongoing for replica in self._held)
 
     def _start(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
@@ -274,7 +276,7 @@ class Router:
         )
 
     def withdraw(self, call: Call) -> bool:
-        """Take a cancelled call out of the queue. Returns False if it does not wait here."""
+        """Remove a cancelled call from the queue. Returns False if it is not queued here."""
         with self._lock:
             if call in self._resting:
                 self._resting.discard(call)
@@ -282,12 +284,12 @@ class Router:
             return self._waiting.discard(call)
 
     def holders(self, call: Call) -> frozenset[Call] | None:
-        """Return the calls that have the slots a call waits for here, `None` if it does not."""
+        """Return the calls with the slots that `call` waits for; `None` if it is not queued."""
         with self._lock:
             return frozenset(self._holders) if call in self._waiting else None
 
     def check_deadlock(self, call: Call) -> None:
-        """Fail a call that can never start, see `cycles`."""
+        """Fail a call that can never start, see `deadlocks`."""
         check_deadlock(call)
 
     def describe_deadlock(self, call: Call, chain: str) -> str:
@@ -299,7 +301,7 @@ class Router:
         )
 
     def add(self, replica: Replica) -> None:
-        """Begin to use a replica that is ready; those who wait get its slots at once."""
+        """Begin to use a replica that is ready: waiting calls get its slots at once."""
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
@@ -309,7 +311,7 @@ class Router:
         self._start(replica, started, shed)
 
     def remove(self, replica: Replica) -> None:
-        """Give a replica nothing more; what it runs goes on."""
+        """Give a replica no more calls; the calls it runs go on."""
         with self._lock:
             if replica.position >= 0:
                 self._remove_available(replica)
@@ -321,7 +323,7 @@ class Router:
             self.replicas.remove(replica)
 
     def refuse(self, reason: str) -> None:
-        """Settle every new call and all who wait as unavailable."""
+        """Settle all waiting calls and every new call as unavailable."""
         with self._lock:
             self._refuses = reason
             waiting = [*self._resting, *self._waiting.clear()]
@@ -330,7 +332,7 @@ class Router:
             call.settle(error=DeploymentUnavailableError(reason))
 
     def _reserve(self, call: Call) -> Replica:
-        """Give the call a slot of an available replica, not of one it was sent on from."""
+        """Give the call a slot of an available replica, if possible not of its last replica."""
         available = self._available
         model_id = call.metadata.multiplexed_model_id
         if call.runner is not None:
@@ -338,11 +340,11 @@ class Router:
         if model_id:
             replica = self._policy.choose_for_model(available, model_id)
         elif self._idle and len(self.replicas) >= _MANY and call.runner is None:
-            replica = next(reversed(self._idle))  # none has fewer requests
+            replica = next(reversed(self._idle))  # no replica has fewer calls
         else:
             awake = self._last
             if awake is not None and (not awake.ongoing or awake.position < 0 or call.runner):
-                awake = None  # asleep, or not available
+                awake = None  # its thread sleeps, or it is not available
             replica = self._last = self._policy.choose(available, awake)
         if not replica.ongoing:
             del self._idle[replica]
@@ -354,7 +356,7 @@ class Router:
         return replica
 
     def _next(self, replica: Replica, shed: list[Shed]) -> Call | None:
-        """Give a slot of the replica to the waiting call whose turn it is, if one still can go."""
+        """Give a slot of the replica to the next waiting call. Returns that call, or `None`."""
         call = self._waiting.next(monotonic(), shed)
         if call is not None:
             self._idle.pop(replica, None)
@@ -372,12 +374,12 @@ class Router:
             _count_model(replica, call.metadata.multiplexed_model_id, 1)
 
     def _add_idle(self, replica: Replica) -> None:
-        """Put a replica with all its slots free where its turn is.
+        """Add a replica with all slots free to `_idle`, mostly as the next to be chosen.
 
-        Where there are many they take turns, each of several calls: the thread of a loop that has
-        just worked finds its memory in the caches. At 1,000 and 32 calls in flight, a call costs
-        60 us of CPU like this and 85 on two that are drawn; at 64 it would be the other way round,
-        because of those drawn twice, which are woken once.
+        Many replicas take turns of several calls each: a thread that has just worked finds its
+        memory in the caches. With 1,000 replicas and 32 calls in flight, a call costs 60 us of CPU
+        this way, and 85 us if two replicas are drawn at random. At 64 calls it would be the other
+        way round: some replicas are drawn twice, and woken once.
         """
         self._idle[replica] = None
         if random() * _CALLS_A_TURN < 1:
@@ -388,7 +390,7 @@ class Router:
         self._available.append(replica)
 
     def _remove_available(self, replica: Replica) -> None:
-        """Remove in constant time: the last takes the place of the one that goes."""
+        """Remove a replica in constant time: the last in the list takes its place."""
         last = self._available.pop()
         if last is not replica:
             last.position = replica.position
@@ -397,12 +399,12 @@ class Router:
 
 
 def _is_held(replica: Replica) -> bool:
-    """Whether a replica that is late has yet to begin what it was given."""
+    """Return whether a late replica has yet to begin a call that it was given."""
     return replica.is_late and replica.given > replica.begun
 
 
 def _count_model(replica: Replica, model_id: str, change: int) -> None:
-    """Count the calls on a replica that name a model; no more models than calls are kept."""
+    """Count the calls on a replica that name a model. A model without calls is dropped."""
     count = replica.requested.get(model_id, 0) + change
     if count:
         replica.requested[model_id] = count
@@ -413,7 +415,7 @@ def _count_model(replica: Replica, model_id: str, change: int) -> None:
 # Values of `Replica.position` other than an index into `_available`.
 _FULL = -1
 _REMOVED = -2
-RETRY_AFTER_S = 1.0  # for a shed call, unless the deployment says another
+RETRY_AFTER_S = 1.0  # for a shed call, unless the deployment sets another
 _MANY = 128
-# Of many replicas: enough that few calls meet a cold thread, few enough that all have their turn.
+# Of many replicas: enough that few calls meet a cold thread, few enough that each has its turn.
 _CALLS_A_TURN = 16

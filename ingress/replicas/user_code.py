@@ -4,7 +4,7 @@
     serve: call | stream | http
     stop:  lifespan shutdown -> __del__, once
 
-Where each of these runs is `execution`'s to say.
+`execution` decides whether each of these runs on the loop or in a thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
 
 class UserCode:
-    """Owned by the replica's user loop."""
+    """The user's class or function inside one replica. Owned by the replica's user loop."""
 
     __slots__ = (
         "_app",
@@ -58,7 +58,7 @@ class UserCode:
     async def start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:
-        """Make the instance ready to serve. Raises what the user's code raises."""
+        """Make the instance ready to serve. Raises the errors of user code."""
         REPLICA.set(self._context)
         self._instance = await self._construct(args, kwargs)
         self._context.servable_object = self._instance
@@ -66,7 +66,8 @@ class UserCode:
             await self._app.attach(self._instance)
             await self._app.lifespan.startup()
         elif callable(self._instance):
-            # Not of the instance: Python drops a first parameter there, also of a `staticmethod`.
+            # Not the signature of the instance: Python drops a first parameter there, also of a
+            # `staticmethod`.
             is_class = inspect.isclass(self._func_or_class)
             call = self._instance.__call__ if is_class else self._instance
             self._takes_request = bool(inspect.signature(call).parameters)
@@ -158,7 +159,7 @@ class UserCode:
 
     def _plan(self, method: str) -> ExecutionPlan:
         """Make the plan of a method at its first call."""
-        target: Any = self._func_or_class  # a function deployment has just the one
+        target: Any = self._func_or_class  # the only method of a function deployment
         if inspect.isclass(target):
             target = getattr(self._instance, method, None)
             if not callable(target):
@@ -190,4 +191,4 @@ def spare_second_del(instance: Any) -> None:
             cls.__name__, (cls,), {"__slots__": (), "__del__": lambda self: None}
         )
     except TypeError:
-        pass  # a class that cannot be subclassed or exchanged: once more it is
+        pass  # a class that cannot be subclassed or replaced: `__del__` runs once more

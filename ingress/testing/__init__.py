@@ -1,17 +1,17 @@
-"""For tests of applications: a client, latches, a leak check, a clock, and a pytest plugin.
+"""Tools for tests of applications: a client, latches, a leak check, a clock, and a pytest plugin.
 
     client        `TestClient`: FastAPI's, with the application's handles
     latch         `Latch`: code under test and its test wait for each other
-    leaks         `leak_check`: nothing is left behind
+    leaks         `leak_check`: a test fails if it leaves threads, tasks or slots behind
     clock         `VirtualClock`: a minute of `asyncio.sleep` takes no time
 
     plugin        pytest's `--sync-in-threadpool=0|1|both`
     both          each test at both values of the flag: order, start-up, report
-    observation   what was answered and where code ran while one test did
-    comparison    what differs between two runs of a test
+    observation   the answers of one test, and the threads that its code ran in
+    comparison    the differences between two runs of a test
 
-No module of the product imports it, and importing it patches nothing: `observation` and `clock` put
-themselves into the product while they are in use, and take themselves out again.
+No other module of ingress imports this package, and its import patches nothing. `observation` and
+`clock` patch ingress while they are in use, and restore it afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = ["Latch", "LeakCheck", "TestClient", "VirtualClock", "leak_check"]
 
 
 def __getattr__(name: str) -> Any:
-    # At first use: pytest imports the plugin for every test run, and not all have an HTTP client.
+    # Imported at its first use: pytest imports the plugin in every test run, and not every
+    # environment has an HTTP client.
     if name == "TestClient":
         from ingress.testing.client import TestClient
 

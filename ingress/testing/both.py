@@ -1,15 +1,15 @@
-"""`--sync-in-threadpool=both`: each test at 0 and at 1, and what differs.
+"""`--sync-in-threadpool=both`: each test at 0 and at 1, and the differences.
 
     all tests at 0 -> every fixture torn down, everything stopped -> all tests at 1 -> compare
                    -> all tests at 0 again, if some passed twice with answers that differ
 
-The order is what lets an application that a session's fixture serves be started again at 1. The
-last step tells answers that the flag changes from those that are never the same, such as ids; it
-runs all tests, because what one is answered may depend on those before. Threads take turns after
-every few bytecodes, so that what can go wrong in them does.
+In this order an application that a session's fixture serves is started again at 1. The last step
+separates answers that the flag changes from answers that always differ, such as ids. It runs all
+tests, because an answer may depend on earlier tests. Threads switch after every few bytecodes, so
+that races in them show.
 
-With pytest-xdist the two runs of a test may be in two processes: reports carry what was seen to
-the one that compares, and nothing is run again.
+With pytest-xdist the two runs of a test may be in two processes: reports carry the observations to
+the process that compares, and no test is run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FLAGS = ("0", "1")
 
 
 class BothValues:
-    """The plugin. One per process that runs or compares tests."""
+    """The plugin of `both`. One per process that runs or compares tests."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -48,7 +48,7 @@ class BothValues:
         self._observer = Observer()
         self._in_use = ExitStack()
 
-    # Twice, in two halves.
+    # Running every test twice, in two halves.
 
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -80,11 +80,11 @@ class BothValues:
         finally:
             sys.setswitchinterval(interval)
         if is_last:
-            api.shutdown()  # what the tests have left running would go on with the value it has
+            api.shutdown()  # applications left running would keep the flag's old value
         return True
 
     def _run_one(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Run a test. Without a next one all fixtures are torn down, the session's too."""
+        """Run a test. Without a next test all fixtures are torn down, also the session's."""
         if self._is_again:
             run = self._again[_base_of(item)] = Run()
             for report in runtestprotocol(item, log=False, nextitem=nextitem):
@@ -94,7 +94,7 @@ class BothValues:
             runtestprotocol(item, nextitem=nextitem)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    # What was seen, on its way to who compares.
+    # Carrying the observations to the process that compares.
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -128,21 +128,21 @@ class BothValues:
     def _run(self, test: str, flag: str) -> Run:
         return self._runs.setdefault(test, {}).setdefault(flag, Run())
 
-    # What differs.
+    # Comparing the runs.
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
         done = yield
         if hasattr(self._config, "workerinput"):
-            return done  # the one that gave us our work compares
+            return done  # the controller of pytest-xdist compares
         if self._is_unsure() and not (session.shouldstop or session.shouldfail):
-            self._run_again(getattr(session, "items", []))  # none where others run them
+            self._run_again(getattr(session, "items", []))  # none if xdist's workers run them
         if self._findings():
             session.testsfailed += 1  # so that pytest ends with 1
         return done
 
     def _is_unsure(self) -> bool:
-        """Whether a test passed twice with answers that differ: it may be that they always do."""
+        """Return whether a test passed twice with different answers, which may always differ."""
         return any(
             at_0.outcome == at_1.outcome == "passed" and differences(at_0, at_1)
             for _, at_0, at_1 in self._pairs()
@@ -164,7 +164,7 @@ class BothValues:
                 yield test, runs["0"], runs["1"]
 
     def _findings(self) -> dict[str, list[str]]:
-        """Return, by test, what differs between 0 and 1, and not between 0 and 0."""
+        """Return, by test, the differences between 0 and 1 that are not between 0 and 0."""
         found = {}
         for test, at_0, at_1 in self._pairs():
             varying = self._varying(test)
@@ -174,14 +174,14 @@ class BothValues:
         return found
 
     def _varying(self, test: str) -> list[str]:
-        """Return what about a test was different when it ran at 0 again."""
+        """Return the subjects in which a second run of a test at 0 differed from the first."""
         again = self._again.get(test)
         if again is None:
             return []
         return [what for what in differences(self._runs[test]["0"], again) if what != "outcome"]
 
     def _moved(self) -> list[Moved]:
-        """Return what has left the event loop, each as often at once as in any test."""
+        """Return the callables that left the event loop, each with its most calls at once."""
         found = [each for _, at_0, at_1 in self._pairs() for each in moved(at_0, at_1)]
         found.sort(key=lambda each: (each.name, -each.most))
         return [next(same) for _, same in groupby(found, lambda each: each.name)]
@@ -215,9 +215,9 @@ def _together(most: int) -> str:
 
 
 def _flag_of(item: pytest.Item) -> str | None:
-    """Return at which value a test runs; `None` if it could not be made two, as those of unittest.
+    """Return the flag's value in a test; `None` if the test could not be doubled.
 
-    Such tests run once, at 0.
+    unittest's tests cannot. Such tests run once, at 0.
     """
     callspec = getattr(item, "callspec", None)
     flag = None if callspec is None else callspec.params.get(FIXTURE)
@@ -229,12 +229,12 @@ def _base_of(item: pytest.Item) -> str:
 
 
 def _without_flag(nodeid: str) -> str:
-    """Return what the two runs of a test are both called: their ids end with the flag."""
+    """Return the common name of a test's two runs, whose ids end with the flag."""
     return re.sub(r"\[flag[01]\]$", "", re.sub(r"-flag[01]\]$", "]", nodeid))
 
 
 def _add(run: Run, report: pytest.TestReport) -> None:
-    """Add one phase of a test to its run: the worst counts."""
+    """Add one phase of a test to its run. The worst outcome counts."""
     if run.outcome in ("", "passed") or (report.failed and run.outcome != "failed"):
         run.outcome = report.outcome
         crash = getattr(report.longrepr, "reprcrash", None)

@@ -21,13 +21,13 @@ class TestClient(testclient.TestClient):
             assert client.get("/sync").json() == "hi, you"
             assert client.handle.greet.remote("you").result() == "hi, you"
 
-    Takes what that takes, and does what that does. In the `with` the applications run: a bound
-    deployment and what the app's lifespan starts from the beginning, what is only mounted from its
-    first request or handle on, as under a server. At the end all of them are stopped, and no thread
-    is left. Without `with`, `close()` is the end.
+    It takes the same arguments as FastAPI's and behaves the same. The applications run inside the
+    `with`, as under a server: a bound deployment and the applications of the app's lifespan from
+    its beginning, a mounted one from its first request or handle on. At the end all of them are
+    stopped, and no thread is left. Without `with`, `close()` stops them.
 
-    A WebSocket handler that returns without an answer is a `RuntimeError` where it was connected; a
-    server answers 500 then, and Starlette's client waits for ever.
+    If a WebSocket handler returns without an answer, connecting raises `RuntimeError`. A server
+    answers 500 then, and Starlette's client waits forever.
     """
 
     __test__ = False
@@ -46,21 +46,21 @@ class TestClient(testclient.TestClient):
     def handle(self) -> DeploymentHandle:
         """A handle to the application, as `serve.run` returns it.
 
-        Raises `ValueError` if there are several, for which there is `get_app_handle`.
+        Raises `ValueError` if there are several applications; then use `get_app_handle`.
         """
         return self.get_app_handle()
 
     def get_app_handle(self, application: Application | None = None) -> DeploymentHandle:
         """Return a handle to one application, by default the only one.
 
-        Raises `RuntimeError` outside of `with`, `ValueError` if that is not one of the app's.
+        Raises `RuntimeError` outside of `with`, `ValueError` for an application of another app.
         """
         return local_engine().app_handle(self._name_of(application))
 
     def get_deployment_handle(
         self, deployment_name: str, application: Application | None = None
     ) -> DeploymentHandle:
-        """Return a handle to one deployment of an application, by default of the only one.
+        """Return a handle to a deployment of an application, by default of the only application.
 
         Raises as `get_app_handle`, and `KeyError` if there is no such deployment.
         """
@@ -82,7 +82,7 @@ class TestClient(testclient.TestClient):
             self._stop_applications()
 
     def _name_of(self, application: Application | None) -> str:
-        """Return what the application is called, once it runs."""
+        """Start the application unless it runs, and return its name."""
         known = self._applications
         if application is None and len(known) == 1:
             (application,) = known
@@ -106,12 +106,12 @@ class TestClient(testclient.TestClient):
 
     @staticmethod
     async def _stop(application: Application) -> None:
-        # Another client's lifespan may have it still.
+        # Another client's lifespan may still use it.
         await type(application)._host.close(application, unless_in_lifespan=True)
 
 
 class _Handshakes:
-    """An app whose WebSockets are answered, or raise."""
+    """An app that raises if a WebSocket handler returns without an answer."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -143,7 +143,7 @@ def _applications(app: Any, seen: set[int]) -> Iterator[Application]:
     if isinstance(app, Application):
         yield app
         return
-    # A mount and a middleware have an `app`; a router that FastAPI has included is its route's.
+    # A mount and a middleware have an `app`; an included router is its route's `original_router`.
     inside = [getattr(app, "app", None), getattr(app, "original_router", None)]
     for inner in (*inside, *(getattr(app, "routes", None) or ())):
         if inner is not None:

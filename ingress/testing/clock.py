@@ -1,16 +1,16 @@
-"""`VirtualClock`: the time of the replicas' event loops stands still until the test moves it.
+"""`VirtualClock`: the time of the replicas' event loops stops until the test moves it.
 
     moved       `asyncio.sleep`, `asyncio.timeout`, `loop.call_later` and `loop.time()` of user code
-                on its replica's loop, and with them how long `@serve.batch` waits for a batch
-    as it is    `time.sleep`, `time.monotonic`, what runs in threads, sockets, and what is the
-                engine's own: deadlines of requests, health checks, pauses of retries, shutdown
+                on its replica's loop, and so the time that `@serve.batch` waits for a batch
+    not moved   `time.sleep`, `time.monotonic`, threads, sockets, and the engine's own times:
+                deadlines of requests, health checks, pauses of retries, shutdown
 
-    advance     for each timer that comes due, in order, on whichever loop it is:
+    advance     for each timer that comes due, in order, on any loop:
                 wait until all loops are idle -> set the time -> wake its loop
 
-A loop is idle once it waits for a timer or for something from outside, which it says itself; what
-another thread posts to it makes it busy in the same moment. So nothing is guessed by waiting a
-while, and nothing moves by itself: a thread may be at work, and only the test knows of it.
+A loop itself reports that it is idle, when it waits for a timer or an external event. A callback
+posted by another thread makes it busy at once. So the clock need not guess after a pause. Time
+never moves by itself: a thread may be at work, and only the test knows about it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Ts = TypeVarTuple("Ts")
 TIMEOUT_S = 10.0
 
 _REPLICA = vars(replica)
-"""Where a replica that is made looks up what its loop lives in."""
+"""The namespace in which a new replica looks up `EventLoopThread`."""
 
 
 class VirtualClock:
@@ -47,11 +47,10 @@ class VirtualClock:
             clock.advance(60)
             assert answer.result().status_code == 200
 
-    It moves the event loops that replicas have for themselves, and gives them loops of asyncio's
-    instead of uvloop's. With RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 they have none: entering
-    it raises `RuntimeError` then, and also if an application runs already. When it is left, the
-    loops that are still there go on in real time. `timeout_s`, of real time, is how long the test
-    waits for a loop.
+    The clock moves the replicas' own event loops, which are asyncio's instead of uvloop's. With
+    RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 replicas have no own loops: then entering the clock
+    raises `RuntimeError`, and also if an application runs already. After the `with`, the remaining
+    loops go on in real time. `timeout_s`, in real time, limits the test's wait for a loop.
     """
 
     __slots__ = ("_before", "_changed", "_loops", "_moved_s", "_now", "_timeout_s")
@@ -60,14 +59,14 @@ class VirtualClock:
         self._timeout_s = timeout_s
         self._now = 0.0
         self._moved_s = 0.0
-        # Guards all below, and what each loop says of itself.
+        # Guards all below, and the state that each loop reports.
         self._changed = threading.Condition(threading.RLock())
         self._loops: list[_Loop] = []
         self._before: Any = None
 
     @property
     def elapsed_s(self) -> float:
-        """How far the time was moved."""
+        """Seconds that the time was moved."""
         return self._moved_s
 
     def __enter__(self) -> VirtualClock:
@@ -93,10 +92,10 @@ class VirtualClock:
             loop.let_go()
 
     def advance(self, seconds: float) -> None:
-        """Move the time on, and let all that comes due run, timer by timer.
+        """Move the time on, and run all timers that come due, one after another.
 
-        Returns when every loop is idle again; a `def` in a thread may be at work still. Raises
-        `TimeoutError` if a loop does not become idle within `timeout_s`: something blocks it.
+        Returns when every loop is idle again; a `def` in a thread may still run. Raises
+        `TimeoutError` if a loop does not become idle within `timeout_s`, because code blocks it.
         """
         if not (0 <= seconds < math.inf):
             raise ValueError(f"time moves forward, in seconds, got {seconds!r}")
@@ -114,17 +113,17 @@ class VirtualClock:
                 due = min((loop.due for loop in self._loops), default=math.inf)
                 if due > end:
                     break
-                # At least a bit: a timer may be due at a time that no addition arrives at.
+                # At least one float step: a timer's time may lie between two sums.
                 self._set(max(due, math.nextafter(self._now, math.inf)))
             self._set(end)
             self._wait_until(self._are_idle, "become idle")
         self._moved_s += seconds
 
     def wait_for_timers(self, count: int = 1) -> None:
-        """Return, to the test, once `count` timers are set and every loop is idle.
+        """Return once `count` timers are set and every loop is idle.
 
-        A call that sleeps has one, one that sleeps under an `asyncio.timeout` two, a batch that
-        forms one. Raises `TimeoutError` after `timeout_s`.
+        A sleeping call has one timer, with an `asyncio.timeout` two, and a forming batch has one.
+        Raises `TimeoutError` after `timeout_s`.
         """
         with self._changed:
             self._wait_until(
@@ -156,7 +155,7 @@ class VirtualClock:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits for what comes from outside; for a timer nobody waits, because the test moves time."""
+    """A selector that waits for external events, not for timers: the test moves the time."""
 
     loop: _Loop
 
@@ -167,7 +166,8 @@ class _Selector(selectors.DefaultSelector):
             return super().select(timeout)
         with changed:
             # Race with another thread's `call_soon_threadsafe`: it writes to the loop's socket
-            # under the lock, so this sees it, or the loop is idle before it is busy again.
+            # under the lock. Either this `select` sees the write, or the loop is idle first and
+            # then busy again.
             if events := super().select(0):
                 return events
             loop.due = math.inf if timeout is None else loop.time() + timeout
@@ -181,13 +181,13 @@ class _Selector(selectors.DefaultSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop on the clock's time, until it is let go."""
+    """An event loop on the clock's time, until `let_go`."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.is_idle = False
         self.is_real = False
-        self.due = math.inf  # when its next timer is due; of one that is idle
+        self.due = math.inf  # due time of its next timer, valid while it is idle
         self._let_go_at: tuple[float, float] | None = None
         self._timers: list[asyncio.TimerHandle] = []
         selector = _Selector()
@@ -205,13 +205,13 @@ class _Loop(asyncio.SelectorEventLoop):
         return virtual + monotonic() - real
 
     def timers(self) -> int:
-        """How many timers are set."""
+        """Return the number of timers that are set."""
         now = self.time()
         self._timers = [each for each in self._timers if not each.cancelled() and each.when() > now]
         return len(self._timers)
 
     def let_go(self) -> None:
-        """Go on in real time."""
+        """Return the loop to real time."""
         with self.clock._changed:
             if not self.is_real:
                 self._let_go_at = self.time(), monotonic()
@@ -245,7 +245,7 @@ class _Loop(asyncio.SelectorEventLoop):
             return super().call_soon_threadsafe(callback, *args, context=context)
 
     def stop(self) -> None:
-        # Its replica ends, and waits with timeouts for what does not.
+        # Its replica ends, and waits with timeouts for its remaining tasks.
         self.let_go()
         super().stop()
 
@@ -255,4 +255,4 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def _nothing() -> None:
-    """Have a loop look at the time."""
+    """Do nothing: the callback makes a loop check the time."""

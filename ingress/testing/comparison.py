@@ -1,4 +1,4 @@
-"""What differs between two runs of one test. Pure functions."""
+"""The differences between two runs of one test. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ingress.execution.execution import ExecutionMode
 
 ON_LOOP = ExecutionMode.EVENT_LOOP.value
 _SHOWN = 3
-"""How many answers of one request are shown, of each run."""
+"""Number of answers that are shown per request and run."""
 
 
 @dataclass(slots=True)
 class Run:
     """One run of a test.
 
-    `why` is the last line of what it failed with. `answers` has, by request, what was answered and
-    how often; `ran`, by callable, where, and how many of its calls were there at once at most.
+    `why` is the last line of its failure. `answers` has, by request, each answer with its count.
+    `ran` has, by callable, each place with the largest number of calls at once.
     """
 
     outcome: str = ""
@@ -30,14 +30,14 @@ class Run:
     warnings: set[str] = field(default_factory=set)
 
     def warn(self, category: type[Warning], text: str, path: str, line: int) -> None:
-        # The one of the flag itself is no difference but what the flag says.
+        # The flag's own warning is not a difference: it comes at 0 by design.
         if not issubclass(category, SyncMethodOnEventLoopWarning):
             self.warnings.add(f"{category.__name__}: {text.splitlines()[0]} ({path}:{line})")
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A `def` that ran on the event loop at 0, and at 1 `most` of it at once in `where`."""
+    """A `def` that ran on the event loop at 0, and at 1 in `where`, up to `most` calls at once."""
 
     name: str
     where: str
@@ -45,12 +45,12 @@ class Moved:
 
 
 def differences(at_0: Run, at_1: Run) -> dict[str, str]:
-    """Return what differs, by what it is about: how the test ended, a request, a callable ..."""
+    """Return the differences by their subject: the test's outcome, a request, a callable ..."""
     return dict(_differences(at_0, at_1))
 
 
 def moved(at_0: Run, at_1: Run) -> list[Moved]:
-    """Return what the flag has moved, which is what it is for."""
+    """Return the callables that the flag has moved, as it is meant to."""
     return [
         Moved(name, where, most)
         for name, places in at_1.ran.items()

@@ -12,7 +12,7 @@ TIMEOUT_S = 10.0
 
 
 class Latch:
-    """Opens, for good, when it has been counted down `count` times. Thread-safe.
+    """A latch that opens for good after `count` calls of `count_down`. Thread-safe.
 
         began, go = Latch(), Latch()
 
@@ -22,8 +22,8 @@ class Latch:
                                               go.count_down()
 
     `wait()` is for a `def`, `await latch` for an `async def`. Both raise `TimeoutError` after
-    `timeout_s`: a test that would hang fails, and says at what. In an async test of code on the
-    test's own loop use `await`, because `wait()` would keep that code from running.
+    `timeout_s`: a test that would hang fails, and names its latch. In an async test of code on the
+    test's own loop use `await`, because `wait()` would block that loop.
     """
 
     __slots__ = ("__weakref__", "_count", "_left", "_lock", "_opened", "_timeout_s", "_waiting")
@@ -39,11 +39,11 @@ class Latch:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody waits here any more."""
+        """True once the latch is open."""
         return self._opened.is_set()
 
     def count_down(self) -> None:
-        """Count one more; the last one opens it, and any after that does nothing."""
+        """Count down once. The last count opens the latch, and later ones have no effect."""
         with self._lock:
             self._left -= 1
             if self._left > 0 or self._opened.is_set():
@@ -54,7 +54,7 @@ class Latch:
             wakeup.wake()
 
     def wait(self) -> None:
-        """Wait, blocking the thread, until it is open."""
+        """Block the thread until the latch is open."""
         if not self._opened.wait(self._timeout_s):
             raise self._too_late()
 
@@ -63,8 +63,8 @@ class Latch:
 
     async def _wait(self) -> None:
         wakeup = Wakeup(asyncio.get_running_loop())
-        # Race with the last count: it takes the list after it has opened, this looks whether it
-        # is open before it is in the list, and both hold the lock.
+        # Race with the last count: both hold the lock. The count opens the latch and then takes
+        # the list; this checks the latch and then adds to the list.
         with self._lock:
             if self._opened.is_set():
                 return

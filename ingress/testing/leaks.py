@@ -1,9 +1,9 @@
-"""`leak_check`: threads, file descriptors, tasks and slots are at the end what they were before.
+"""`leak_check`: a test must end with the threads, file descriptors, tasks and slots of its start.
 
 thread    of this process
-fd        a file, socket or event loop that is open; where the system lists them (not Windows)
-task      on the loops of the replicas that run, and on the running one
-slot      a call that runs on a replica, its caller gone or not
+fd        an open file, socket or event loop; where the system lists them (not Windows)
+task      on the loops of the running replicas, and on the running loop
+slot      a call that runs on a replica, also if its caller has left
 queue     a call that waits for a slot
 """
 
@@ -27,7 +27,7 @@ _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
 class LeakCheck:
-    """What there was at the start; at the end of its `with` there may be no more."""
+    """A context manager that keeps the resources at its start, and raises if more are left."""
 
     __slots__ = ("_before", "_grace_s", "_is_off")
 
@@ -37,11 +37,11 @@ class LeakCheck:
         self._before = frozenset[str]()
 
     def forgive(self) -> None:
-        """Check nothing: the test has failed, and has told enough."""
+        """Switch the check off, because the test has failed already."""
         self._is_off = True
 
     def left(self) -> list[str]:
-        """Return what there is now and was not before."""
+        """Return the resources that were not there at the start."""
         return sorted(frozenset(_held()) - self._before)
 
     def __enter__(self) -> LeakCheck:
@@ -75,9 +75,10 @@ class LeakCheck:
         return self
 
     def _waits(self, deadline: float) -> bool:
-        """Whether there is something left that may go yet. Raises `AssertionError` if it may not.
+        """Return whether resources are left that may still end in time.
 
-        Asks for it before it looks at the clock: what has gone late has gone.
+        Raises `AssertionError` if the time is over. The resources are read before the clock, so
+        that a late end still counts.
         """
         if self._is_off or not (left := self.left()):
             return False
@@ -87,22 +88,22 @@ class LeakCheck:
 
 
 def leak_check(grace_s: float = GRACE_S) -> LeakCheck:
-    """Return a context manager that fails a test which leaves something behind.
+    """Return a context manager that fails a test which leaves resources behind.
 
         with leak_check():
             with TestClient(app) as client:
                 ...
 
-    Threads, file descriptors, tasks, slots and places in a queue that were not there before may
-    take `grace_s` to go. After that it raises `AssertionError` with a list of them. A body that
-    raises is not checked. Use `async with` on a running event loop.
+    New threads, file descriptors, tasks, slots and places in a queue may take `grace_s` to end.
+    After that it raises `AssertionError` with a list of them. A body that raises is not checked.
+    Use `async with` on a running event loop.
     """
     return LeakCheck(grace_s)
 
 
 @cache
 def _have_signal_pipe() -> None:
-    """Have what libuv keeps open for a process from its first event loop on: nobody's leak."""
+    """Open the pipe that libuv keeps from the process's first event loop on: it is not a leak."""
     EventLoopThread("first loop").stop(GRACE_S)
 
 
@@ -132,7 +133,7 @@ def _descriptors() -> Iterator[str]:
     for number in numbers:
         try:
             yield f"fd {number} {os.readlink(f'{_DESCRIPTORS}/{number}')}"
-        except FileNotFoundError:  # the one that listed the folder
+        except FileNotFoundError:  # the descriptor that listed the folder
             continue
         except OSError:  # macOS: no links, but numbers
             yield f"fd {number}"

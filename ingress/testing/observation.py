@@ -1,10 +1,9 @@
-"""What was answered, and where code ran, while one test did.
+"""The answers during one test, and the places where code ran.
 
-    answers   of the proxy, whichever client asked; and of handles, to calls from outside
-    ran       each `def` that a replica calls for a request: the thread says itself what it is
+    answers   of the proxy, to any client; and of handles, to calls from outside
+    ran       each `def` that a replica calls for a request: its own thread tells its place
 
-`Observer.installed` puts it in the way of requests, and takes it out again; nothing of it is there
-otherwise.
+`Observer.installed` patches the request path while it is in use, and restores it afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ROLES = frozenset((Role.METHOD, Role.ENDPOINT, Role.BATCH))
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen during one run of a test. Thread-safe."""
+    """The observations of one run of a test. Thread-safe."""
 
     answers: dict[str, Counter[str]] = field(default_factory=dict)
     ran: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -52,9 +51,9 @@ class Seen:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Note that a callable runs in this thread."""
+        """Record that a callable runs in this thread."""
         where = place()
-        if where is None:  # whatever calls it, it is no request
+        if where is None:  # the caller is not a request
             yield
             return
         with self._lock:
@@ -68,25 +67,25 @@ class Seen:
                 self._active[name] -= 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as what a report may carry from one process to another."""
+        """Return the observations as plain values, which a report carries to another process."""
         with self._lock:
             answers = {request: dict(each) for request, each in self.answers.items()}
             return {"answers": answers, "ran": {name: {**each} for name, each in self.ran.items()}}
 
 
 class Observer:
-    """Notes what happens in `seen`, which whoever runs the tests changes from test to test."""
+    """The observer of requests and calls. The runner of the tests sets a new `seen` for each."""
 
     __slots__ = ("_streams", "seen")
 
     def __init__(self) -> None:
         self.seen = Seen()
-        # What each stream of a call by handle is called where.
+        # For each stream of a call by handle: the observations, and its name in them.
         self._streams: WeakKeyDictionary[Any, tuple[Seen, str]] = WeakKeyDictionary()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Look at all that is called meanwhile, by the replicas that are made meanwhile."""
+        """Observe all calls meanwhile, of replicas that are created meanwhile."""
         wraps: list[tuple[Any, str, Any]] = [
             (execution, "plan", self._plan),
             (HTTPProxy, "__call__", self._respond),
@@ -114,7 +113,7 @@ class Observer:
 
     def _noted(self, plan: ExecutionPlan) -> Callable[..., Any]:
         func, name = plan.func, plan.name
-        if plan.kind is Kind.GENERATOR:  # whose body runs when it is iterated
+        if plan.kind is Kind.GENERATOR:  # its body runs when it is iterated
 
             @functools.wraps(func)
             def iterate(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +152,7 @@ class Observer:
     def _remote(self, original: Callable[..., Any]) -> Any:
         def remote(handle: DeploymentHandle, *args: Any, **kwargs: Any) -> Any:
             response = original(handle, *args, **kwargs)
-            if CURRENT_CALL.get(None) is None:  # not a part of some other answer
+            if CURRENT_CALL.get(None) is None:  # not part of another answer
                 method = handle._options.method_name
                 observed = self.seen, f"{handle.deployment_name}.{method}()"
                 response._call.when_settled(functools.partial(_settled, *observed))
@@ -183,7 +182,7 @@ class Observer:
 
 
 class _Answer:
-    """What a client gets. `is_over` once it has left: what is sent from then on, nobody gets."""
+    """The answer to a client. `is_over` once it has left: later messages do not reach it."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -200,7 +199,7 @@ class _Answer:
             self._body += message.get("body", b"")
         elif kind == "close":
             code = message.get("code", NORMAL)
-            # A handler that ends and a client that leaves may meet: either may be first.
+            # Race of the handler's end with the client's disconnect: either may be first.
             if code != NORMAL or not self._begins:
                 self._begins.append(f"closed {code}")
         elif kind == "accept":
@@ -215,7 +214,10 @@ class _Answer:
 
 
 def place() -> str | None:
-    """Return where this line runs, in the words of `ingress explain`; `None` if in neither."""
+    """Return the place of the current thread, in the words of `ingress explain`.
+
+    `None` for any other thread.
+    """
     if running_loop() is not None:
         return ExecutionMode.EVENT_LOOP.value
     thread = threading.current_thread().name
@@ -231,7 +233,7 @@ def place() -> str | None:
 
 
 def shortened(text: str) -> str:
-    """Return a text, or its beginning and what tells it from others."""
+    """Return a text, or its beginning with its length and a digest."""
     if len(text) <= _SHOWN:
         return text
     digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()

@@ -1,10 +1,10 @@
 """The pytest plugin: `--sync-in-threadpool=0|1|both`.
 
     0, 1   every test runs with RAY_SERVE_RUN_SYNC_IN_THREADPOOL at that value
-    both   every test runs twice, as `test[flag0]` and `test[flag1]`, and what differs is reported
+    both   every test runs twice, as `test[flag0]` and `test[flag1]`, with a report of differences
 
-Without the option it does nothing. pytest imports it for every run, so what it needs for `both` is
-imported then.
+Without the option it does nothing. pytest imports it in every run, so the code for `both` is
+imported only with that value.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def sync_in_threadpool() -> bool:
-    """Whether `def` methods run in threads in this test: what the flag says."""
+    """Return the flag's value in this test: whether `def` methods run in threads."""
     return Settings.from_environment().run_sync_in_threadpool

@@ -1,12 +1,12 @@
-"""A timeline of what requests did: where each ran, and what it waited for.
+"""A timeline of requests: the threads they ran in, and their waits.
 
-    recorder   the last requests, and each stretch of time that one ran in a thread
+    recorder   the last requests, and each time span that a request ran in a thread
     instrumentation
-               the router, replica and worker threads that feed it, made only where one records
-    chrome     the same as Chrome Trace Event JSON, for Perfetto and chrome://tracing
-    picture    the same as SVG
-    client     the requests that `ingress trace` makes
-    window     the recent past of a server that runs, in a file: `INGRESS_TRACE`
+               the router, replica and worker threads that feed a recorder, used only with one
+    chrome     a timeline as Chrome Trace Event JSON, for Perfetto and chrome://tracing
+    picture    a timeline as SVG
+    client     the requests that `ingress trace` sends
+    window     the recent requests of a running server, in a file: `INGRESS_TRACE`
 
-Nothing of it is on the way of a request unless an application is started with a recorder.
+The request path has none of this code unless an application is started with a recorder.
 """

@@ -1,11 +1,11 @@
 """A timeline as Chrome Trace Event JSON, for https://ui.perfetto.dev and chrome://tracing.
 
     M     names: the process, and each track
-    X     on the track of a thread: it ran for a request; on one beside it: the loop stood still
-    b, e  a request from its arrival to its end, and in it each of its waits; by `id2`
+    X     on a thread's track: it ran for a request; on the track beside it: the loop stalled
+    b, e  a request from its arrival to its end, and each of its waits inside; by `id2`
 
-Source: "Trace Event Format". A track nests, so requests that overlap are no `X` on it; those of one
-`id2` nest too, so waits of a request that overlap have ids of their own.
+Source: "Trace Event Format". Slices of a track must nest, so overlapping requests are not `X`.
+Events of one `id2` must nest too, so overlapping waits of a request have ids of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Event = dict[str, Any]
 
 
 def as_json(timeline: Timeline, title: str) -> str:
-    """Return the text of a trace file, a line an event; its times are in us."""
-    # Line by line: the encoder would keep the GIL from a server until it was through with all.
+    """Return the text of a trace file, one line per event; its times are in microseconds."""
+    # Line by line: one call of the encoder would hold the GIL for the whole file.
     events = ",\n".join(json.dumps(event) for event in _Events(timeline, title))
     about = json.dumps({"title": title})
     return f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{events}\n]}}\n'
@@ -34,7 +34,7 @@ class _Events:
         self._timeline = timeline
         self._title = title
         self._pid = os.getpid()
-        # A loop may stand still since before the first request came.
+        # A stall may have begun before the first request.
         begins = [each.began_at for each in timeline.standstills]
         self._zero = min([timeline.began_at, *begins])
         self._standing = {each.track for each in timeline.standstills}
@@ -70,7 +70,7 @@ class _Events:
         return round((at - self._zero) * 1e9)
 
     def _slice(self, cat: str, name: str, began_at: float, ended_at: float, tid: int) -> Event:
-        # Rounded before the difference is taken: two that follow each other never overlap.
+        # Rounded before the subtraction, so that consecutive slices never overlap.
         began_ns, ended_ns = self._ns(began_at), self._ns(ended_at)
         times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}
         return {"ph": "X", "cat": cat, "name": name, **times, "pid": self._pid, "tid": tid}
@@ -99,7 +99,7 @@ class _Events:
 
     def _edge(self, phase: str, number: str, name: str, at: float, tid: int) -> Event:
         times = {"ts": self._ns(at) / 1e3, "pid": self._pid, "tid": tid}
-        # Local: Perfetto shows them with the threads of the process, and not apart from them.
+        # Local ids: Perfetto shows the events with the threads of the process, not apart.
         return {"ph": phase, "cat": "request", "id2": {"local": number}, "name": name, **times}
 
     def _stall(self, each: Standstill) -> Event:

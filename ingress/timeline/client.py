@@ -1,4 +1,4 @@
-"""The requests that `ingress trace` makes: over HTTP, so many at a time."""
+"""The requests that `ingress trace` sends: over HTTP, with a limit of concurrent requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One request as it was asked for. `body` is sent as JSON, unless it is empty."""
+    """One request to send. `body` is sent as JSON, unless it is empty."""
 
     method: str
     path: str
@@ -27,7 +27,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request. `status` is 0 if the connection was cut."""
+    """The answer to a request. `status` is 0 if the connection was cut."""
 
     wanted: Wanted
     status: int
@@ -46,7 +46,7 @@ def wanted(text: str) -> Wanted:
 
 
 def ask(url: str, requests: Sequence[Wanted], concurrency: int, answers: list[Answer]) -> None:
-    """Make requests in order, so many at a time; put the answers into a list as they come."""
+    """Send requests in order, `concurrency` at a time, and append the answers to a list."""
     left = deque(requests)
 
     def work() -> None:
@@ -58,7 +58,7 @@ def ask(url: str, requests: Sequence[Wanted], concurrency: int, answers: list[An
             answers.append(Answer(each, _status(url, each)))
 
     threads = [
-        # Daemons: one that waits for a stream without an end must not keep a Ctrl-C.
+        # Daemons: a thread that reads an endless stream must not block a Ctrl-C.
         threading.Thread(target=work, name=f"ingress-client-{number}", daemon=True)
         for number in range(min(concurrency, len(left)))
     ]

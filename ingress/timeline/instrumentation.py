@@ -3,8 +3,8 @@
     Router.assign -> _reserve | _next -> Replica.serve -> WorkerThreads.submit -> Router.release
     arrives          has a slot          begins           waits for a thread      ends
 
-They are made in place of those they inherit from, when an application starts with a recorder; in
-any other there is nothing of this.
+An application that starts with a recorder uses these in place of their base classes. Any other
+application has none of this code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ingress.timeline.recorder import Journey, Recorder
 
 
 class TracedRouter(Router):
-    """Thread-safe, as what it inherits from."""
+    """A router that records its calls. Thread-safe, as its base class."""
 
     __slots__ = ("_recorder",)
 
@@ -45,7 +45,7 @@ class TracedRouter(Router):
             self._recorder.stand_in_queue(call)
 
     def release(self, replica: Replica, call: Call) -> None:
-        # First: the slot is not anybody else's yet.
+        # First, while no other call can have the slot.
         self._recorder.give_back(call)
         super().release(replica, call)
 
@@ -63,21 +63,21 @@ class TracedRouter(Router):
 
 
 class TracedReplica(Replica):
-    """Lives on its user loop, as what it inherits from."""
+    """A replica that records its calls. Lives on its user loop, as its base class."""
 
     __slots__ = ("_recorder",)
 
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
-        # Before the first call: none of them has a thread yet.
+        # Before the first call, while the pools have no threads yet.
         for pool in (self.pools.default, *self.pools.lanes.pools.values()):
             assert isinstance(pool, WorkerPool)
             pool.threads = TracedThreads(recorder, pool.threads)
         if self._executor is not None:
             threads = self._executor._ingress_threads
             self._executor._ingress_threads = TracedThreads(recorder, threads)
-        # Only batches make their plans with that of the context.
+        # Only batches use the context's `_make_plan`.
         assert self.context._make_plan is not None
         self.context._make_plan = partial(_batch_plan, self, self.context._make_plan)
 
@@ -100,7 +100,7 @@ class TracedReplica(Replica):
 
 
 class TracedThreads(WorkerThreads):
-    """Thread-safe. In the place of `threads` that have not been started."""
+    """Worker threads that record their runs, in place of unstarted `threads`. Thread-safe."""
 
     __slots__ = ("_recorder",)
 
@@ -122,7 +122,7 @@ class TracedThreads(WorkerThreads):
 
 
 class _BatchPlan(ExecutionPlan):
-    """The plan of a function under `@batch`: each of its runs is recorded as a request is."""
+    """The plan of a function under `@batch`: each of its runs is recorded like a request."""
 
     __slots__ = ("replica",)
 
@@ -133,7 +133,7 @@ class _BatchPlan(ExecutionPlan):
             return await _Steps(super().run(*args, **kwargs), journey, self.replica._recorder)
 
     async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        with self._recorded():  # what of it runs on the loop is not seen
+        with self._recorded():  # its steps on the loop are not recorded
             async with aclosing(super().stream(*args, **kwargs)) as items:
                 async for item in items:
                     yield item
@@ -165,7 +165,7 @@ def _batch_plan(
 
 
 class _Steps:
-    """What a request's task awaits, step by step; between two of them its loop is free."""
+    """An awaitable that records each step of a request's task. The loop is free between steps."""
 
     __slots__ = ("_awaitable", "_journey", "_recorder")
 
@@ -195,10 +195,10 @@ class _Steps:
             try:
                 result = yield awaited
             except GeneratorExit:
-                # The collector closes a coroutine of a loop that is gone, in whatever thread.
+                # The garbage collector closes coroutines of a closed loop, in any thread.
                 inner.close()
                 raise
-            except BaseException as raised:  # what its task is woken with, a cancellation say
+            except BaseException as raised:  # thrown into the task, such as a cancellation
                 error = raised
 
 

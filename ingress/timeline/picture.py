@@ -1,12 +1,12 @@
 """A timeline as a picture: SVG, for light and dark pages.
 
-title, what was seen, legend
+title, summary, legend
 Echo#0, event loop
-  one bar a request, in rows where they overlap: waits, awaits, runs
-  below them, when the loop stood still
+  one bar per request, in several rows if they overlap: waits, awaits, runs
+  below them, the stalls of the loop
 Echo#0-worker-0
   one bar each time it ran for a request
-the time, in ms, from when the first request arrived
+the time, in ms, since the first request arrived
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ingress.timeline.waits import rows, waits_of
 from ingress.timeline.words import LEGEND, in_ms
 
 SHOWN = 50
-"""How many requests fit: of more, the last."""
+"""Number of requests that fit; of more requests, the last are shown."""
 
 _TICKS = 5  # of the axis, at most
-_PLACES = 3  # of stalls, that are named below a loop
-_FILLED = ("run", "work")  # where a text has to be light
+_PLACES = 3  # of stalls, named below a loop
+_FILLED = ("run", "work")  # dark segments, which need light text
 
 
 def as_svg(timeline: Timeline, title: str) -> str:
@@ -37,7 +37,7 @@ def as_svg(timeline: Timeline, title: str) -> str:
 
 
 def _last(timeline: Timeline) -> Timeline:
-    """Return as much of the end of a timeline as can be shown."""
+    """Return the end of a timeline, as far as it can be shown."""
     journeys = timeline.journeys[-SHOWN:]
     if len(journeys) == len(timeline.journeys):
         return timeline
@@ -69,10 +69,10 @@ class _Picture:
         self._began_at = timeline.began_at
         self._span_s = max(timeline.ended_at - timeline.began_at, 1e-6)
         self._waits = waits_of(timeline)
-        self._kinds: set[str] = set()  # what there is, for the legend
+        self._kinds: set[str] = set()  # the kinds in the picture, for the legend
         self._body: list[str] = []
         self._y = 0.0
-        self._free_x: float = MARGIN  # where the last bar of the row ends, or its label
+        self._free_x: float = MARGIN  # end of the row's last bar, or of its label
 
     def text(self) -> str:
         for track in self._timeline.tracks:
@@ -87,10 +87,10 @@ class _Picture:
         about = words.description(self._timeline)
         return svg.document(self._title, about, top + self._y + 28, [*head, *axis, *body])
 
-    # What is above and below.
+    # The head and the axis.
 
     def _head(self) -> tuple[list[str], float]:
-        """Return title and legend, and where the tracks begin."""
+        """Return the title and the legend, and the y at which the tracks begin."""
         lines = [
             text(MARGIN, 24, svg.cut(self._title, 14), "title"),
             text(MARGIN, 42, self._seen, "muted"),
@@ -151,12 +151,12 @@ class _Picture:
             self._y += BAR + GAP
 
     def _next_begins(self, row: list[list[_Segment]]) -> list[float]:
-        """Return for each bar of a row where the one behind it begins."""
+        """Return for each bar of a row the x at which the next bar begins."""
         self._free_x = MARGIN
         return [*(self._x(_extent(segments)[0]) for segments in row[1:]), WIDTH - MARGIN]
 
     def _segments(self, journey: Journey) -> list[_Segment]:
-        """Return the parts of a request; where it neither waits nor runs, it awaits."""
+        """Return the segments of a request. When it neither waits nor runs, it awaits."""
         known = [_Segment(*wait) for wait in self._waits.get(journey, [])]
         known += [
             _Segment("run", run.began_at, run.ended_at)
@@ -176,12 +176,12 @@ class _Picture:
     def _add_bar(
         self, what: str, journey: Journey, segments: Sequence[_Segment], about: str, until: float
     ) -> None:
-        """Draw one bar of a row, in which the next begins at `until`."""
+        """Draw one bar of a row. The next bar begins at `until`."""
         lines = []
         for each in segments:
             width = self._width(each)
             if width < 1 and each.kind not in _FILLED and len(segments) > 1:
-                continue  # too short to be seen, and nothing was done
+                continue  # too short to see, and no code ran in it
             self._kinds.add(each.kind)
             lines.append(bar(each.kind, self._x(each.began_at), self._y, width, BAR))
         lines += self._label(words.label(journey), segments, until)
@@ -189,7 +189,7 @@ class _Picture:
         self._body += svg.group(what, about, known, lines)
 
     def _label(self, label: str, segments: Sequence[_Segment], until: float) -> list[str]:
-        """Write what a bar is: in its widest part, or behind it, or before it, or nowhere."""
+        """Write the label of a bar: in its widest segment, or behind or before it, or nowhere."""
         y, needed = self._y + 13, width_of(label) + 8
         began_at, ended_at = _extent(segments)
         begin, free = self._x(began_at), self._free_x
@@ -207,7 +207,7 @@ class _Picture:
         return []
 
     def _add_stalls(self, stalls: list[Standstill]) -> None:
-        """Draw below its loop when that stood still, and for how long; and say where."""
+        """Draw the stalls of a loop below it, with their durations and places."""
         labelled = []
         for each in stalls:
             took = in_ms(each.ended_at - each.began_at)
@@ -251,7 +251,7 @@ def _extent(segments: Sequence[_Segment]) -> tuple[float, float]:
 
 
 def _step(span_ms: float) -> float:
-    """Return a round number of ms that goes into the span at most `_TICKS` times."""
+    """Return a round number of ms that fits into the span at most `_TICKS` times."""
     step = 1e-3
     while True:
         for factor in (1, 2, 5):

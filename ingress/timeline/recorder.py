@@ -1,8 +1,8 @@
-"""What is recorded of requests while they run.
+"""The recorder of running requests.
 
     Journey    one request in one deployment: arrives, has a slot, begins, ends
-    Run        a stretch of time in which a thread ran for one of them, without a break
-    Timeline   a copy of the last of both, with the stalls of the event loops meanwhile
+    Run        a time span in which a thread ran for one request, without a break
+    Timeline   a copy of the last journeys and runs, with the stalls of event loops meanwhile
 
 All times are `time.monotonic()` seconds.
 """
@@ -25,15 +25,15 @@ from ingress.watchdog import WATCHDOG, Stall
 T = TypeVar("T")
 
 REQUESTS = 10_000
-"""How many requests that have ended are remembered."""
+"""Number of ended requests that are kept."""
 
 RUNS = 50_000
-"""How many of the stretches of time in which they ran."""
+"""Number of runs that are kept."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Track:
-    """One thread while it lives. The system may give its number, and we its name, to another."""
+    """One thread while it lives. A later thread may have the same ident or name."""
 
     name: str
     is_loop: bool
@@ -41,12 +41,12 @@ class Track:
 
 @dataclass(eq=False, slots=True)
 class Journey:
-    """One request in one deployment; one that calls others has several.
+    """One request in one deployment. A request that calls other deployments has several journeys.
 
-    `kind` is "request", "call" if it came by a handle, or "batch". A time that is 0.0 has not come.
-    `was_queued` says that it had to wait for a slot; `began_at` is when its event loop came to it.
-    `ended_at` is when its slot was given back, or it was answered without one. `error` is the type
-    of what it failed with, "" if it did not.
+    `kind` is "request", "call" if it came by a handle, or "batch". A time of 0.0 has not come yet.
+    `was_queued` says that it waited for a slot. `began_at` is the time when its event loop began to
+    run it. `ended_at` is the time when its slot was released, or when it was answered without a
+    slot. `error` is the type of its exception, "" without one.
     """
 
     number: int
@@ -65,7 +65,10 @@ class Journey:
 
 
 class Run(NamedTuple):
-    """`asked_at` is when it began to wait for the thread; 0.0 on an event loop."""
+    """A time span in which a thread ran for a request.
+
+    `asked_at` is the time when the wait for the thread began; 0.0 on an event loop.
+    """
 
     journey: Journey
     track: Track
@@ -75,7 +78,7 @@ class Run(NamedTuple):
 
 
 class Standstill(NamedTuple):
-    """A stall of the event loop of a track, and when it was."""
+    """A stall of a track's event loop, with its times."""
 
     track: Track
     began_at: float
@@ -85,7 +88,10 @@ class Standstill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A copy that changes no more. What has not ended yet ends at `now`, and is in `unfinished`."""
+    """A copy of the records, which does not change.
+
+    Journeys and runs without an end get the end `now`; such journeys are in `unfinished`.
+    """
 
     journeys: list[Journey]
     runs: list[Run]
@@ -96,18 +102,18 @@ class Timeline:
 
     @property
     def began_at(self) -> float:
-        """When the first of its requests arrived."""
+        """Arrival time of the first request."""
         return min((each.arrived_at for each in self.journeys), default=self.now)
 
     @property
     def ended_at(self) -> float:
-        """When the last of them ended, or a thread that worked for it."""
+        """End time of the last request or run."""
         ends = [each.ended_at for each in self.journeys] + [run.ended_at for run in self.runs]
         return max(ends, default=self.now)
 
 
 class Recorder:
-    """Thread-safe, and without a lock: what is appended is whole, and who pops it first has it."""
+    """The records of requests. Thread-safe without a lock: its appends and pops are atomic."""
 
     __slots__ = ("_ended", "_mine", "_numbers", "_open", "_running", "_runs")
 
@@ -122,7 +128,7 @@ class Recorder:
     # One request.
 
     def arrive(self, call: Call, kind: str, name: str, deployment: str) -> Journey:
-        """A call asks for a slot, or a batch begins."""
+        """Record that a call asks for a slot, or that a batch begins."""
         request_id = call.metadata.request_id
         number = next(self._numbers)
         journey = Journey(number, kind, name, request_id, deployment, monotonic())
@@ -130,11 +136,11 @@ class Recorder:
         return journey
 
     def journey_of(self, call: Call | None) -> Journey | None:
-        """Return what is recorded of a call that has not ended; of no other."""
+        """Return the journey of a call, `None` if it has ended or is not recorded."""
         return None if call is None else self._open.get(call)
 
     def current(self) -> Journey | None:
-        """Return the journey that the running code works for, if it does for one."""
+        """Return the journey that the running code works for, if there is one."""
         return self.journey_of(CURRENT_CALL.get(None))
 
     def take_slot(self, call: Call) -> None:
@@ -143,13 +149,13 @@ class Recorder:
             journey.slot_at = monotonic()
 
     def stand_in_queue(self, call: Call) -> None:
-        """A call has asked for a slot, and has not been refused."""
+        """Record that a call has asked for a slot and was not refused."""
         journey = self._open.get(call)
         if journey is not None and not journey.slot_at:
             journey.was_queued = True
 
     def give_back(self, call: Call) -> None:
-        """A call gives its slot back, which ends it; unless it has not begun and goes elsewhere."""
+        """Record that a call releases its slot. It ends, unless it moves elsewhere unbegun."""
         journey = self._open.get(call)
         if journey is not None:
             if journey.began_at or call.settled:
@@ -158,15 +164,15 @@ class Recorder:
                 journey.slot_at = 0.0
 
     def answer(self, call: Call) -> None:
-        """A call is answered, which ends it unless it has a slot."""
+        """Record that a call is answered. It ends, unless it has a slot."""
         journey = self._open.get(call)
-        # Race with the router, which may give it a slot at this moment: its replica then gives
-        # that back unused, and ends it there.
+        # Race with the router, which may give the call a slot at this moment: then its replica
+        # releases the slot unused, and the journey ends there.
         if journey is not None and not journey.slot_at:
             self.end(call)
 
     def end(self, call: Call) -> None:
-        # Race of who gives the slot back with who answers: the one that pops it ends it.
+        # Race of the slot's release with the answer: the thread that pops the journey ends it.
         journey = self._open.pop(call, None)
         if journey is not None:
             journey.ended_at = monotonic()
@@ -177,38 +183,38 @@ class Recorder:
     # One thread.
 
     def track(self, *, is_loop: bool) -> Track:
-        """Return that of the current thread."""
+        """Return the track of the current thread."""
         track: Track | None = getattr(self._mine, "track", None)
         if track is None:
             track = self._mine.track = Track(threading.current_thread().name, is_loop)
         return track
 
     def enter(self, journey: Journey, track: Track, asked_at: float = 0.0) -> Run:
-        """The current thread, whose track it is, begins to run for a request."""
+        """Record that the current thread begins to run for a request, on its track."""
         run = self._running[track] = Run(journey, track, asked_at, monotonic(), 0.0)
         return run
 
     def leave(self, run: Run) -> None:
-        """It runs for it no more, for now or for ever."""
-        # Race with `timeline`: it looks at what runs first, so that it misses nothing. What it sees
-        # twice it takes once.
+        """Record the end of a run."""
+        # Race with `timeline`: it reads the running ones first, so that it misses none. A run that
+        # it reads twice counts once.
         self._runs.append(run._replace(ended_at=monotonic()))
         self._running.pop(run.track, None)
 
     # All of it.
 
     def timeline(self) -> Timeline:
-        """Return a copy. At any time, from any thread.
+        """Return a copy of the records. May be called at any time, from any thread.
 
-        Of what ends in this moment it may have nothing; the next copy has it.
+        A request that ends at this moment may be missing; the next copy has it.
         """
         running = list(self._running.values())
         opened = list(self._open.values())
         runs = _copied(self._runs)
         ended = dict.fromkeys([*_copied(self._ended), *opened])
-        # Copies, because what is open changes on.
+        # Copies, because open journeys still change.
         journeys = {each: copy(each) for each in ended}
-        now = monotonic()  # not before: nothing of them is later
+        now = monotonic()  # not earlier, so that no recorded time is later
         unfinished = [each for each in journeys.values() if not each.ended_at]
         for each in unfinished:
             each.ended_at = now
@@ -217,7 +223,7 @@ class Recorder:
         whole = [
             run._replace(journey=journeys[run.journey], ended_at=run.ended_at or now)
             for run in known.values()
-            if run.journey in journeys  # else it is gone from the window
+            if run.journey in journeys  # else its journey was dropped
         ]
         whole.sort(key=lambda run: run.began_at)
         tracks = dict.fromkeys(run.track for run in whole)
@@ -242,7 +248,7 @@ class Recorder:
             return []
         first_at = min(each.arrived_at for each in journeys)
         last_at = max(each.ended_at for each in journeys)
-        # It says when in Unix time. Nobody set the clock since, as a rule.
+        # The watchdog has Unix times. The system clock was not set since, as a rule.
         offset_s = time() - monotonic()
         found = []
         for stall in WATCHDOG.stalls():
@@ -252,7 +258,7 @@ class Recorder:
                 continue
             ran = {run.track for run in runs if run.began_at < ended_at and run.ended_at > began_at}
             named = loops_of(stall, tracks, journeys)
-            # Applications may have deployments of one name: the one that ran then is meant.
+            # Applications may have deployments of the same name: take the one that ran then.
             track = next((each for each in named if each in ran), None)
             if track is None:
                 track = named[0] if named else Track(stall.loop, is_loop=True)
@@ -265,15 +271,15 @@ def _copied(items: deque[T]) -> list[T]:
     while True:
         try:
             return list(items)
-        except RuntimeError:  # appended to meanwhile, in a thread that the copying let in
+        except RuntimeError:  # another thread has appended meanwhile
             continue
 
 
 def loops_of(stall: Stall, tracks: list[Track], journeys: list[Journey]) -> list[Track]:
-    """Return the tracks that may be that of the loop that stood still.
+    """Return the tracks that may belong to the stalled loop.
 
-    By the name of its thread, which stands in parentheses if that is not the replica's. The last
-    stall of an application may be told when that thread has ended, and nobody knows its name.
+    They are found by the name of its thread, which is in parentheses if it is not the replica's.
+    The last stall of an application may be reported after its thread has ended, without the name.
     """
     found = re.search(r" \((.+)\)$", stall.loop)
     names = (found[1] if found else stall.loop, f"{stall.deployment}#{stall.replica}")
@@ -288,7 +294,7 @@ def _sorted(tracks: Iterable[Track], journeys: list[Journey]) -> list[Track]:
     """Return the tracks in the order in which requests came to their deployments."""
     seen = list(dict.fromkeys(each.deployment for each in journeys))
     rank = {name: number for number, name in enumerate(seen)}
-    # What no deployment owns, such as the server's loop, comes first.
+    # Tracks without a deployment, such as the server's loop, come first.
     return sorted(
         tracks,
         key=lambda each: (rank.get(each.name.partition("#")[0], -1), _natural(each.name)),

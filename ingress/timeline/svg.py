@@ -1,4 +1,4 @@
-"""What a picture of a timeline is drawn with: bars, texts, and how they look on any page."""
+"""The elements of a timeline's picture: bars, texts, and their styles for light and dark pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ingress.timeline.waits import WaitKind
 WIDTH, MARGIN = 440, 14  # two fit side by side on a page
 BAR, GAP, STALL = 18, 4, 5
 
-_CHARACTER = 0.56  # of the font's size: what one is wide, on the average and rather too much
+_CHARACTER = 0.56  # average width of a character by the font's size, rather too large
 
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
@@ -34,7 +34,7 @@ text { fill: #f0f6fc; } .track, .muted { stroke: #0d1117; } .muted { fill: #9198
 }
 """
 
-# Told apart without colours, too: by the direction of the lines.
+# The direction of the lines distinguishes them without colours, too.
 PATTERNS = "".join(
     f'<pattern id="{kind}" class="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">'
     f'<rect class="back" width="6" height="6"/><path d="{lines}" stroke-width="1.2"/></pattern>\n'
@@ -51,13 +51,13 @@ def width_of(text: str, size: float = 12) -> float:
 
 
 def cut(text: str, size: float = 12) -> str:
-    """Return as much of a text as fits into the picture."""
+    """Return a text, cut to the width of the picture."""
     fits = int((WIDTH - 2 * MARGIN) / (size * _CHARACTER))
     return text if len(text) <= fits else text[: fits - 1] + "…"
 
 
 def bar(kind: str, x: float, y: float, width: float, height: float) -> str:
-    """Draw a part of a bar, at least wide enough to be seen."""
+    """Draw a segment of a bar, wide enough to be visible."""
     look = f'fill="url(#{kind})"' if kind in tuple(WaitKind) else f'class="{kind}"'
     size = f'width="{max(width, 1.5):.1f}" height="{height:.0f}"'
     return f'<rect {look} x="{x:.1f}" y="{y:.1f}" {size}/>'
@@ -73,13 +73,13 @@ def grid(x: float, top: float, ground: float) -> str:
 
 
 def group(kind: str, about: str, known: Mapping[str, object], lines: list[str]) -> list[str]:
-    """Put together what is one thing: `about` is for who points at it, `known` for programs."""
+    """Group the elements of one object. `about` is its tooltip, `known` is for programs."""
     data = "".join(f' data-{name}="{value}"' for name, value in known.items())
     return [f'<g class="{kind}"{data}>', f"<title>{escape(about)}</title>", *lines, "</g>"]
 
 
 def document(title: str, about: str, height: float, lines: list[str]) -> str:
-    """Return the whole file. `about` is what is to be seen, for who does not see it."""
+    """Return the whole file. `about` is the text alternative of the picture."""
     size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
     role = 'role="img" aria-labelledby="title about"'
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What requests wait for before they run, and how what overlaps is laid out side by side."""
+"""The waits of requests before they run, and the layout of overlapping spans in rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class WaitKind(StrEnum):
-    """What a request waits for."""
+    """The reason why a request waits."""
 
     QUEUE = "queue"
-    """A slot of a replica: `max_ongoing_requests` of each are taken."""
+    """For a slot: each replica has `max_ongoing_requests` requests."""
     LOOP = "loop"
-    """It has a slot, and its replica's event loop has not come to it."""
+    """For its replica's event loop: it has a slot, and has not begun."""
     THREAD = "thread"
-    """A worker thread, for a `def`."""
+    """For a worker thread, to run a `def`."""
 
 
 class Wait(NamedTuple):
@@ -30,7 +30,7 @@ class Wait(NamedTuple):
 
 
 def waits_of(timeline: Timeline) -> dict[Journey, list[Wait]]:
-    """Return the waits of each request, in order; none of them ends after it."""
+    """Return the waits of each request, in order. No wait ends after its request."""
     found: dict[Journey, list[Wait]] = defaultdict(list)
     for journey in timeline.journeys:
         slot_at = journey.slot_at or journey.ended_at
@@ -40,7 +40,7 @@ def waits_of(timeline: Timeline) -> dict[Journey, list[Wait]]:
         if began_at > slot_at:
             found[journey].append(Wait(WaitKind.LOOP, slot_at, began_at))
     for run in timeline.runs:
-        # What it started, and did not wait for, may go on behind it.
+        # Work that a request started without awaiting it may go on after its end.
         ended_at = min(run.began_at, run.journey.ended_at)
         if run.asked_at and ended_at > run.asked_at:
             found[run.journey].append(Wait(WaitKind.THREAD, run.asked_at, ended_at))
@@ -50,7 +50,7 @@ def waits_of(timeline: Timeline) -> dict[Journey, list[Wait]]:
 
 
 def rows(items: Iterable[T], extent: Callable[[T], tuple[float, float]]) -> list[list[T]]:
-    """Divide what has a beginning and an end among as few rows as hold it without an overlap."""
+    """Divide items among as few rows as possible, so that none overlap in a row."""
     divided: list[list[T]] = []
     for item in sorted(items, key=lambda each: extent(each)[0]):
         begin = extent(item)[0]

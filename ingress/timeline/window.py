@@ -1,6 +1,6 @@
-"""The recent past of a server that runs, in a file: `INGRESS_TRACE=trace.json`.
+"""The recent requests of a running server, in a file: `INGRESS_TRACE=trace.json`.
 
-Written when the process gets SIGUSR2, and when its last application ends.
+The file is written when the process gets SIGUSR2, and when its last application ends.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ logger = logging.getLogger("ingress")
 
 
 class Window:
-    """Records from now on; only a thread of its own writes. Thread-safe.
+    """A recorder of a running server, and the thread that writes its file. Thread-safe.
 
-    "{pid}" in `path` becomes the number of the process. Raises `ValueError` if the file cannot be
-    written.
+    "{pid}" in `path` becomes the process's id. Raises `ValueError` if the file cannot be written.
     """
 
     __slots__ = ("_asked", "_path", "_thread", "recorder")
@@ -38,15 +37,15 @@ class Window:
         self._thread.start()
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
-        """Have SIGUSR2 write it, unless it has a handler, or this is not the main thread."""
+        """Make SIGUSR2 write the file, unless it has a handler or this is not the main thread."""
         return handling("SIGUSR2", self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Not an `Event`: its lock may be held by the very line that the signal interrupts.
+        # Not an `Event`: the line that the signal interrupts may hold the event's lock.
         self._asked.put(True)
 
     def stop(self, timeout_s: float) -> None:
-        """Write it for the last time."""
+        """Write the file for the last time."""
         self._asked.put(False)
         self._thread.join(timeout_s)
 
@@ -62,7 +61,7 @@ class Window:
     def _write(self) -> None:
         timeline = self.recorder.timeline()
         text = as_json(timeline, f"ingress, process {os.getpid()}")
-        # At once, because somebody may be reading what is there.
+        # Replaced in one step, because another process may be reading the file.
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         part.write_text(text)
         part.replace(self._path)
@@ -70,7 +69,7 @@ class Window:
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raise `ValueError` if a file cannot be written; it is left as it is."""
+    """Raise `ValueError` if a file cannot be written. The file is not changed."""
     problem = ""
     if path.is_dir():
         problem = "it is a folder"

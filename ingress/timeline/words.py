@@ -1,4 +1,4 @@
-"""What is said of a timeline: in the terminal, in a picture, and to who does not see that."""
+"""The texts about a timeline: for the terminal, for a picture, and as its text alternative."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LEGEND = {
     WaitKind.THREAD: "waits for a thread",
     "stall": "the loop stands still",
 }
-"""What a request does, by the names of the parts of its bar."""
+"""The activities of a request, by the kinds of its bar's segments."""
 
 
 _KINDS = ("request", "call", "batch")
 
 
 def in_ms(seconds: float) -> str:
-    """Return a duration, with two digits that count, or all before the point."""
+    """Return a duration in ms, with two significant digits or all digits before the point."""
     ms = seconds * 1e3
     return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
 
 
 def summary(timeline: Timeline) -> str:
-    """Return in a line how much was seen."""
+    """Return the counts and the duration of a timeline in one line."""
     kinds = Counter(each.kind for each in timeline.journeys)
     what = " and ".join(_several(kinds[kind], kind) for kind in _KINDS if kinds[kind])
     took = in_ms(timeline.ended_at - timeline.began_at)
@@ -88,7 +88,7 @@ def about_stall(each: Standstill) -> str:
 
 
 def place_of_stall(each: Standstill) -> str:
-    """Return where its loop stood still, the file without its folder."""
+    """Return the place of a stall; its file is without the folder."""
     stall = each.stall
     line = f" at {PurePath(stall.place.file).name}:{stall.place.line}" if stall.place.file else ""
     if stall.reason is StallReason.GIL:

@@ -1,17 +1,17 @@
-"""The watchdog: an event loop that does not turn is noticed, and who is in its way is named.
+"""The watchdog: it detects event loops that stall, and names the code that stalls them.
 
-    every 25 ms    a loop whose thread is in a callback gets a heartbeat, one that waits gets none
-    25 ms later    if that was not answered, see where the thread is, again and again until it is
-    after 100 ms   it is a stall: a record, a count in `serve.status()`, and in `serve.stalls()`
+    every 25 ms    a loop whose thread runs a callback gets a heartbeat; an idle loop gets none
+    25 ms later    without an answer, sample the thread's stack, repeatedly until the answer comes
+    after 100 ms   the loop stalls: a log record, a count in `serve.status()`, in `serve.stalls()`
 
-    thread         the one thread that does it, for all loops that user code lives on
-    sampler        what it does each time
-    loop_probe     one loop: its heartbeats, what was seen of it, and whose fault that is
-    stacks         what a thread is doing, read from its frames
-    clocks         what the system knows of threads: who ran, who waited for the GIL
-    records        what is remembered and logged
+    thread         the watchdog's thread, one for all loops that run user code
+    sampler        one look at every loop
+    loop_probe     one loop: its heartbeats, its samples and the cause of its stall
+    stacks         a thread's activity, read from its frames
+    clocks         the system's clocks of threads: run time, and waits for the GIL
+    records        the stalls that are kept and logged
 
-Requests pay nothing for it: a loop that turns has one callback more in 25 ms.
+Requests pay nothing for the watchdog: a busy loop has one more callback per 25 ms.
 """
 
 from ingress.watchdog.records import Holder, Stall, StallReason
@@ -20,4 +20,4 @@ from ingress.watchdog.thread import Watchdog
 __all__ = ["WATCHDOG", "Holder", "Stall", "StallReason", "Watchdog"]
 
 WATCHDOG = Watchdog()
-"""That of this process."""
+"""The watchdog of this process."""

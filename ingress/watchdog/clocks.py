@@ -1,4 +1,4 @@
-"""What the system knows of this process's threads: who ran, and who waited for the GIL."""
+"""The system's clocks of this process's threads: run time, and waits for the GIL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if sys.platform != "win32":
 
 _IS_LINUX = sys.platform == "linux"
 
-# A thread that waits for the GIL wakes once in each of the interpreter's switch intervals, 5 ms by
-# default, to ask for it. One that sleeps, or whose process is stopped, does not wake at all.
-ENOUGH_WAITS = 5  # to tell it from a thread that waited for its turn once or twice
+# A thread that waits for the GIL wakes once per switch interval of the interpreter, 5 ms by
+# default, to ask for it. A thread that sleeps, or whose process is stopped, does not wake at all.
+ENOUGH_WAITS = 5  # more than a thread has that waited for its turn once or twice
 
 
 class ThreadClocks:
-    """How long threads have run on a processor. Empty where the system does not tell."""
+    """The run times of threads on a processor. Empty where the system has no such clocks."""
 
     __slots__ = ("_clocks",)
 
@@ -26,17 +26,17 @@ class ThreadClocks:
         self._clocks: dict[int, int | None] = {}
 
     def read(self, idents: Iterable[int]) -> dict[int, float]:
-        """Return the seconds that each of these threads has run, as far as they are known."""
+        """Return the seconds that each of these threads has run, where they are known."""
         if not _IS_LINUX:
             return {}
         found = {}
         for ident in idents:
-            # An ident is used again when its thread has ended; the clock of the old one fails then.
+            # An ident is reused after its thread has ended; then the old thread's clock fails.
             for _ in range(2):
                 if ident not in self._clocks:
                     self._refresh()
                 clock = self._clocks.setdefault(ident, None)
-                if clock is None:  # not a thread of Python's own
+                if clock is None:  # not a Python thread
                     break
                 try:
                     found[ident] = time.clock_gettime(clock)
@@ -46,8 +46,8 @@ class ThreadClocks:
         return found
 
     def _refresh(self) -> None:
-        # Not `time.pthread_getcpuclockid`, which may crash on a thread that has just ended. This is
-        # what it computes: clockid_t of a thread, Linux, include/linux/posix-timers_types.h.
+        # `time.pthread_getcpuclockid` may crash on a thread that has just ended. This is the value
+        # that it computes: clockid_t of a thread, Linux, include/linux/posix-timers_types.h.
         self._clocks = {
             thread.ident: ~thread.native_id << 3 | 6
             for thread in threading.enumerate()
@@ -56,7 +56,7 @@ class ThreadClocks:
 
 
 class GILWait:
-    """How often the current thread, which slept and came late, asked for the GIL meanwhile."""
+    """A counter of the current thread's waits for the GIL, for a thread that woke late."""
 
     __slots__ = ("_before",)
 
@@ -64,9 +64,9 @@ class GILWait:
         self._before = self._count()
 
     def since_last(self) -> int:
-        """Return for how many switch intervals it waited since this was last asked.
+        """Return for how many switch intervals the thread has waited since the last call.
 
-        It must not have run much besides.
+        The thread must not have run much meanwhile.
         """
         before, self._before = self._before, self._count()
         if _IS_LINUX:
@@ -77,5 +77,6 @@ class GILWait:
     def _count(self) -> tuple[float, float]:
         if _IS_LINUX:
             return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, 0.0
-        # Elsewhere: whether the process computed. A C call that sleeps with the GIL is not seen.
+        # Elsewhere: an estimate by the process's CPU time. It misses C calls that sleep with the
+        # GIL.
         return time.process_time(), time.monotonic()

@@ -1,4 +1,4 @@
-"""One event loop that is watched: its heartbeats, what was seen of it, and whose fault that is."""
+"""One event loop that is watched: its heartbeats, its samples and the cause of its stall."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ingress.watchdog.stacks import Stack
 
 
 class Owner(Protocol):
-    """What is asked of a replica: whose code it is, how many requests it has, where to count."""
+    """A replica as the watchdog sees it: its context, its requests and its counts of stalls."""
 
     context: ReplicaContext
     ongoing: int
@@ -30,7 +30,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at the thread of a loop that has not turned. `context` is a copy, of that moment."""
+    """One sample of the thread of a stalled loop. `context` is a copy made at that moment."""
 
     stack: Stack = stacks.EMPTY
     task: int = 0
@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def key(self) -> object:
-        """What it votes for: a function of the user's, or else a task."""
+        """The vote of this sample: a user function, or else a task."""
         place = self.stack.place
         return (place.file, place.function) if self.stack.is_users else self.task
 
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def method(self) -> str:
-        """What of the deployment it is in; for what we do for a request, the request's."""
+        """The deployment's method that runs; in ingress's own code, the method of the request."""
         if self.stack.method or self.call is None:
             return self.stack.method
         is_http = self.call.metadata.is_http_request
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A thread, what it is at, and for how many seconds it ran."""
+    """A thread, its stack, and for how many seconds it ran."""
 
     ident: int
     ran_s: float
@@ -73,11 +73,11 @@ class Runner:
 
 
 class LoopProbe:
-    """`_beat` runs on the loop, all else in the watchdog's thread.
+    """One watched loop. `_beat` runs on that loop, all else in the watchdog's thread.
 
-    While a heartbeat is under way `asked_at` is when it was sent, by `monotonic`. `clocks` are how
-    long the threads had run by then; `samples` and `waited` what was seen since, and `starved_s`
-    for how long nobody could look, because another thread had the GIL.
+    While a heartbeat is unanswered, `asked_at` is the time when it was sent, by `monotonic`.
+    `clocks` are the run times of the threads at that time. `samples` and `waited` were collected
+    since. `starved_s` is the time in which the watchdog itself waited for the GIL.
     """
 
     __slots__ = (
@@ -116,15 +116,15 @@ class LoopProbe:
 
     @property
     def ongoing(self) -> int:
-        """How many requests are in flight."""
+        """Number of requests in flight."""
         return sum(owner.ongoing for owner in list(self.owners))
 
     def is_idle(self, frame: FrameType | None) -> bool:
-        """Whether it waits for something to do. `frame` is its thread's."""
+        """Return whether the loop waits for events. `frame` is its thread's."""
         return self.thread_id != 0 and stacks.is_idle(frame, self._waits_in)
 
     def begin(self, clocks: dict[int, float]) -> None:
-        """Forget what was seen."""
+        """Forget the samples of the last heartbeat."""
         self.samples = []
         self.waited = 0
         self.starved_s = 0.0
@@ -142,17 +142,17 @@ class LoopProbe:
     def _beat(self) -> None:
         self.thread_id = threading.get_ident()
         self._waits_in = stacks.base_of_loop()
-        self.answered_at = monotonic()  # last: the watchdog goes by it
+        self.answered_at = monotonic()  # last: the watchdog reads the others after it
 
     def forgive(self, now: float) -> None:
-        """Take the time until now as not having been."""
+        """Do not count the time until now as a stall."""
         if self.answered_at is not None:
             self.asked_at = None
         elif self.asked_at is not None:
             self.asked_at = now
 
     def see(self, frame: FrameType | None) -> None:
-        """Look what it is at, and how many requests are in flight."""
+        """Sample the loop's thread, and count the requests in flight."""
         self.waited = max(self.waited, self.ongoing)
         if frame is None or self.is_idle(frame):
             self.samples.append(Sample(is_idle=True))
@@ -164,7 +164,7 @@ class LoopProbe:
         self.samples.append(Sample(stack, task, context))
 
     def replica_of(self, context: Context | None) -> ReplicaContext | None:
-        """Return the replica whose code runs in a context; that of the loop, if it has just one."""
+        """Return the replica whose code runs in a context, or else the loop's only replica."""
         replica = None if context is None else context.get(REPLICA)
         owners = list(self.owners)
         return owners[0].context if replica is None and len(owners) == 1 else replica
@@ -172,10 +172,10 @@ class LoopProbe:
     def judge(
         self, took_s: float, runners: list[Runner], *, is_over: bool = True
     ) -> tuple[Stall | None, Sample | None]:
-        """Return the stall that was seen, and what tells best of it if that was code of the loop.
+        """Return the stall and, if code on the loop caused it, the sample that shows it best.
 
-        `None` if it was busy with nothing in particular, or if nobody of this process was in its
-        way: the system had others to run.
+        Both are `None` if no code in particular kept the loop busy, or if no thread of this process
+        delayed it because the system ran other processes.
         """
         verdict = self._verdict(took_s, runners)
         if verdict is None:
@@ -185,7 +185,7 @@ class LoopProbe:
         stack = others[0].stack if others else stacks.EMPTY
         if same:
             places = Counter(each.stack.place for each in same)
-            # Of as many, the later: the first may be what ran just before.
+            # Of equal counts the later: the first may be the code that ran just before.
             best = max(reversed(same), key=lambda each: places[each.stack.place])
             stack = best.stack
         replica = self.replica_of(None if best is None else best.context)
@@ -218,7 +218,7 @@ class LoopProbe:
     def _verdict(
         self, took_s: float, runners: list[Runner]
     ) -> tuple[StallReason, list[Sample], list[Runner]] | None:
-        """Return why it stood still, what was seen of that, and the other threads in its way."""
+        """Return the stall's reason, its samples, and the other threads that delayed the loop."""
         busy = [each for each in self.samples if not each.is_idle]
         is_busy = bool(busy) and len(busy) * 2 >= len(self.samples)
         key, votes = Counter(each.key for each in busy).most_common(1)[0] if busy else (None, 0)
@@ -228,8 +228,8 @@ class LoopProbe:
         others_s = sum(each.ran_s for each in others)
         is_starved = self.starved_s >= took_s / 2
         is_shared = is_starved or others_s >= took_s / 2
-        # Where it was seen is where it lost the GIL, if nobody could look for most of the time; and
-        # nobody expects code that is not the user's to block.
+        # If the watchdog was starved for most of the time, the samples show where the loop lost the
+        # GIL. And code that is not the user's is not expected to block.
         is_users = any(each.stack.is_users for each in same)
         is_innocent = is_shared and others_s > 2 * mine_s and (is_starved or not is_users)
         if is_busy and votes * 2 >= len(busy) and not is_innocent:

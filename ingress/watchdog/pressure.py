@@ -1,28 +1,28 @@
-"""Many threads that want the GIL at once, and the loops that must not wait for all of them.
+"""GIL pressure: many threads want the GIL at once, and loops must not wait for all of them.
 
 CPython hands the GIL on in turns of `sys.getswitchinterval()`, 5 ms by default. With 32 threads
-that compute, a loop waits 160 ms for each turn of its own. While that is so,
+that compute, a loop waits 160 ms for each turn of its own. While the pressure is high,
 
     turns get shorter     with N threads before a loop, to 15 ms / N, at least 0.5 ms
     calls start later     a request that gets a slot begins by way of its server's loop, see
                           `Exchange.start`: that loop has a turn between two calls that compute
 
-Both end a second after the last sign of it. The switch interval is the whole process's; with
-`INGRESS_ADAPT_SWITCH_INTERVAL=0` it is left alone.
+Both end a second after the last sign of pressure. The switch interval is the whole process's; with
+`INGRESS_ADAPT_SWITCH_INTERVAL=0` ingress does not change it.
 """
 
 from __future__ import annotations
 
 import sys
 
-WAITS = 3  # turns that the watchdog waited for the GIL, from which on the pressure is high
-ROUND_S = 0.015  # what a loop is to wait for one turn of its own
-SHORTEST_S = 0.0005  # each thread that waits wakes once a turn, to ask
+WAITS = 3  # the pressure is high once the watchdog waited so many turns for the GIL
+ROUND_S = 0.015  # target wait of a loop for one turn of its own
+SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
 CALM_S = 1.0
 
 
 class GILPressure:
-    """The queue of threads for the GIL, as the watchdog sees it. Written by its thread only."""
+    """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread."""
 
     __slots__ = ("_calm_at", "_given_s", "_set_s", "adapts", "is_high")
 
@@ -30,14 +30,14 @@ class GILPressure:
         self.is_high = False
         self.adapts = True
         self._calm_at = 0.0
-        self._given_s = 0.0  # the process's own switch interval, while ours is set
+        self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
         self._set_s = 0.0
 
     def note(self, waits: int, late_s: float, now: float) -> None:
-        """Learn how often a thread has just waited for the GIL, and how late it is for it.
+        """Take in how often the watchdog has just waited for the GIL, and how late it is.
 
-        A turn is a switch interval: threads that do little give the GIL back at once, and to wait
-        for them again and again is no queue.
+        A turn is a switch interval. Threads that do little give the GIL back at once, so many short
+        waits for them are not pressure.
         """
         turns = min(waits, late_s / sys.getswitchinterval() + 1)
         if turns >= WAITS:
@@ -49,7 +49,7 @@ class GILPressure:
             self.relax()
 
     def relax(self) -> None:
-        """Give the process its own switch interval back, unless user code has set another."""
+        """Restore the process's own switch interval, unless user code has set another."""
         self.is_high = False
         if self._set_s and sys.getswitchinterval() == self._set_s:
             sys.setswitchinterval(self._given_s)
@@ -60,11 +60,11 @@ class GILPressure:
         if not self._set_s:
             self._given_s = now_s
         elif now_s != self._set_s:
-            return  # user code has set one meanwhile
+            return  # user code has set an interval meanwhile
         if interval_s < now_s:
             sys.setswitchinterval(interval_s)
             self._set_s = sys.getswitchinterval()  # in whole microseconds
 
 
 GIL_PRESSURE = GILPressure()
-"""That of this process."""
+"""The GIL pressure in this process."""

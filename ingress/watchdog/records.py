@@ -1,7 +1,7 @@
-"""Event loops that stood still: what is remembered of each, and what is logged.
+"""Stalls of event loops: the record of each, and the log of the recent ones.
 
-One record a line of code a minute. It is logged in the context of the request that stood in the
-way, so that its fields are that request's, see `logs`.
+A line of code is logged once a minute. The record is logged in the context of the request that
+blocked the loop, so that its fields are that request's, see `logs`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ingress.watchdog.stacks import Place
 logger = logging.getLogger("ingress")
 
 RECENT = 100
-"""How many stalls `serve.stalls()` remembers."""
+"""Number of stalls that `serve.stalls()` keeps."""
 
 QUIET_S = 60.0
-"""How long after the record of a line its next one may come."""
+"""Pause between two log records of one line."""
 
-_LINES = 1000  # for which that is remembered
-_NAMED = 3  # of many threads or requests
+_LINES = 1000  # for which the last record is remembered
+_NAMED = 3  # threads or requests that a message names
 
 
 class StallReason(StrEnum):
-    """Why an event loop stood still."""
+    """Why an event loop stalled."""
 
     BLOCKED = "blocked"
-    """By code that ran on it."""
+    """Code on the loop blocked it."""
     GIL = "gil"
-    """By code in other threads: Python runs one at a time."""
+    """Code in other threads held the GIL: Python runs one thread at a time."""
     UNKNOWN = "unknown"
-    """By code that ran on it with the GIL, and was over before anybody could look."""
+    """Code on the loop held the GIL, and ended before the watchdog could take a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A thread that was at work while a loop stood still; with no `place` if that is over."""
+    """A thread that ran while a loop stalled; without a `place` if its work has ended."""
 
     thread: str
     place: Place
@@ -53,15 +53,15 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """An event loop that did not turn, and who was in its way.
+    """A stall of an event loop, and the code that caused it.
 
-    `place` is the innermost line of the user's code, whatever that waited in, and `method` what of
-    the deployment it is in. If the loop only waited for the GIL, they are those of the first of
-    `holders`, the other threads that were at work. `calls` counts the calls of `method` that ran,
-    one after another, before the loop turned, `waited` the other requests that were in flight on
-    it. `began_at_s` is Unix time. The duration is from the first heartbeat that the loop missed,
-    short by up to a quarter of the threshold, or half if nothing was in flight before. `is_over` is
-    false while it lasts.
+    `place` is the innermost line of user code, whatever library call it waited in, and `method` is
+    the deployment's method around it. If the loop only waited for the GIL, both are those of the
+    first of `holders`, the other threads that ran. `calls` counts the calls of `method` that ran in
+    a row before the loop turned. `waited` counts the other requests in flight on the loop.
+    `began_at_s` is Unix time. The duration starts at the first heartbeat that the loop missed, so
+    it is short by up to a quarter of the threshold, or half if no request was in flight before.
+    `is_over` is false while the stall lasts.
     """
 
     began_at_s: float
@@ -116,7 +116,7 @@ class Stall:
 
 @dataclass(slots=True)
 class _Line:
-    """What was logged of one line of code."""
+    """The last log record of one line of code, and the number of stalls there since."""
 
     logged_at: float
     more: int = 0
@@ -124,15 +124,15 @@ class _Line:
 
 @dataclass(slots=True)
 class StallLog:
-    """What stood still lately. Owned by the watchdog's thread; any may read `recent`."""
+    """The recent stalls. Owned by the watchdog's thread; any thread may read `recent`."""
 
     recent: deque[Stall] = field(default_factory=lambda: deque(maxlen=RECENT))
     _lines: dict[tuple[str, int], _Line] = field(default_factory=dict)
 
     def log(self, stall: Stall, context: Context, *, follows: bool = False) -> bool:
-        """Log a stall. Returns False if one at its line was logged just now.
+        """Log a stall. Returns False if another stall at its line was logged just before.
 
-        `follows` says that this is the end of one that was logged while it lasted.
+        `follows` says that this is the end of a stall that was logged while it lasted.
         """
         more = self._more(stall.place)
         if more is None and not follows:
@@ -142,7 +142,10 @@ class StallLog:
         return True
 
     def _more(self, place: Place) -> int | None:
-        """Return how many of a line were not logged since it last was; `None` if not again yet."""
+        """Return how many stalls of a line were skipped since its last record.
+
+        `None` if it is too early for the next record.
+        """
         key = (place.file, place.line)
         now = monotonic()
         line = self._lines.get(key)

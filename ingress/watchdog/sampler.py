@@ -1,7 +1,7 @@
-"""What the watchdog does at each look, and remembers until the next.
+"""The watchdog's look at every loop, and the state that it keeps until the next look.
 
-A watchdog that comes late itself waited for the GIL, and every loop with it: who has run since is
-in the way. Or the process was stopped, or the machine slept, and nobody is.
+A watchdog that wakes late waited for the GIL, and so did every loop: the threads that ran meanwhile
+are the cause. Or the process was stopped, or the machine slept; then no thread is.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ingress.watchdog.records import StallLog
 from ingress.watchdog.stacks import Stack
 
 _LONG = 50  # times the threshold; then a stall is logged while it lasts, and again at its end
-_LOOKS = 4  # in the time of the threshold, while requests are in flight; else half as many
+_LOOKS = 4  # per threshold while requests are in flight; else half as many
 _SHORTEST_PAUSE_S = 0.005
-_LONGEST_LOOK_S = 0.005  # of the processor's time; what is more is something else
-_SAMPLE_S = 0.01  # between samples of a loop that stands still, or a twentieth of that time
-_SHARE = 0.01  # of one processor, at most, however many threads there are to look at
+_LONGEST_LOOK_S = 0.005  # CPU time that is counted; more than that is not the look's own
+_SAMPLE_S = 0.01  # between samples of a stalled loop, or a twentieth of the stall if longer
+_SHARE = 0.01  # of one processor, at most, for any number of threads
 _AVERAGE = 16  # looks
-_MANY = 100  # threads, of which only the clocks of those are read that seem to run
-_HOLDS = 0.1  # of the time of a stall that threads must have run, of the longest that each must
+_MANY = 100  # threads; above, only the clocks of threads that seem to run are read
+_HOLDS = 0.1  # share of a stall that all runners need, and each of the longest runner's time
 
 Frames = Mapping[int, FrameType]
 
 
 class Sampler:
-    """Owned by the watchdog's thread."""
+    """The watchdog's looks at its loops. Owned by the watchdog's thread."""
 
     __slots__ = (
         "_clocks", "_cost_s", "_due", "_gil", "_log", "_look_s", "_loops", "_standing", "_threads",
@@ -55,7 +55,7 @@ class Sampler:
         self._loops: list[LoopProbe] = []
 
     def look(self, loops: list[LoopProbe]) -> float:
-        """Look at each loop. Returns how many seconds to wait until the next time."""
+        """Look at each loop. Returns how many seconds to wait until the next look."""
         self._loops = loops
         cost_s = thread_time()
         now = monotonic()
@@ -65,7 +65,7 @@ class Sampler:
         waits = self._gil.since_last()
         GIL_PRESSURE.note(waits, late_s, now)
         waited_for_gil = waits >= ENOUGH_WAITS
-        if waited_for_gil and late_s >= self._look_s:  # not just for its turn
+        if waited_for_gil and late_s >= self._look_s:  # longer than one turn
             for each in loops:
                 each.starved_s += late_s
         if late_s >= self._threshold_s:
@@ -76,13 +76,13 @@ class Sampler:
                     each.forgive(now)
         for each in loops:
             self._look_at(each, frames)
-        for each in self._standing.difference(loops):  # let go of in the middle of a stall
+        for each in self._standing.difference(loops):  # unwatched in the middle of a stall
             if each.asked_at is None:  # its answer was forgiven
                 self._standing.discard(each)
             else:
                 self._end(each, frames, monotonic())
         now = monotonic()
-        # On the average, because one look may have to log, or to run the garbage collector.
+        # An average, because one look may have to log, or to run the garbage collector.
         cost_s = min(thread_time() - cost_s, _LONGEST_LOOK_S)
         self._cost_s += (cost_s - self._cost_s) / _AVERAGE
         pause_s = max(self._pause_s(now), self._cost_s / _SHARE)
@@ -99,7 +99,7 @@ class Sampler:
     def _look_at(self, loop: LoopProbe, frames: Frames) -> None:
         if loop.asked_at is not None:
             now = monotonic()
-            answered_at = loop.answered_at  # once: it may come at any time
+            answered_at = loop.answered_at  # read once: the answer may come at any time
             if answered_at is None and loop.loop.is_running():
                 stood_s = now - loop.asked_at
                 if now >= loop.see_at:
@@ -111,31 +111,31 @@ class Sampler:
                     self._report(loop, frames, stood_s, is_over=False)
                 return
             self._end(loop, frames, answered_at or now)
-        # One that waits is not woken: it could take what comes at once.
+        # A loop that waits is not woken: it could run a new callback at once.
         if loop.loop.is_running() and not loop.is_idle(frames.get(loop.thread_id)):
             loop.begin(self._clocks)
             loop.ask()
 
     def _end(self, loop: LoopProbe, frames: Frames, until: float) -> None:
-        """A heartbeat was answered, or never will be."""
+        """End a heartbeat that was answered, or never will be."""
         self._standing.discard(loop)
         assert loop.asked_at is not None
         if until - loop.asked_at >= self._threshold_s:
             self._report(loop, frames, until - loop.asked_at)
         loop.asked_at = None
-        loop.samples = []  # they hold the contexts of requests, and what those hold
+        loop.samples = []  # they keep the contexts of requests alive, and all that these refer to
 
     def _all_stood(self, frames: Frames, before: dict[int, float], late_s: float) -> None:
-        """Nothing ran in this process but one call of C with the GIL, or a few threads in turns."""
+        """Conclude a stall of every loop: a C call held the GIL, or a few threads took turns."""
         runners = self._runners(frames, before, late_s) or self._at_work(frames)
         first = runners[0].ident if runners else 0
-        # The one whose own code it was comes first, because it is the one to be logged.
+        # The loop whose own code stalled it comes first, so that it is the one that is logged.
         for each in sorted(self._loops, key=lambda each: each.thread_id != first):
             if each.asked_at is None and each.thread_id:
                 each.begin(before)
                 each.starved_s = late_s
                 if each.thread_id == first:
-                    each.see(frames.get(first))  # it has just let go of the GIL
+                    each.see(frames.get(first))  # it has just released the GIL
                 each.waited = max(each.waited, each.ongoing)
                 if each.waited:
                     self._conclude(each, runners, late_s)
@@ -144,11 +144,11 @@ class Sampler:
     def _report(
         self, loop: LoopProbe, frames: Frames, took_s: float, *, is_over: bool = True
     ) -> None:
-        """Tell of a loop that did not turn."""
+        """Report a loop that stalled."""
         runners = self._runners(frames, loop.clocks, took_s)
         if not runners and loop.starved_s >= took_s / 2:
             runners = self._at_work(frames)
-        if loop.starved_s:  # nobody could look how many waited: as in `_all_stood`
+        if loop.starved_s:  # no sample counted the waiting requests meanwhile, see `_all_stood`
             loop.waited = max(loop.waited, loop.ongoing)
         if not loop.samples and runners and runners[0].ident == loop.thread_id:
             loop.see(frames.get(loop.thread_id))
@@ -157,7 +157,7 @@ class Sampler:
     def _conclude(
         self, loop: LoopProbe, runners: list[Runner], took_s: float, *, is_over: bool = True
     ) -> None:
-        """Remember, count and log a stall."""
+        """Record, count and log a stall."""
         stall, best = loop.judge(took_s, runners, is_over=is_over)
         if stall is None:
             return
@@ -169,7 +169,8 @@ class Sampler:
                 if owner.context is replica:
                     counted = owner.stalls.setdefault(stall.method, Latency())
                     counted.add(stall.duration_ms, is_error=False)
-        # What keeps nobody is of no interest, as a task at start-up; nor is one who debugs.
+        # Stalls that delay no request are not logged, such as a task at start-up; nor are stalls in
+        # a debugger.
         is_of_interest = stall.waited or stall.request_ids
         if not is_of_interest or (best is not None and best.stack.is_debugged):
             return
@@ -180,7 +181,7 @@ class Sampler:
         loop.was_logged = self._log.log(stall, context, follows=loop.was_logged)
 
     def _read_clocks(self, frames: Frames) -> dict[int, float]:
-        """Return how long each thread has run that may be running now."""
+        """Return the run times of the threads that may be running now."""
         if len(frames) <= _MANY:
             return self._threads.read(frames)
         idle = {each.thread_id for each in self._loops if each.is_idle(frames.get(each.thread_id))}
@@ -191,13 +192,13 @@ class Sampler:
         )
 
     def _runners(self, frames: Frames, before: dict[int, float], took_s: float) -> list[Runner]:
-        """Return the threads that ran user code meanwhile, the one that ran the longest first.
+        """Return the threads that ran user code meanwhile, the longest run first.
 
-        None if nobody ran for long, nor all of them together.
+        The list is empty if all threads together did not run for long.
         """
         runners = []
         loops = {each.thread_id: each for each in self._loops}
-        # One that is not known from then may have run ever since.
+        # A thread that was not known then may have run ever since.
         ran = {
             ident: ran_s - before[ident] if ident in before else min(ran_s, took_s)
             for ident, ran_s in self._clocks.items()
@@ -211,7 +212,7 @@ class Sampler:
                 continue
             is_loop = ident in loops
             if stacks.is_idle_worker(frame) or (is_loop and loops[ident].is_idle(frame)):
-                runners.append(Runner(ident, ran_s, stacks.EMPTY))  # what it ran is over
+                runners.append(Runner(ident, ran_s, stacks.EMPTY))  # its work has ended
             else:
                 stack = _read(frame)
                 if stack.is_users or is_loop:
@@ -219,9 +220,9 @@ class Sampler:
         return sorted(runners, key=lambda each: -each.ran_s)
 
     def _at_work(self, frames: Frames) -> list[Runner]:
-        """Return the threads that are in user code now, those with a loop first.
+        """Return the threads that are in user code now, threads with a loop first.
 
-        One of them slept with the GIL, or the system does not tell who ran.
+        One of them slept with the GIL, or the system has no clocks of threads.
         """
         loops = {each.thread_id for each in self._loops}
         found = [Runner(ident, 0.0, _read(frame)) for ident, frame in frames.items()]

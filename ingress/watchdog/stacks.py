@@ -1,11 +1,11 @@
-"""What a thread is doing, read from its frames by another thread.
+"""A thread's stack, read from its frames by another thread.
 
-    users     not of the standard library, of an installed package, or of ours
-    place     the innermost of the user's lines: where their code is, whatever that waits in
-    method    what we called of the user's, as `execution` names it
+    users     code outside the standard library, the installed packages and ingress
+    place     the innermost line of user code, whatever library call it waits in
+    method    the user's method that ingress called, by its name in `execution`
 
-A thread runs on while its frames are read. What is read may be a few lines apart, never broken:
-each look is one of several, and they vote.
+A thread runs on while its frames are read. The lines may be a few steps apart, but never invalid.
+Each sample is one of several, and they vote.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _PLANS = frozenset(
 )
 _DISPATCH = frozenset((Mailbox._drain.__code__, Handle._run.__code__))
 _IDLE_WORKER = WorkerThreads._main.__code__
-# Where a loop of asyncio's waits; one of uvloop's waits in no frame of its own.
+# An asyncio loop waits in one of these modules; a uvloop loop waits in no Python frame.
 _SELECTORS = frozenset(("asyncio.windows_events", "selectors"))
 
 
 def current_frames() -> dict[int, FrameType]:
     """Return the frame of each other thread.
 
-    Not our own: it would hold what it is returned into, and with it every other frame and what
-    that holds, until the collector comes by.
+    The caller's own frame is left out: it would be in a reference cycle with the result, which
+    keeps every other frame alive until the garbage collector runs.
     """
     frames = _current_frames()
     del frames[threading.get_ident()]
@@ -59,12 +59,12 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def _current_frames_uncollected() -> dict[int, FrameType]:
-    """Return the frame of each thread, with the collector off meanwhile.
+    """Return the frame of each thread, with the garbage collector off meanwhile.
 
-    Until 3.11.9 Python collects in the middle of it, with a lock held that a thread needs, GIL in
-    hand, to start another: a finalizer that lets go of the GIL there ends the process's progress
-    for ever (python/cpython#106883). Race with others who switch the collector off just between
-    these lines: it is on again.
+    Until 3.11.9 Python may collect in the middle of `sys._current_frames`, while it holds a lock
+    that a thread with the GIL needs to start another thread. A finalizer that releases the GIL
+    there deadlocks the process (python/cpython#106883). Race with code that switches the collector
+    off just between these lines: it is on again.
     """
     is_enabled = gc.isenabled()
     gc.disable()
@@ -97,9 +97,10 @@ NOWHERE = Place("", 0, "")
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a thread was doing: its lines, the innermost first.
+    """The stack of a thread: its lines, the innermost first.
 
-    `place` is the innermost of the user's lines; of all if there is none, then not `is_users`.
+    `place` is the innermost line of user code. Without user code it is the innermost line of all,
+    and `is_users` is false.
     """
 
     lines: tuple[Place, ...] = ()
@@ -113,9 +114,9 @@ EMPTY = Stack()
 
 
 def read(frame: FrameType | None, replica: ReplicaContext | None = None) -> Stack:
-    """Return what the thread of `frame`, its innermost, is doing.
+    """Return the stack of the thread whose innermost frame is `frame`.
 
-    `replica` tells of the user's package, which may be installed like any library.
+    `replica` gives the user's package, which may be installed like any library.
     """
     package = _package_of(replica)
     lines: list[Place] = []
@@ -143,9 +144,9 @@ def read(frame: FrameType | None, replica: ReplicaContext | None = None) -> Stac
 
 
 def is_idle(frame: FrameType | None, waits_in: CodeType | None) -> bool:
-    """Whether a thread with an event loop waits for something to do.
+    """Return whether a thread with an event loop waits for events.
 
-    `waits_in` is what `base_of_loop` told of that loop.
+    `waits_in` is the result of `base_of_loop` for that loop.
     """
     if frame is None or frame.f_code is waits_in:
         return True
@@ -153,14 +154,14 @@ def is_idle(frame: FrameType | None, waits_in: CodeType | None) -> bool:
 
 
 def is_idle_worker(frame: FrameType) -> bool:
-    """Whether a worker thread of ours has nothing to do."""
+    """Return whether a worker thread of ingress has nothing to do."""
     return frame.f_code is _IDLE_WORKER
 
 
 def base_of_loop() -> CodeType | None:
-    """Return what runs the loop whose callback this is called from, in the same thread.
+    """Return the code that runs the current loop. Called from a callback of that loop.
 
-    The innermost frame when no callback runs: asyncio's `_run_once`, or whoever called
+    It is the innermost frame's while no callback runs: asyncio's `_run_once`, or the caller of
     `run_forever` of a loop that is not written in Python.
     """
     frame = sys._getframe(1).f_back
@@ -172,7 +173,7 @@ def base_of_loop() -> CodeType | None:
 def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int, Context | None]:
     """Return the identity and the context of the task that runs in a thread's frames.
 
-    0 and `None` if it is a callback that runs, or another task than when the frames were read.
+    0 and `None` if a callback runs, or another task than when the frames were read.
     """
     task = asyncio.current_task(loop)
     if task is None:
@@ -187,7 +188,7 @@ def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int
 
 
 def worker_context(frame: FrameType | None) -> Context | None:
-    """Return the context of the call that one of our worker threads runs."""
+    """Return the context of the call that a worker thread of ingress runs."""
     while frame is not None:
         if frame.f_code is Work.__call__.__code__:
             context: Context = frame.f_locals["self"].context
@@ -211,7 +212,7 @@ def _package_of(replica: ReplicaContext | None) -> str:
 
 
 def _name_of(code: CodeType) -> str:
-    """Return `Class.method`, also inside of its comprehensions and lambdas."""
+    """Return `Class.method`, also inside its comprehensions and lambdas."""
     names = code.co_qualname.split(".<locals>.")
     return next((name for name in reversed(names) if not name.startswith("<")), names[-1])
 

@@ -1,4 +1,4 @@
-"""The one thread that watches the loops, from the first to the last."""
+"""The watchdog's thread. It runs from the first watched loop to the last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("ingress")
 
 
 class Watchdog:
-    """One per process. Thread-safe."""
+    """The thread that watches event loops. One per process. Thread-safe."""
 
     __slots__ = (
         "_is_asked",
@@ -37,7 +37,8 @@ class Watchdog:
         self._log = StallLog()
         self._forget_threads()
         if hasattr(os, "register_at_fork"):
-            # None of the parent's threads is in the child, and its lock may be held there for ever.
+            # The child has none of the parent's threads, and its copy of the lock may be held
+            # forever.
             os.register_at_fork(after_in_child=self._forget_threads)
 
     def _forget_threads(self) -> None:
@@ -50,9 +51,9 @@ class Watchdog:
         self._is_asked = False
 
     def watch(self, loop: asyncio.AbstractEventLoop, owner: Owner, threshold_s: float) -> None:
-        """Watch a loop that `owner` lives on; call it there, so that its thread is known.
+        """Watch the loop of `owner`. Call this on that loop, so that its thread is known.
 
-        The first one's threshold holds for all.
+        The threshold of the first loop holds for all.
         """
         with self._lock:
             probe = self._loops.get(loop)
@@ -60,8 +61,8 @@ class Watchdog:
                 probe = self._loops[loop] = LoopProbe(loop)
             probe.owners[owner] = None
             if self._thread is None or self._is_stopping:
-                # Held until the thread is to stop: to wait for it takes half of what an `Event`
-                # takes, which is most of what the watchdog costs.
+                # Held until the thread must stop. A wait for a lock costs half as much as a wait
+                # for an `Event`, and these waits are most of the watchdog's cost.
                 self._running = threading.Lock()
                 self._running.acquire()
                 self._is_stopping = False
@@ -75,14 +76,14 @@ class Watchdog:
                 self._thread.start()
 
     def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
-        """Watch a loop no more, unless others live on it. Without effect if it is not watched."""
+        """Stop watching a loop, unless it has other owners. No effect if it is not watched."""
         with self._lock:
             probe = self._loops.get(loop)
             if probe is None or owner not in probe.owners:
                 return
             if len(probe.owners) > 1:
                 del probe.owners[owner]
-            else:  # it keeps its last one: it may stand still, and that is yet to be told
+            else:  # the probe keeps its last owner: a current stall must still be reported
                 self._stop_watching(loop)
 
     def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -92,14 +93,14 @@ class Watchdog:
             self._running.release()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, if nothing is watched any more."""
+        """Wait for the thread to end, if no loop is watched any more."""
         with self._lock:
             ending = self._thread if self._is_stopping else None
         if ending is not None:
             ending.join(timeout_s)
 
     def stalls(self) -> list[Stall]:
-        """Return what stood still lately, the latest last, and after it what does so now."""
+        """Return the recent stalls, the latest last, and after them the current stalls."""
         found = list(self._log.recent)
         for probe in list(self._loops.values()):
             asked_at = probe.asked_at
@@ -111,11 +112,11 @@ class Watchdog:
         return found
 
     def reporting_on_signal(self) -> AbstractContextManager[None]:
-        """Have SIGUSR1 log the stalls, unless it has a handler, or this is not the main thread."""
+        """Make SIGUSR1 log the stalls, unless it has a handler or this is not the main thread."""
         return handling("SIGUSR1", self._on_signal) if self._loops else nullcontext()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Nothing but this: the line that the signal interrupts may hold any lock.
+        # Only set a flag: the line that the signal interrupts may hold any lock.
         self._is_asked = True
 
     def _main(
@@ -134,12 +135,12 @@ class Watchdog:
             except Exception:
                 logger.exception("the watchdog of event loops failed; it goes on in a minute")
                 pause_s = QUIET_S
-        sampler.look([])  # what stands still now is left behind
+        sampler.look([])  # reports current stalls, whose loops are no longer watched
         GIL_PRESSURE.relax()
 
     def _open_loops(self) -> list[LoopProbe]:
         for loop in list(self._loops):
-            if loop.is_closed():  # by its owner, without a word to us
+            if loop.is_closed():  # its owner closed it without `unwatch`
                 with self._lock:
                     if loop in self._loops:
                         self._stop_watching(loop)

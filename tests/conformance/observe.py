@@ -1,8 +1,8 @@
-"""An application that is served for a test, and where and when its code finds itself running.
+"""Serves an application for a test, and observes the places and times of its code.
 
-here()      which thread runs this line, and whether an event loop runs it there
-Gate        holds user code inside until the test has seen what it wants to see
-served()    the application behind an HTTP client and a handle, and the names of its places
+here()      the thread of this line, and whether it runs on an event loop
+Gate        holds user code inside until the test opens it
+served()    the application behind an HTTP client and a handle, and its places
 online()    the same on a real port, for streams
 """
 
@@ -29,14 +29,14 @@ from ingress.base.settings import Settings
 from ingress.schema import DeploymentStatusOverview
 
 TIMEOUT_S = 10.0
-"""How long anything may take: only a failing test ever waits that long."""
+"""Bound on every wait; only a failing test waits that long."""
 
 ANYIO_WORKER = "thread AnyIO worker thread"
-"""Where Starlette runs what it runs in threads itself."""
+"""The thread pool that Starlette itself uses."""
 
 
 def here() -> str:
-    """Return where this line runs: "loop" or "thread", and the thread's name without its number.
+    """Return the place of this line: "loop" or "thread", and the thread's name without its number.
 
     A worker thread has no running event loop.
     """
@@ -82,7 +82,7 @@ class Gate:
         self._opened.set()
 
     def wait(self) -> None:
-        """Wait blocking the thread."""
+        """Wait at the gate, blocking the thread."""
         self._enter()
         try:
             if not self._opened.wait(TIMEOUT_S):
@@ -91,7 +91,7 @@ class Gate:
             self._leave()
 
     async def wait_async(self) -> None:
-        """Wait leaving the event loop free."""
+        """Wait at the gate, leaving the event loop free."""
         self._enter()
         try:
             deadline = time.monotonic() + TIMEOUT_S
@@ -103,11 +103,11 @@ class Gate:
             self._leave()
 
     def wait_for(self, count: int) -> None:
-        """Return, to the test, once `count` calls wait at the gate together."""
+        """Return once `count` calls wait at the gate together; for the test."""
         wait_until(lambda: self.inside == count)
 
     def _give_up(self) -> NoReturn:
-        self._opened.set()  # the test has failed: nobody else need wait
+        self._opened.set()  # the test has failed: release all waiting calls
         raise AssertionError("nobody opened the gate")
 
     def _enter(self) -> None:
@@ -123,7 +123,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A served application. `loop`, `worker` and `executor` are what `here()` says in there."""
+    """A served application. `loop`, `worker` and `executor` are the values of `here()` in it."""
 
     client: httpx.Client | TestClient
     handle: serve.DeploymentHandle
@@ -141,7 +141,7 @@ class Served:
         return [self._pool.submit(self.client.get, path) for _ in range(count)]
 
     def status(self, deployment: str = "") -> DeploymentStatusOverview:
-        """Return what `serve.status()` says of a deployment, by default that of `handle`."""
+        """Return the status of a deployment, by default the deployment of `handle`."""
         deployments = serve.status().applications[self.handle.app_name].deployments
         return deployments[deployment or self.handle.deployment_name]
 

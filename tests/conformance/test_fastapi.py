@@ -1,6 +1,6 @@
-"""Where a FastAPI app's callables run, observed from inside them, by every flag.
+"""The places of a FastAPI app's callables, observed from inside them, at every flag value.
 
-The flags say which loop is the user event loop; that a `def` runs in a thread is not theirs to say.
+The flags choose the user event loop; they do not affect that a `def` runs in a thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DependencyObject:
 
 
 def application(places: SimpleQueue[str]) -> serve.Application:
-    """Each route answers with the place, or puts it into `places`."""
+    """Return an application whose routes answer with their place, or put it into `places`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -287,7 +287,7 @@ def test_a_builder_runs_on_the_loop(
 def test_as_many_yield_dependencies_run_at_once_as_requests(
     separate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AnyIO alone would run 40 of them, and the rest would never meet."""
+    """AnyIO alone would run 40 of them, and the rest would wait forever."""
     monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, separate)
     requests = 60
     all_inside = Barrier(requests)

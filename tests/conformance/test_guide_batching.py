@@ -73,7 +73,7 @@ def test_blocking_batched_work_blocks_the_loop(monkeypatch: pytest.MonkeyPatch) 
         assert pings == []
         gate.open()
         assert results([*responses, ping]) == [1, 2, None]
-        assert pings == [1]  # not before the batch was over
+        assert pings == [1]  # the ping ran after the batch
 
 
 # "return await loop.run_in_executor(None, run_sync)"
@@ -222,7 +222,7 @@ def test_a_downstream_batch_of_another_size_is_filled_only_partly() -> None:
     assert sizes == [6, 2]
 
 
-# "The deployment picks up the batch and evaluates it." - so a replica has to let it in.
+# "The deployment picks up the batch and evaluates it." - so a replica must admit the calls.
 def test_a_batch_is_no_larger_than_what_a_replica_takes_at_once() -> None:
     sizes = []
 
@@ -237,7 +237,7 @@ def test_a_batch_is_no_larger_than_what_a_replica_takes_at_once() -> None:
     assert sizes == [4, 4]
 
 
-# Beyond the guide: "The method is declared as an async method"; a `def` may be, too.
+# Beyond the guide: "The method is declared as an async method"; a `def` is allowed, too.
 @all_flags
 def test_a_def_handler_runs_in_a_worker_thread_at_both_values_of_the_flag(flags: Settings) -> None:
     class Model:

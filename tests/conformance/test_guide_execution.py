@@ -1,4 +1,4 @@
-"""The guide "Asyncio and concurrency best practices": how your code is executed, and blocking.
+"""The guide "Asyncio and concurrency best practices": execution of user code, and blocking.
 
 Each test stands under the sentences it proves.
 """
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOn
 
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No flag in the environment; a test that takes `flags` sets them after this."""
+    """Remove the flags from the environment; a test that takes `flags` sets them afterwards."""
     for name in (SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD, ROUTER_IN_SEPARATE_LOOP):
         monkeypatch.delenv(name, raising=False)
 
 
 def one_after_another(it: Served, gate: Gate, count: int = 3) -> bool:
-    """Send requests; return whether only one was inside, although the replica had taken all."""
+    """Send requests; return whether only one was inside, although the replica had all of them."""
     responses = it.send(count=count)
     wait_until(lambda: it.ongoing() == count)
     gate.open()
@@ -99,7 +99,7 @@ def test_blocking_code_holds_up_health_checks_only_on_a_shared_loop(
 
         async def __call__(self) -> bool:
             checked.clear()
-            # The one on a shared loop can never come: a fraction of a second shows it.
+            # On a shared loop the check can never run; a fraction of a second suffices.
             return checked.wait(TIMEOUT_S if separate == "1" else 0.3)
 
     child = serve.deployment(health_check_period_s=0.01)(Child).bind()
@@ -231,7 +231,7 @@ def test_fastapi_endpoints_of_either_kind_overlap_and_leave_the_loop_free(
 # blocking."
 # "Async alone doesn't make CPU work faster." "CPU-bound code doesn't become faster merely because
 # it's async."
-# (On a shared loop the requests are not even counted meanwhile: that loop would have to do it.)
+# (On a shared loop the requests are not even counted meanwhile: that loop would count them.)
 @pytest.mark.parametrize("flags", flag_values(user="1"), indirect=True)
 def test_blocking_in_async_def_is_still_blocking(flags: Settings) -> None:
     gate = Gate()

@@ -1,4 +1,4 @@
-"""The guide "Asyncio and concurrency best practices": how max_ongoing_requests works."""
+"""The guide "Asyncio and concurrency best practices": max_ongoing_requests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def all_answered(responses: list[Any], status: int = 200) -> bool:
 
 
 def full(it: Served, gate: Gate, inside: int, queued: int) -> None:
-    """Wait until that many are inside and that many queue, and look that no more come in."""
+    """Wait until so many calls are inside and so many queue, and check that no more enter."""
     gate.wait_for(inside)
     wait_until(lambda: it.status().queued == queued)
     assert gate.most_inside == inside

@@ -1,6 +1,6 @@
 """The guide "Asyncio and concurrency best practices": streaming semantics.
 
-Over a real connection: what a client has received is what has left the server.
+Over a real connection: bytes that a client has received have left the server.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_ends_the_generator(
     application, _ = bound(AsyncGenerator, gate)
     with online(application) as it:
         with it.client.stream("GET", "/") as response:
-            lines = response.iter_lines()  # kept: as garbage it would close the response
+            lines = response.iter_lines()  # kept: its garbage collection would close the response
             assert next(lines) == "first"
             gate.wait_for(1)
         wait_until(lambda: gate.inside == 0)

@@ -162,4 +162,4 @@ def test_max_concurrent_queries_is_another_name_of_max_ongoing_requests() -> Non
 
 
 # "By default, Serve lets client HTTP requests run to completion no matter how long they take."
-# holds for every test here that keeps a request at a gate: there is no timeout to come.
+# holds for every test here that keeps a request at a gate: no timeout is set.

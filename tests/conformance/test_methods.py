@@ -1,7 +1,7 @@
-"""Where a deployment's callables run, observed from inside them: through handles, by every flag.
+"""The places of a deployment's callables, called by handle, observed inside, at every flag value.
 
-The cases are those of the table "Where each callable runs" (Ray 2.60.0), the places ours: what a
-`def` does is the flag's to say, everything else happens on the user event loop.
+The cases are those of the table "Where each callable runs" (Ray 2.60.0), the places those of
+`ingress`: the flag decides for a `def`, all other code runs on the user event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOP, FLAG = "the loop", "where the flag says"
 
 
 def traced(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator that only wraps: what it makes is a `def`."""
+    """Wrap a function; the result is a `def`."""
 
     @wraps(func)
     def wrapper(*args: Any) -> Any:
@@ -35,7 +35,7 @@ def traced(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expected(served: Served, flags: Settings, *places: str) -> list[str]:
-    """Return what `here()` says at each of the places."""
+    """Return the value of `here()` at each of the places."""
     flag = served.worker if flags.run_sync_in_threadpool else served.loop
     return [flag if place == FLAG else served.loop for place in places]
 
@@ -51,7 +51,7 @@ class HereAsync:
 
 
 class Methods:
-    """Each returns the places its lines ran in."""
+    """Methods that return the places of their lines."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -245,7 +245,7 @@ def test_a_function_deployment_runs_where_its_def_says(
 
 
 class Streams:
-    """Each yields where it is iterated, and by which thread."""
+    """Generators that yield their place and thread."""
 
     def __init__(self) -> None:
         self.partial_of_def_generator = partial(self.def_generator)

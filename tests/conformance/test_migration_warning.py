@@ -1,6 +1,6 @@
-"""The warning of a `def` on the event loop.
+"""The warning about a `def` on the event loop.
 
-Most of these run in a process of their own: what happens once per process, happens there.
+Most tests run in a separate process, because the warning comes once per process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(application, *methods, stream=False, http=()):
 
 
 def warned(folder: Path, source: str, *options: str, sync_in_threadpool: str = "0") -> list[str]:
-    """Return what a program said: its output, and `warning METHOD LINE` for each record."""
+    """Return the output of a program, with `warning METHOD LINE` for each record."""
     file = folder / "program.py"
     file.write_text(f"{HEAD}\n{source}")
     flags = {SYNC_IN_THREADPOOL: sync_in_threadpool, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Where `__call__` runs for an HTTP request, observed from inside it, by every flag."""
+"""The place of `__call__` for an HTTP request, observed from inside it, at every flag value."""
 
 from __future__ import annotations
 

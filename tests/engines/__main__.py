@@ -4,7 +4,7 @@
     python -m tests.engines --only NAME ...     some scenarios or modules; nothing is written
     python -m tests.engines --columns ray       against what was recorded of the other columns
 
-Exits with 1 if anything differs that was not declared, or was declared and does not differ.
+Exits with 1 if there is an undeclared difference, or a declared one that does not occur.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMN_S = 900
 
 def run(columns: list[str], only: list[str], folder: Path) -> dict[str, Any]:
     """Run the columns one after another, both values of the flag at once; those on Ray share one
-    cluster. Returns what each observed."""
+    cluster. Returns the observations of each."""
     port = _free_port()
     found: dict[str, Any] = {}
     with cluster(port) as address, ThreadPoolExecutor(len(FLAGS)) as pool:
@@ -84,7 +84,7 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         found = run(options.columns, options.only, folder)
-    if {*options.columns} < {*COLUMNS} and RESULTS.exists():  # compared with those recorded
+    if {*options.columns} < {*COLUMNS} and RESULTS.exists():  # compare with the recorded columns
         recorded = Results.read().observations
         found = {**recorded, **found}
     chosen = [

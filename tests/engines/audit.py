@@ -1,7 +1,7 @@
-"""Every public name, parameter, option and attribute of `ray.serve`, against ours.
+"""Every public name, parameter, option and attribute of `ray.serve`, compared with `ingress`.
 
-`theirs()` needs Ray and is stored by a whole run; `audit` compares it with this version, which
-needs none. Public is what has no underscore in front and was not imported from elsewhere.
+`theirs()` needs Ray; a whole run stores its result. `audit` compares that with this version
+without Ray. A name is public if it has no leading underscore and was not imported from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ingress.base.unsupported import MEMBERS, NAMES, PARAMETERS
 from ingress.config import NOT_ACTED_ON, DeploymentConfig
 
 MODULES = ("config", "context", "exceptions", "handle", "schema")
-"""Modules of Ray Serve whose classes are looked at one by one; of others, only the name is."""
+"""Modules of Ray Serve whose classes are compared in detail; of other modules, only the names."""
 
 RECORDED = "recorded, with a warning, in one process; acted on by the Ray engine"
 PRIVATE_OF_RAY = "for Ray's own use"
@@ -84,13 +84,13 @@ def _members(cls: type) -> set[str]:
     return names
 
 
-# Ours
+# The names of `ingress`
 
 
 def audit(surface: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each entry with a `verdict` (same, wider, not acted on, absent) and, if any, why.
+    """Return each entry with a `verdict` (same, wider, not acted on, absent) and any reason.
 
-    Of a class that is absent as a whole only the class is returned.
+    Of an absent class only the class itself is returned.
     """
     known = {each["name"] for each in surface}
     judged = [{**each, **_judged(each["kind"], each["name"], known)} for each in surface]
@@ -167,7 +167,7 @@ def _judged_member(module: str, cls: str, name: str) -> dict[str, str]:
     if name in _all_members(ours):
         return {"verdict": "same"}
     if issubclass(ours, BaseException):
-        return _absent(PRIVATE_OF_RAY)  # how Ray sends one to another process
+        return _absent(PRIVATE_OF_RAY)  # how Ray sends an error to another process
     elsewhere = getattr(ours, "elsewhere", {})
     return _absent(elsewhere.get(name) or MEMBERS.get(cls, {}).get(name, ""))
 
@@ -194,7 +194,7 @@ def _absent(because: str) -> dict[str, str]:
 
 
 def undecided(judged: list[dict[str, str]]) -> Iterator[str]:
-    """Yield what is absent without a word: a silent gap."""
+    """Yield the names that are absent without a reason."""
     for each in judged:
         if each["verdict"] == "absent" and not each["because"]:
             yield each["name"]

@@ -1,4 +1,4 @@
-"""What a scenario observes with: a handle and HTTP, and plain values for what they gave."""
+"""The client of a scenario: a handle and HTTP, and plain values for answers and errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EXCEPTIONS = (
 
 
 class Client:
-    """One application that runs, or the means to run some. A context manager."""
+    """A client of one running application; it can deploy others. A context manager."""
 
     def __init__(self, name: str, base_url: str, handle: Any = None, suffix: str = "") -> None:
         self.name = name
         self.suffix = suffix
         self.handle = handle
         self.base_url = base_url
-        # A connection for each request: uvicorn closes one after an error, as it pleases.
+        # A connection for each request: uvicorn may close a connection after an error.
         self.http = httpx.Client(
             base_url=base_url,
             timeout=PATIENCE_S,
@@ -53,7 +53,7 @@ class Client:
 
     @property
     def prefix(self) -> str:
-        """The route prefix of the application."""
+        """Route prefix of the application."""
         return f"/{self.name}"
 
     def deploy(self, app: Any, name: str, **options: Any) -> Any:
@@ -67,12 +67,12 @@ class Client:
         return handle
 
     def forget(self, name: str) -> None:
-        """Delete one of those now."""
+        """Delete an application that `deploy` started, now."""
         self._deployed.remove(name + self.suffix)
         serve.delete(name + self.suffix)
 
     def get(self, path: str = "/", **headers: str) -> httpx.Response:
-        """Ask the application."""
+        """Send a GET request to the application."""
         return self.request("GET", path, headers=headers)
 
     def request(self, method: str, path: str = "/", **options: Any) -> httpx.Response:
@@ -83,7 +83,7 @@ class Client:
         return self.handle.options(method_name=method, **options).remote(*args).result()
 
     def start(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Do something at the same time."""
+        """Run `work` in another thread."""
         return self._pool.submit(work, *args)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -91,7 +91,7 @@ class Client:
 
 
 def discard(name: str) -> None:
-    """Delete an application that nobody looks at any more; on Ray it ends by itself."""
+    """Delete an application that is no longer used; on Ray, do not wait for its end."""
     if os.environ[COLUMN] == "local":
         serve.delete(name)
     else:
@@ -108,7 +108,7 @@ def answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def raised(error: BaseException) -> str:
-    """Return the name of the first type of it that a user can name in an `except`."""
+    """Return the name of the error's first class that a user can name in an `except`."""
     for cls in type(error).__mro__:
         if cls.__name__ in EXCEPTIONS or hasattr(builtins, cls.__name__):
             return cls.__name__
@@ -116,13 +116,13 @@ def raised(error: BaseException) -> str:
 
 
 def text(error: BaseException) -> str:
-    """Return what it says, without the traceback that Ray puts around it."""
+    """Return the error's message, without the traceback that Ray puts around it."""
     cause = getattr(error, "cause", None)
     return str(cause if isinstance(cause, BaseException) else error)
 
 
 def outcome(work: Callable[[], Any], *, says: bool = False) -> Any:
-    """Return the result of `work`, or which error it raised, and what that says."""
+    """Return the result of `work`, or the error it raised and its message."""
     try:
         return {"result": work()}
     except Exception as error:
@@ -131,7 +131,7 @@ def outcome(work: Callable[[], Any], *, says: bool = False) -> Any:
 
 
 def refused(work: Callable[[], Any], *words: str) -> dict[str, Any]:
-    """Return which error `work` raised, and which of `words` it does not say."""
+    """Return the error that `work` raised, and the `words` its message lacks."""
     try:
         work()
     except Exception as error:

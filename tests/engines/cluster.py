@@ -2,7 +2,7 @@
 
     python -m tests.engines.cluster PORT    prints its address once it is ready
 
-It ends with the process that started it, whatever happens to that one.
+It ends with the process that started it, even if that process is killed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this run's cluster and of who connects to it
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # for the cluster of this run and its clients
 }
 ROOT = Path(__file__).parent.parent.parent
 
 
 @contextmanager
 def cluster(port: int) -> Iterator[str]:
-    """Run a cluster in a process of its own; gives its address."""
+    """Run a cluster in a separate process; yield its address."""
     environ = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.engines.cluster", str(port)]
     holder = subprocess.Popen(
@@ -53,7 +53,7 @@ def cluster(port: int) -> Iterator[str]:
 def main() -> None:
     ray = import_module("ray")
     serve = import_module("ray.serve")
-    with tempfile.TemporaryDirectory(prefix="r") as folder:  # a short path: sockets are in there
+    with tempfile.TemporaryDirectory(prefix="r") as folder:  # a short path: it holds sockets
         ray.init(
             num_cpus=CPUS,
             include_dashboard=False,

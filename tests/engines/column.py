@@ -2,7 +2,7 @@
 
     python -m tests.engines.column local 0 FOLDER [--only NAME ...]
 
-What they observed is FOLDER/local-0.json: `{name: observation}`, or `{name: {"failed": ...}}`.
+The result is FOLDER/local-0.json: `{name: observation}`, or `{name: {"failed": ...}}`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.engines.suite import Factory, Scenario, scenarios
 
 ROOT = Path(__file__).parent.parent.parent
 AHEAD = 3
-"""How many applications start while one is looked at: on Ray each replica is a process that costs
-some processor time even if it has nothing to do."""
+"""Number of applications that start while one is observed. On Ray each replica is a process, which
+costs processor time even if idle."""
 SCENARIO_S = 120.0
 
 
 def environment(column: str, flag: str, folder: Path) -> dict[str, str]:
-    """The variables of a column, for its driver and for its replicas: each flag is set."""
+    """Return the environment of a column, for its driver and its replicas: each flag is set."""
     return {
         COLUMN: column,
         FOLDER: str(folder / f"{column}-{flag}"),
@@ -77,7 +77,7 @@ def observe(column: str, flag: str, url: str, only: list[str]) -> dict[str, Any]
             found[each.name] = _observed(each, Client("", url, suffix=suffix))
 
     with ThreadPoolExecutor(AHEAD + 1) as starting, ThreadPoolExecutor(AHEAD) as stopping:
-        starting.submit(observe_alone)  # they mostly wait
+        starting.submit(observe_alone)  # these scenarios mostly wait
         waiting = iter(applications)
         started: deque[Future[Client | str]] = deque()
 
@@ -118,7 +118,7 @@ def _observed(scenario: Scenario, client: Client | str) -> Any:
 
 
 def _in_time(scenario: Scenario, client: Client) -> Any:
-    """Run a scenario in a thread of its own, which is left behind if it hangs."""
+    """Run a scenario in a separate thread, which is abandoned if it hangs."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -131,13 +131,13 @@ def _in_time(scenario: Scenario, client: Client) -> Any:
     try:
         return answer.result(SCENARIO_S)
     except TimeoutError:
-        if answer.done():  # it is the scenario's own
+        if answer.done():  # the scenario's own `TimeoutError`
             raise
         raise AssertionError(f"still waiting after {SCENARIO_S} s") from None
 
 
 def _deploy(app: Any, name: str, url: str, suffix: str) -> Client | str:
-    """Return a client of what was deployed, or why it was not."""
+    """Deploy an application; return a client of it, or the traceback of the failure."""
     try:
         handle = serve.run(app, name=name, route_prefix=f"/{name}")
         client = Client(name, url, handle, suffix)
@@ -154,11 +154,11 @@ def _delete(name: str, client: Client | str) -> None:
 
 
 def _take_turns() -> None:
-    """Have Ray's options made by one thread at a time.
+    """Let one thread at a time build Ray's options.
 
-    Each has its router's module pickled by value, which is a setting of the whole process: a thread
-    that deploys and one that hears of a deployment undo it for each other, and `serve.run` fails
-    with "is not registered for pickle by value" (Ray 2.60.0, serve/config.py).
+    Each registers its router's module for pickling by value, a setting of the whole process. A
+    thread that deploys and one that is notified of a deployment undo it for each other, and
+    `serve.run` fails with "is not registered for pickle by value" (Ray 2.60.0, serve/config.py).
     """
     config = import_module("ray.serve.config").RequestRouterConfig
     serialize, lock = config._serialize_request_router_cls, threading.Lock()
@@ -215,4 +215,4 @@ def _run(options: Namespace, variables: dict[str, str]) -> dict[str, Any]:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a scenario that hangs has threads that nobody can end
+    os._exit(code)  # the threads of a hanging scenario cannot be ended

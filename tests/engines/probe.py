@@ -1,9 +1,9 @@
-"""What user code and its client tell each other, whatever process each of them is in: files.
+"""Files through which user code and its client, in any process, notify each other.
 
     note("key", value)       user code: this happened      notes("key")      client: what happened
     hold("key")              user code: wait here          open_gate("key")  client: go on
 
-A name is one scenario's own. All waits are bounded: `PATIENCE_S` is only waited for by what fails.
+A name belongs to one scenario. All waits are bounded by `PATIENCE_S`; only a failure takes it all.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ POLL_S = 0.005
 
 
 def note(key: str, value: Any = None) -> None:
-    """Write down that something happened; many may do so at once."""
+    """Append a note; several processes may append at once."""
     with (_folder() / f"{key}.notes").open("a") as file:
         file.write(json.dumps(value) + "\n")
 
 
 def notes(key: str) -> list[Any]:
-    """Return what was written down, in order."""
+    """Return the notes, in order."""
     path = _folder() / f"{key}.notes"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait_for_notes(key: str, count: int = 1) -> list[Any]:
-    """Return what was written down once there are so many."""
+    """Return the notes once there are `count` of them."""
     wait_until(lambda: len(notes(key)) >= count, key)
     return notes(key)
 
 
 def open_gate(key: str) -> None:
-    """Let go on who holds there, and who will come."""
+    """Open a gate for present and future waiters."""
     (_folder() / f"{key}.open").touch()
 
 
@@ -50,13 +50,13 @@ def is_open(key: str) -> bool:
 
 
 def hold_blocking(key: str, value: Any = None) -> None:
-    """Wait at a gate, blocking the thread, and note that one does."""
+    """Note the arrival at a gate, and wait there, blocking the thread."""
     note(key, value)
     wait_until(lambda: is_open(key), key)
 
 
 async def hold(key: str, value: Any = None) -> None:
-    """Wait at a gate, leaving the loop free, and note that one does."""
+    """Note the arrival at a gate, and wait there, leaving the loop free."""
     note(key, value)
     deadline = time.monotonic() + PATIENCE_S
     while not is_open(key):
@@ -72,7 +72,7 @@ def wait_until(condition: Callable[[], object], what: str = "it") -> None:
 
 
 def here() -> str:
-    """Return what this line runs on: "loop" or "thread"."""
+    """Return the kind of thread that runs this line: "loop" or "thread"."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

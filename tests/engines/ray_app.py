@@ -1,4 +1,4 @@
-"""What the tests of the Ray engine deploy: a module, because workers import it."""
+"""Deployments for the tests of the Ray engine, in a module that workers can import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Boom(Exception):
 
 
 class Odd(Exception):
-    """One that pickle can take apart and not put together again."""
+    """An error that pickle can dump but not load."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(f"{number} {text}")
@@ -249,7 +249,7 @@ class Fails:
         raise ValueError("no model")
 
 
-# What a class decorator returns, type checkers do not see.
+# Type checkers do not see the type that a class decorator returns.
 child: Any = Child
 front: Any = Front
 fails: Any = Fails

@@ -1,9 +1,9 @@
-"""Scenarios: small applications, and what a client observes of each, on several engines.
+"""Scenarios: small applications, observed by a client, on several engines.
 
-A scenario is a function with the sentence that it shows as its name. It gets a `Client` and returns
-a plain value, which has to be the same in each of its columns, at each value of the flag. Where it
-is not, on purpose, the scenario says so with a `Deviation`: one that is not there any more is a
-failure as well as one that is not declared.
+The name of a scenario function is the sentence it proves. The function gets a `Client` and returns
+a plain value, which must be the same in each column, at each value of the flag. An intended
+difference is declared with a `Deviation`. A declared deviation that does not occur is a failure,
+and so is an undeclared one.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ FEATURES = (
     "Flags",
     "Examples",
 )
-"""What scenarios are about, in the order of the page."""
+"""The subjects of scenarios, in the order of the page."""
 Factory = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Why `columns` observe something else than the oracle, at these values of the flag.
+    """The reason why `columns` differ from the oracle at these values of the flag.
 
-    `row` is a cell of the first column of docs/deviations.md. Not `is_supported`: it is missing.
+    `row` is a cell of the first column of docs/deviations.md. Without `is_supported` it is missing.
     """
 
     because: str
@@ -76,7 +76,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`feature` is one of `FEATURES`; `app` makes what is deployed."""
+    """One scenario. `feature` is one of `FEATURES`; `app` builds the application."""
 
     name: str
     feature: str
@@ -96,7 +96,7 @@ class Scenario:
 
     @property
     def oracle(self) -> str:
-        """The column the others are compared with."""
+        """The column that the other columns are compared with."""
         return ORACLE if ORACLE in self.columns else self.columns[0]
 
     def deviation(self, column: str, flag: str) -> Deviation | None:
@@ -116,7 +116,7 @@ def scenario(
     columns: tuple[str, ...] = COLUMNS,
     flags: str = FLAGS,
 ) -> Callable[[Callable[[Client], Any]], Callable[[Client], Any]]:
-    """Register a scenario; without `app` it deploys what it needs itself."""
+    """Register a scenario; without `app` it deploys its applications itself."""
 
     def register(observe: Callable[[Client], Any]) -> Callable[[Client], Any]:
         name = observe.__name__
@@ -129,7 +129,7 @@ def scenario(
 
 
 def scenarios() -> list[Scenario]:
-    """Return all of them, module by module."""
+    """Return all scenarios, module by module."""
     folder = Path(__file__).parent / "scenarios"
     for path in sorted(folder.glob("[a-z]*.py")):
         import_module(f"tests.engines.scenarios.{path.stem}")

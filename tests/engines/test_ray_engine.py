@@ -1,6 +1,6 @@
-"""The Ray engine, on a real cluster: what users do with it, in Python and from the command line.
+"""The Ray engine on a real cluster, as users run it from Python and the command line.
 
-That it does the same as the local one is for the scenarios to show. Skipped where there is no Ray.
+The scenarios compare it with the local engine. Skipped without Ray.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 PATIENCE_S = 60.0  # a replica is a process that imports Ray
-# It lives until its standard input is closed, so it ends with whoever started it.
+# It lives until its standard input is closed, so it ends with the process that started it.
 CLUSTER = """
 import sys, tempfile, ray
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
@@ -72,7 +72,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ray's own threads and sockets stay while this process is connected."""
+    """Check nothing: Ray's own threads and sockets stay while this process is connected."""
 
 
 def free_port() -> int:
@@ -109,7 +109,7 @@ def address() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Served:
-    """What runs under /x while these tests do."""
+    """The application under /x, which runs during these tests."""
 
     url: str
     front: serve.DeploymentHandle
@@ -227,7 +227,7 @@ def test_request_id_route_and_application_are_known_in_the_replica_and_in_those_
     assert response.headers.get_list("x-request-id") == ["mine"]
 
 
-def test_what_a_child_raises_is_caught_by_its_class_and_what_nobody_catches_is_a_500(
+def test_an_error_of_a_child_is_caught_by_its_class_and_an_uncaught_error_is_a_500(
     it: Served,
 ) -> None:
     assert it.get("/fail").json() == "Boom 1"
@@ -331,7 +331,7 @@ def test_an_exception_that_cannot_travel_arrives_as_what_it_says(it: Served) -> 
         it.child.fail_oddly.remote().result()
 
 
-def test_what_is_no_exception_is_the_requests_alone(it: Served) -> None:
+def test_an_error_that_is_no_exception_fails_only_its_request(it: Served) -> None:
     with pytest.raises(UserCodeExit) as raised:
         it.child.leave.remote().result()
 
@@ -350,7 +350,7 @@ def test_methods_are_known_and_what_a_constructor_makes_one_and_private_ones_by_
 
 
 def test_calls_that_arrive_together_run_together_also_in_a_def(it: Served) -> None:
-    # Of eight calls on two replicas one has four at least, and the other's wait is over with it.
+    # Of eight calls on two replicas, one replica gets at least four: a full batch.
     for method in ("together", "together_in_thread"):
         calls = [getattr(it.child, method).remote(number) for number in range(8)]
         place = "loop" if method == "together" else "worker"
@@ -360,7 +360,7 @@ def test_calls_that_arrive_together_run_together_also_in_a_def(it: Served) -> No
 def test_calls_for_a_model_go_to_the_replica_that_has_it(it: Served) -> None:
     handle = it.child.options(multiplexed_model_id="mine")
     handle.model.remote().result()
-    time.sleep(1.0)  # Ray's routers hear of it by and by
+    time.sleep(1.0)  # Ray's routers are told with a delay
 
     found = {tuple(handle.model.remote().result()) for _ in range(10)}
 
@@ -381,9 +381,7 @@ def test_a_cancelled_call_is_cancelled_where_it_runs_and_a_def_is_told(
         wait_until(file.exists)
 
 
-def test_a_stream_that_nobody_iterates_any_longer_is_closed_where_it_runs(
-    it: Served, tmp_path: Path
-) -> None:
+def test_an_abandoned_stream_is_closed_where_it_runs(it: Served, tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     items = it.child.options(stream=True).items.remote(10**9, str(ended))
     assert next(items) == 0
@@ -564,7 +562,7 @@ def test_what_ingress_build_wrote_is_deployed_by_ray_itself(it: Served, tmp_path
     application |= {"name": "built", "route_prefix": "/built"}
     for each in application["deployments"]:
         if each["name"] == "Front":
-            each["user_config"] = {"level": 5}  # the file goes before the code
+            each["user_config"] = {"level": 5}  # the file takes precedence over the code
 
     _get_global_client().deploy_apps(ServeDeploySchema(**config), _blocking=True)
 
@@ -659,7 +657,7 @@ def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before
             url = f"http://127.0.0.1:{port}"
             assert f"Application 'default' is ready at {url} on Ray" in server.output, server.output
             answer = clients.submit(httpx.get, url, trust_env=False, timeout=PATIENCE_S)
-            time.sleep(1.0)  # it has reached the replica, and has two seconds to go
+            time.sleep(1.0)  # it has reached the replica and runs for two more seconds
 
         assert answer.result().text == "answered"
 

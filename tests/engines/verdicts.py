@@ -1,7 +1,7 @@
-"""What was observed, column against column: the same, different on purpose, or a failure.
+"""Compares observations column by column: the same, different on purpose, or a failure.
 
-docs/compatibility.json has the observations of the last whole run, docs/compatibility.md what they
-say (`page`). Neither needs Ray to be read.
+docs/compatibility.json has the observations of the last whole run; `page` makes
+docs/compatibility.md of them. Reading them does not need Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.engines.suite import Scenario
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "compatibility.json"
 Observations = Mapping[str, Mapping[str, Any]]
-"""By column and flag, such as "local-0": what each scenario observed."""
+"""The observation of each scenario, by column and flag, such as "local-0"."""
 
 
 class Verdict(StrEnum):
@@ -88,7 +88,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A whole run: its observations, the audit of the API, and where they are from."""
+    """A whole run: its observations, the audit of the API, and the versions it ran on."""
 
     ray: str
     python: str
@@ -98,7 +98,7 @@ class Results:
     api: list[dict[str, str]]
 
     def write(self, path: Path = RESULTS) -> None:
-        """Write one line for each scenario and each name, so that a difference can be read."""
+        """Write one line for each scenario and each name, so that a diff is readable."""
         columns = ",\n".join(
             f"  {json.dumps(column)}: {{\n{_lines(observed)}\n  }}"
             for column, observed in self.observations.items()

@@ -1,6 +1,6 @@
 """`make test-reliability`: run every test that carries an id, then write docs/reliability.md.
 
-With arguments, which are pytest's, it runs what they select and leaves the page alone.
+With arguments, which go to pytest, it runs the selected tests and leaves the page alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.reliability import figures, page
 from tests.reliability.promises import ROOT, TESTS
 
 ROUNDS = "34"
-"""How often random tests are repeated: with three seeds each, every cell runs 100 times."""
+"""Number of rounds of random tests: with three seeds each, every cell runs 100 times."""
 COMMAND = [sys.executable, "-m", "pytest", "-s", "--timeout=900", "-m", figures.MARK]
 
 

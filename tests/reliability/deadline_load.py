@@ -1,9 +1,9 @@
-"""Twice the load, a deadline of one second, and clients that leave: does the server live?
+"""A server under twice its load, with deadlines of one second and clients that disconnect.
 
     python -m tests.reliability.deadline_load 1000000
 
-On CPython 3.11 it died twice in 560,000 of these requests, before they had slots. A server that
-dies is counted and started again.
+On CPython 3.11 the server died twice in 560,000 of these requests, before requests had
+`__slots__`. A server that dies is counted and restarted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPLICAS = 2
 SLOTS = 20
 CAPACITY = REPLICAS * SLOTS / SERVICE_S
 RATE = 2 * CAPACITY
-CLIENTS = 2_500  # as many as may be in flight in a second, and some that linger
+CLIENTS = 2_500  # the requests in flight within a second, and some that linger
 LEAVING = 0.1
 PATHS = ["/async"] * 9 + ["/def"]
 HEADERS = "host: localhost\r\nx-request-timeout-seconds: 1\r\n"
@@ -38,7 +38,7 @@ HEADERS = "host: localhost\r\nx-request-timeout-seconds: 1\r\n"
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests, and of the server."""
+    """Counts of answers, and of deaths of the server."""
 
     became: Counter[str] = field(default_factory=Counter)
     deaths: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Attack:
-    """The clients. `port` changes when the server had to be started again."""
+    """The clients. `port` changes when the server is restarted."""
 
     def __init__(self, requests: int, *, is_cancellation: bool = False) -> None:
         self.outcome = Outcome()
@@ -95,7 +95,7 @@ class Attack:
         while (number := next(self._numbers)) < self._requests:
             await asyncio.sleep(began + number / RATE - time.monotonic())
             became, is_used = "cut", True
-            # Once more if the connection was idle for so long that it was closed meanwhile.
+            # Retry once: the server may have closed the idle connection.
             while became == "cut" and is_used:
                 is_used = streams is not None
                 try:
@@ -130,7 +130,7 @@ class Attack:
 
 
 def attack(requests: int, *, is_cancellation: bool = False) -> Outcome:
-    """Make so many requests and return what became of them."""
+    """Make `count` requests and return their outcome."""
     with tempfile.TemporaryDirectory() as folder:
         return uvloop.run(Attack(requests, is_cancellation=is_cancellation).run(Path(folder)))
 

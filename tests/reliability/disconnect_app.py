@@ -1,4 +1,4 @@
-"""Deployments that stay at every stage a request has, and a ledger of what happens to it there."""
+"""Deployments that hold a request at each of its stages, and a ledger of its events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.servers import PATIENCE_S
 
 
 class Ledger:
-    """What happened in the server to which request, and when. Thread-safe."""
+    """The events of each request in the server, with their times. Thread-safe."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -32,7 +32,7 @@ class Ledger:
             self._condition.notify_all()
 
     def wait(self, key: str, what: str) -> float:
-        """Wait until it has happened, and return when that was."""
+        """Wait until an event has happened, and return its time."""
 
         def happened() -> float | None:
             return next((when for each, when in self._entries[key] if each == what), None)
@@ -48,7 +48,7 @@ class Ledger:
             return [what for what, _ in self._entries[key]]
 
     def gate(self, key: str) -> threading.Event:
-        """What user code waits for before it goes on."""
+        """Return the event that user code of a request waits for."""
         with self._condition:
             return self._gates[key]
 
@@ -88,7 +88,7 @@ async def running(key: str) -> str:
         ledger.note(key, f"cancelled, requested={serve.cancellation().requested}")
         raise
     finally:
-        for _ in range(3):  # a second cancellation would end it here
+        for _ in range(3):  # a second cancellation would end the loop here
             await asyncio.sleep(0.001)
         ledger.note(key, "finally")
     return "never"
@@ -124,7 +124,7 @@ BATCH = 3
 
 
 def note_batch(keys: list[str], what: str) -> bool:
-    """Note what happened to a batch. Returns whether it may end."""
+    """Note an event of a batch. Returns whether the batch may end."""
     for key in keys:
         if what not in ledger.of(key):
             ledger.note(key, what)
@@ -191,7 +191,7 @@ FLOOD = b"x" * 65536, 0.0
 async def after(key: str) -> None:
     try:
         await ledger.passed(key)
-        for _ in range(20):  # several sweeps long
+        for _ in range(20):  # longer than several sweeps
             await asyncio.sleep(0.005)
         ledger.note(key, "ended")
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""What a test measured: checked against what is required, and recorded for docs/reliability.md.
+"""Measurements of tests: checked against their requirements, recorded for docs/reliability.md.
 
 With `INGRESS_RELIABILITY_FIGURES` each figure, and the outcome of each test that carries an id,
 becomes a line of JSON in that file. Without it nothing is written.
@@ -18,7 +18,7 @@ MARK = "reliability"
 
 
 class Figures:
-    """What one test measured. A figure that misses what is required fails the test at its end."""
+    """The figures of one test. A figure that misses its requirement fails the test at its end."""
 
     def __init__(self, item: pytest.Item) -> None:
         self.missed: list[str] = []
@@ -37,7 +37,7 @@ class Figures:
     def note(
         self, what: str, value: float | str, *, plain: float | str | None = None, row: str = ""
     ) -> None:
-        """Record something of which nothing is required."""
+        """Record a figure that has no requirement."""
         self._add(what, value, "", True, plain, row)
 
     def _add(
@@ -72,7 +72,7 @@ def write(item: pytest.Item, ids: list[str], fields: dict[str, Any]) -> None:
 
 
 def shown(value: float | str) -> str:
-    """Return a figure with as many digits as it is worth."""
+    """Return a figure with its significant digits."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) or abs(value) >= 100:

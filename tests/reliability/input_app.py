@@ -1,4 +1,4 @@
-"""What is sent malformed input, and the same as plain FastAPI: endpoints that only look at it."""
+"""Endpoints that read malformed input, as a deployment and as plain FastAPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORBIDDEN |= {"os.exec", "os.fork", "os.system", "subprocess.Popen"}
 
 
 def callers() -> set[Any]:
-    """Return the names of the modules that wait for the line that runs."""
+    """Return the names of the modules on the call stack."""
     found: set[Any] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -30,9 +30,9 @@ def callers() -> set[Any]:
 
 
 def watch() -> None:
-    """Remember from now on what could run something that a client sent.
+    """Record from now on every audit event that could execute a client's bytes.
 
-    Printing a traceback parses the lines of code it shows, which are not a client's.
+    Printing a traceback parses the source lines it shows, so that is exempt.
     """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -43,7 +43,7 @@ def watch() -> None:
 
 
 def endpoints(app: FastAPI, *, methods: bool) -> Any:
-    """Declare them on an app: as functions, or as methods of the class that is returned."""
+    """Declare the endpoints on an app: as functions, or as methods of the returned class."""
 
     class Endpoints:
         @app.get("/")

@@ -1,6 +1,6 @@
-"""What is put under load: the same handlers in a deployment, and in plain FastAPI.
+"""The application under load: the same handlers in a deployment, and in plain FastAPI.
 
-Ten run at once. The plain application has the means it has: a semaphore, or ten threads.
+Ten requests run at once. Plain FastAPI limits them with a semaphore, or with ten threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Visit:
 
 
 def burn(milliseconds: float) -> int:
-    """Compute for some time of this thread, in Python."""
+    """Compute in Python until this thread has used some processor time."""
     turns, ends = 0, time.thread_time() + milliseconds / 1000
     while time.thread_time() < ends:
         turns += 1
@@ -83,7 +83,7 @@ class Service:
 
     @api.get("/seen")
     async def seen(self) -> dict[str, Any]:
-        """Return what is held now, besides this request, and what ran."""
+        """Return the number of other requests held now, and counts of those that ran."""
         deployments = serve.status().applications["default"].deployments.values()
         ongoing = sum(replica.ongoing for each in deployments for replica in each.replicas)
         return {

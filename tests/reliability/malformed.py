@@ -1,4 +1,4 @@
-"""Requests that are no HTTP, or leave a doubt where they end: each must be refused and cut."""
+"""Requests that are not HTTP, or whose end is ambiguous; each must be refused and closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CHUNKED = LINE + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def lines() -> dict[str, bytes]:
-    """Return request lines that are none."""
+    """Return malformed request lines."""
     named = {
         "no target": b"GET",
         "no version": b"GET /",
@@ -37,7 +37,7 @@ def lines() -> dict[str, bytes]:
 
 
 def fields() -> dict[str, bytes]:
-    """Return header fields that are none."""
+    """Return malformed header fields."""
     named = {
         "no colon": b"Name value",
         "a space before the colon": b"Name : value",
@@ -74,7 +74,7 @@ def hosts() -> dict[str, bytes]:
 
 
 def lengths() -> dict[str, bytes]:
-    """Return bodies of a doubtful length."""
+    """Return bodies of an ambiguous length."""
     values = [
         b"-1",
         b"+5",
@@ -105,7 +105,7 @@ def lengths() -> dict[str, bytes]:
 
 
 def chunks() -> dict[str, bytes]:
-    """Return chunked bodies that are none."""
+    """Return malformed chunked bodies."""
     named = {
         "no number": b"g\r\nhello\r\n0\r\n\r\n",
         "negative": b"-5\r\nhello\r\n0\r\n\r\n",
@@ -124,6 +124,6 @@ def chunks() -> dict[str, bytes]:
 
 
 def corpus() -> dict[str, bytes]:
-    """Return all of them by name."""
+    """Return all malformed requests by name."""
     bare = {"lines that end in LF": b"GET / HTTP/1.1\nHost: here\n\n"}
     return lines() | fields() | hosts() | lengths() | chunks() | bare

@@ -1,9 +1,9 @@
-"""A client in a process of its own that sends requests when they are due, not when it may.
+"""An open-loop load client in a separate process: requests are sent when they are due.
 
     python -m tests.reliability.open_loop PORT '[{"path": "/", "rate": 100, ...}, ...]' FILE
 
-`load` runs it. Latencies count from the moment a request was due, so that a server that makes its
-clients wait does not look quick.
+`load` runs it. A latency counts from the moment a request was due, so that a server that makes its
+clients wait does not look fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import uvloop
 from tests.servers import ROOT
 
 CUT, SILENT = 0, -1
-"""What became of a request without an answer: its connection ended, or nothing came."""
+"""Status of a request without an answer: its connection ended, or no bytes arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Stream:
     """Requests of one kind: `rate` a second, from `begin_s` on, for `seconds`.
 
     A request that is refused, or cut, is sent again at once up to `retries` times. With `rate` 0
-    each of the `connections` asks again as soon as it was answered.
+    each of the `connections` sends its next request after each answer.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request: when it was due, its latency from then, and the status of its last answer."""
+    """One request: the time it was due, its latency from then, and its last status."""
 
     due_s: float
     latency_s: float
@@ -59,7 +59,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What became of the requests of one stream."""
+    """The outcomes of the requests of one stream."""
 
     stream: Stream
     sent: list[Sent] = field(repr=False)
@@ -82,12 +82,12 @@ class Load:
         return 1000 * found[math.ceil(quantile * len(found)) - 1] if found else 0.0
 
     def rate(self, *, within_s: float = math.inf, since_s: float = 0.0) -> float:
-        """Return how many 200 a second there were within some time of when they were due."""
+        """Return the number of 200s per second that arrived within a time of their due time."""
         good = [each for each in self._good(within_s) if each.due_s >= since_s]
         return len(good) / (self.stream.begin_s + self.stream.seconds - since_s)
 
     def worst_second(self, *, within_s: float = math.inf, since_s: float = 2.0) -> float:
-        """Return the fewest 200 that arrived in one second of the load."""
+        """Return the fewest 200s that arrived in one second of the load."""
         arrived = Counter(int(each.due_s + each.latency_s) for each in self._good(within_s))
         begin = self.stream.begin_s
         seconds = range(math.ceil(begin + since_s), math.floor(begin + self.stream.seconds))
@@ -98,7 +98,7 @@ class Load:
 
 
 def load(port: int, *streams: Stream) -> list[Load]:
-    """Send all of the streams at a server of ours and return what became of each."""
+    """Send all streams to a server of `ingress` and return the outcome of each."""
     command = [sys.executable, "-m", "tests.reliability.open_loop", str(port)]
     limit_s = max(each.begin_s + each.seconds + each.patience_s for each in streams) + 30
     with tempfile.NamedTemporaryFile() as answers:
@@ -112,7 +112,7 @@ def load(port: int, *streams: Stream) -> list[Load]:
 
 
 def closed_loop(port: int, path: str, connections: int, seconds: float) -> Load:
-    """Have each connection ask again as soon as it is answered, to see how fast a server is."""
+    """Measure a server's throughput: each connection sends its next request after each answer."""
     return load(port, Stream(path, rate=0, seconds=seconds, connections=connections))[0]
 
 
@@ -120,7 +120,7 @@ def closed_loop(port: int, path: str, connections: int, seconds: float) -> Load:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that stays; one request at a time, answered with a `content-length`."""
+    """A keep-alive connection; one request at a time, answered with a `content-length`."""
 
     def __init__(self) -> None:
         self._received = b""
@@ -231,7 +231,7 @@ class Client:
         try:
             return (await loop.create_connection(Connection, "127.0.0.1", self._port))[1]
         except OSError:
-            return Connection()  # which is not open: whatever it is asked is cut
+            return Connection()  # not open: its requests count as cut
 
 
 async def main(port: int, streams: list[Stream]) -> list[list[Sent]]:

@@ -1,4 +1,4 @@
-"""docs/reliability.md, made from what a run of `make test-reliability` recorded."""
+"""docs/reliability.md, made from the record of a run of `make test-reliability`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Lines = list[dict[str, Any]]
 
 
 def page(lines: Lines) -> str:
-    """Return the page of one run, given what it recorded."""
+    """Return the page of one run, given its record."""
     by_id: defaultdict[str, Lines] = defaultdict(list)
     for line in lines:
         for id in line["ids"]:

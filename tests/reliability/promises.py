@@ -1,4 +1,4 @@
-"""What is promised, by id, and the tests that carry it."""
+"""The promises by id, and the tests that carry each id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARK = "pytest.mark.reliability"
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One promise. `not_yet` says what does not exist; such a promise has no test."""
+    """One promise. `not_yet` names the missing part; such a promise has no test."""
 
     id: str
     promise: str

@@ -1,4 +1,4 @@
-"""An application that has everything: what a soak asks of it, it says back, with its own key."""
+"""An application with every kind of endpoint; each answer echoes the key of its request."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LONGEST_S = 0.012
 ITEMS = 4
 
 running = Counter[int]()
-"""How many requests run now, by the instance."""
+"""Number of running requests by instance."""
 excesses: list[str] = []
-"""What ran beyond its slots, or with a model that was gone."""
+"""Requests that ran beyond the slots, or with an unloaded model."""
 lock = threading.Lock()
 
 
 class Slot:
-    """Counts what really runs on an instance."""
+    """Counts the calls that run on an instance."""
 
     def __init__(self, instance: object, limit: int) -> None:
         self.key, self.limit = id(instance), limit

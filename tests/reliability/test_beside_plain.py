@@ -1,4 +1,4 @@
-"""What ends, or hangs, plain FastAPI on uvicorn, and what becomes of it here."""
+"""Requests that end, or hang, plain FastAPI on uvicorn, and their outcome in `ingress`."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_headers_of_16_mb(figures: Figures, folder: Path) -> None:
             try:
                 connection.send(head + b"x" * (16 * 2**20) + b"\r\n\r\n")
             except ConnectionError:
-                pass  # it was cut before all of it was there
+                pass  # cut before the end of the answer
             return (statuses(connection.receive_all()) or [0])[0]
 
     ours = status("ours")

@@ -1,4 +1,4 @@
-"""A server at twice its load, with deadlines and clients that leave, does not die."""
+"""A server at twice its load, with deadlines and clients that disconnect, does not die."""
 
 from __future__ import annotations
 

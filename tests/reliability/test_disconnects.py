@@ -1,7 +1,7 @@
-"""A client that leaves, at every stage of its request: what stops, when, and what does not.
+"""Client disconnects at every stage of a request: the work that stops, and how soon.
 
-Each test is one cell: a stage, a kind of application, a way to leave, an HTTP parser, and the
-SEPARATE flags. In it several clients are at the same stage at once, and leave at once.
+Each test is one cell: a stage, a kind of application, a way to disconnect, an HTTP parser, and the
+SEPARATE flags. In a cell several clients reach the same stage and disconnect at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.servers import ROUNDS, Answer, Connection, bind, get, set_flags, wait
 
 pytestmark = pytest.mark.reliability("B14")
 
-CLIENTS = 3  # in one cell at once
+CLIENTS = 3  # number of clients at once in a cell
 PROMPT_S = 0.1
 SOON_S = 0.5
 NOISE_S = 0.2
-"""What a machine that others use may add to a figure: clients and server are one process here."""
+"""Delay that a busy machine may add to a figure: clients and server share one process here."""
 
 KINDS = ["plain", "fastapi", "middleware"]
 MEGABYTE = 2**20
@@ -39,19 +39,19 @@ UPGRADE = (
 )
 
 MESSAGE = b"\x82\xfe\x04\x00" + bytes(4 + 1024)
-"""A binary frame of 1 KiB; its mask changes nothing."""
+"""A binary frame of 1 KiB; its mask is zero."""
 
 
-# The server and the clients.
+# Server and clients.
 
 
-# The parser and the flag: h11 on a shared loop only where there is time for all of it.
+# The parser and the flag; h11 on a shared loop runs only under `make test-reliability`.
 SERVERS = [("httptools", "1"), ("httptools", "0"), ("h11", "1")] + [("h11", "0")] * bool(ROUNDS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_collector() -> Iterator[None]:
-    """Whatever is closed here is closed by somebody: the collector does not run."""
+    """Disable the garbage collector, so that it closes nothing."""
     gc.disable()
     yield
     gc.enable()
@@ -59,7 +59,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """What a server leaves is looked at when it has ended."""
+    """Check nothing: the server's own fixture checks for leaks after its end."""
 
 
 @pytest.fixture(
@@ -88,12 +88,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def threads() -> set[threading.Thread]:
-    """All but those that watch over how long a test takes."""
+    """Return all threads except the timers of test timeouts."""
     return {each for each in threading.enumerate() if not isinstance(each, threading.Timer)}
 
 
 def deploy(name: str, deployment: Any) -> None:
-    """Serve it twice: with plenty of slots, and as `{name}-1` with one."""
+    """Serve a deployment twice: with 100 slots, and as `{name}-1` with one."""
     for suffix, slots in (("", 100), ("-1", 1)):
         application = bind(deployment.options(max_ongoing_requests=slots))
         serve.run(application, name=name + suffix, route_prefix=f"/{name}{suffix}")
@@ -105,7 +105,7 @@ class Server:
         self.is_separate = is_separate
 
     def ongoing(self, name: str) -> int:
-        """How many requests hold a slot."""
+        """Return the number of requests that hold a slot."""
         (deployment,) = serve.status().applications[name].deployments.values()
         return sum(replica.ongoing for replica in deployment.replicas)
 
@@ -114,14 +114,15 @@ class Server:
         return deployment.queued
 
     def in_flight(self) -> int:
-        """How many requests the proxy has not ended with; those of clients seen to be gone it has.
+        """Return the number of requests that the proxy still handles; not those of clients known to
+        have disconnected.
 
-        The one look inside: nothing of a cancellation before the first line shows outside.
+        It reads private state, as a cancellation before the first line is not visible outside.
         """
         return len(local_engine().http.proxy._in_flight)
 
     def unread(self) -> int:
-        """For how many clients nothing is read any more, because nobody takes what they sent."""
+        """Return the number of clients whose reading is paused because user code does not read."""
         listeners = [each._client_reader for each in list(local_engine().http.proxy._in_flight)]
         inbound = [each._inbound for each in listeners if each is not None]
         return sum(each._wake_producer is not None for each in inbound)
@@ -144,7 +145,7 @@ class Client:
             self.connection.send(body)
 
     def leave(self, how: str) -> float:
-        """Close the connection, and return when that was."""
+        """Close the connection, and return the time."""
         if how == "RST":
             self.connection.reset()
         else:
@@ -154,7 +155,7 @@ class Client:
 
 
 class Cell:
-    """The clients of one cell, in rounds."""
+    """One cell: makes clients, and checks the events of their requests."""
 
     def __init__(self, server: Server, name: str, how: str) -> None:
         self.server = server
@@ -172,17 +173,17 @@ class Cell:
         return max([client.leave(self.how) for client in clients])
 
     def happened(self, clients: list[Client], what: str, left: float, within_s: float) -> None:
-        """Fail unless it happened to all clients within a time after they left."""
+        """Fail unless the event came for all clients within a time after they disconnected."""
         for client in clients:
             took_s = ledger.wait(client.key, what) - left
             figures[what, within_s].append(took_s)
             assert took_s <= within_s + NOISE_S, (what, ledger.of(client.key))
 
     def is_over(self) -> None:
-        """Wait until every slot is free, and see that the next request gets one."""
+        """Wait until every slot is free, and check that the next request gets one."""
         wait_until(lambda: self.server.ongoing(self.name) == 0)
         assert get(self.server.port, f"/{self.name}/quick?key=next").status == 200
-        # Its answer comes before its end, and the next round may block the loop that ends it.
+        # The answer precedes the end of the request, whose loop the next round may block.
         wait_until(lambda: self.server.ongoing(self.name) == 0)
 
 
@@ -252,7 +253,7 @@ def test_an_endpoint_whose_body_never_came_whole_is_not_called(
 
 
 @kinds
-def test_who_reads_the_body_is_told_that_it_ended_early(
+def test_code_that_reads_the_body_is_told_that_it_ended_early(
     server: Server, kind: str, how: str
 ) -> None:
     cell = Cell(server, kind, how)
@@ -275,9 +276,7 @@ def test_who_reads_the_body_is_told_that_it_ended_early(
 
 
 @kinds
-def test_the_end_behind_a_body_that_nobody_reads_is_seen(
-    server: Server, kind: str, how: str
-) -> None:
+def test_a_disconnect_behind_an_unread_body_is_seen(server: Server, kind: str, how: str) -> None:
     cell = Cell(server, kind, how)
 
     def round_() -> None:
@@ -296,7 +295,7 @@ def test_the_end_behind_a_body_that_nobody_reads_is_seen(
 
 
 @kinds
-def test_who_waits_in_the_queue_never_reaches_a_replica(
+def test_a_request_that_left_the_queue_never_reaches_a_replica(
     server: Server, kind: str, how: str
 ) -> None:
     name = f"{kind}-1"
@@ -320,7 +319,7 @@ def test_who_waits_in_the_queue_never_reaches_a_replica(
 
 
 def finish(clients: list[Client], status: int) -> None:
-    """Let the clients that stayed have their answers."""
+    """Let the clients that stayed receive their answers."""
     for client in clients:
         ledger.gate(client.key).set()
         answer = client.connection.receive_until(b"\r\n\r\n")
@@ -329,7 +328,9 @@ def finish(clients: list[Client], status: int) -> None:
 
 
 @fastapi_kinds
-def test_who_has_a_slot_and_has_not_started_never_does(server: Server, kind: str, how: str) -> None:
+def test_a_request_that_left_with_a_slot_before_its_start_never_starts(
+    server: Server, kind: str, how: str
+) -> None:
     if not server.is_separate:
         pytest.skip("there, what has a slot has started")
     cell = Cell(server, kind, how)
@@ -422,7 +423,7 @@ def test_a_dependency_in_a_thread_keeps_the_slot_until_it_returns_and_is_torn_do
         cell.began(clients)
         left = cell.leave(clients)
         cell.happened(clients, "requested=True", left, PROMPT_S)
-        if server.is_separate:  # else it is the server's own task that stays with the thread
+        if server.is_separate:  # else the server's own task waits for the thread
             wait_until(lambda: server.in_flight() == 0)
         assert server.ongoing(kind) == CLIENTS
         for client in clients:
@@ -439,11 +440,11 @@ def test_def_on_the_loop_runs_to_its_end_and_then_frees_its_slot(server: Server,
     cell = Cell(server, "plain-def", how)
 
     def round_() -> None:
-        for _ in range(CLIENTS):  # one after the other: each has the loop for itself
+        for _ in range(CLIENTS):  # one after the other: each blocks the loop
             (client,) = clients = cell.clients("def", 1)
             cell.began(clients)
             left = cell.leave(clients)
-            if server.is_separate:  # else the server's own loop is the one that is blocked
+            if server.is_separate:  # else the server's own loop is blocked
                 cell.happened(clients, "requested=True", left, PROMPT_S)
                 assert server.ongoing(cell.name) == 1
             ledger.gate(client.key).set()
@@ -501,9 +502,9 @@ def test_a_generator_on_the_loop_is_closed_between_two_items(server: Server, how
 
 
 def stalled(clients: list[Client]) -> None:
-    """Wait until nothing more is made, because nobody takes it.
+    """Wait until the streams produce nothing more.
 
-    Buffers of the kernel's are on the way that may yet take some: only time tells.
+    The kernel's buffers may still take some bytes, so this waits for a pause.
     """
     before: list[int] = []
     while (made := [len(ledger.of(client.key)) for client in clients]) != before:
@@ -535,7 +536,7 @@ IN_BATCH = f"batch of {BATCH}, requested="
 
 @kinds
 @pytest.mark.parametrize("stage", BATCHES)
-def test_who_waits_for_a_batch_takes_no_place_in_it(
+def test_a_request_that_left_before_its_batch_takes_no_place_in_it(
     server: Server, kind: str, stage: str, how: str
 ) -> None:
     cell = Cell(server, kind, how)

@@ -1,4 +1,4 @@
-"""How many errors a second a server can stand, and what becomes of its connections meanwhile."""
+"""The rate of errors that a server sustains, and its connections meanwhile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ app = Failing.bind()
 def test_twice_as_many_errors_a_second_as_plain_fastapi_and_no_connection_is_lost(
     tmp_path: Path, figures: Figures
 ) -> None:
-    """Both write their logs, a line for each request included, to a file each."""
+    """Both servers log to files, with one line for each request."""
     write_module(tmp_path, "failing", FAILING)
     environ = environment(tmp_path)
     ours = [*INGRESS, "run", "failing:app", "--port", "0"]

@@ -1,4 +1,4 @@
-"""Bytes that no client should send: what is answered, and that nobody else notices."""
+"""Bytes that no client should send: their answers, and that no other client is affected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HANGS_S = 12.0
 
 @contextmanager
 def serving(folder: Path, command: list[str] = INGRESS) -> Iterator[ServerProcess]:
-    """Serve `input_app`, and see that it still serves at the end."""
+    """Serve `input_app`, and check that it still serves at the end."""
     target = "tests.reliability.input_app"
     run = [*command, f"{target}:plain"] if command is UVICORN else None
     run = run or [*command, "run", f"{target}:app", "--port", "0"]
@@ -46,7 +46,7 @@ def serving(folder: Path, command: list[str] = INGRESS) -> Iterator[ServerProces
 
 
 def sent(server: ServerProcess, raw: bytes) -> tuple[list[int], bool]:
-    """Send bytes; return the statuses that came back, and whether the connection was closed."""
+    """Send bytes; return the statuses of the answers, and whether the connection was closed."""
     with Connection(server.port) as connection:
         connection.socket.settimeout(HANGS_S)
         try:
@@ -105,7 +105,7 @@ UTF_16 = {name: text.encode("utf-16", "surrogatepass") for name, text in ODD.ite
 
 
 def odd_requests() -> dict[str, bytes]:
-    """Return requests with each oddity wherever a client can put one."""
+    """Return requests with each oddity at each place of a request."""
     found: dict[str, bytes] = {}
     for name, text in ODD.items():
         for path in ("/kind", "/number"):
@@ -160,7 +160,7 @@ UPGRADE = (
 
 
 def frame(opcode: int, payload: bytes, *, final: bool = True, masked: bool = True) -> bytes:
-    """Return a WebSocket frame; its mask is zero, which changes nothing."""
+    """Return a WebSocket frame; its mask is zero."""
     size = len(payload)
     head = bytes([0x80 * final | opcode])
     mark = 0x80 * masked

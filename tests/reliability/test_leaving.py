@@ -1,4 +1,4 @@
-"""SIGTERM while clients ask, over connections that they keep: each of them gets its answer."""
+"""SIGTERM while clients send requests over keep-alive connections: each request is answered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.servers import (
 )
 
 RUNS = 20 if ROUNDS else 1
-REQUESTS = 2000 if ROUNDS else 400  # before the signal, in each run
+REQUESTS = 2000 if ROUNDS else 400  # number before the signal, in each run
 
 APP = """
 import asyncio
@@ -74,7 +74,7 @@ PLAIN = [*UVICORN[:-1], "{port}", "app:plain"]
 
 @dataclass
 class Clients:
-    """Clients that ask again as soon as they are answered, until nobody listens."""
+    """Clients that send their next request after each answer, until no server listens."""
 
     port: int
     path: str
@@ -83,7 +83,7 @@ class Clients:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self) -> None:
-        """Ask until the server has gone, on one connection for as long as that is kept."""
+        """Send requests until the server is gone, over one connection while that is kept."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         while True:
             try:
@@ -104,7 +104,7 @@ class Clients:
 
 
 def cut_at_sigterm(folder: Path, command: list[str], clients: int, path: str) -> int:
-    """Serve, send SIGTERM in the middle of it all, and return how many requests were cut."""
+    """Serve, send SIGTERM under load, and return the number of requests that were cut."""
     port = free_port()
     words = [each.format(port=port) for each in command]
     with process(words, folder, environment(folder)) as server:
@@ -137,7 +137,7 @@ def test_no_client_is_cut_that_asks_while_a_server_leaves(
     tmp_path: Path, figures: Figures, how: str, path: str, protocol: str
 ) -> None:
     write_module(tmp_path, "app", APP)
-    if protocol == "h11":  # what is used where there is no httptools
+    if protocol == "h11":  # the parser without httptools
         write_module(tmp_path, "httptools", "raise ImportError")
     command = [*COMMANDS[how], "{port}"]
     cut = sum(cut_at_sigterm(tmp_path, command, 24, path) for _ in range(RUNS))

@@ -1,6 +1,6 @@
-"""More than the capacity, clients that retry, that read slowly or not at all: what is still served.
+"""Goodput under overload, with clients that retry, read slowly, or do not read.
 
-Handlers sleep for as long as they take, so that the capacity is one of slots and not of a machine.
+Handlers sleep, so that slots and not the machine limit the capacity.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 LASTS_S = 30.0
 PLAIN_LASTS_S = 8.0
 IN_TIME_S = 1.0
-"""Goodput is what is answered with 200 within this time."""
+"""Bound on the latency of goodput, in seconds: answers with 200 within this time."""
 
 HEALTH = Stream("/-/healthz", rate=20, seconds=LASTS_S)
 DEADLINE = "x-request-timeout-seconds: 1\r\n"
@@ -73,14 +73,14 @@ def seen(server: ServerProcess) -> Any:
 
 
 def plain_goodput(folder: Path, stream: Stream) -> float:
-    """Return the goodput of plain FastAPI under the same load, for a shorter time."""
+    """Return the goodput of plain FastAPI under the same load, run for a shorter time."""
     with serving(folder, "plain") as server:
         (found,) = load(server.port, stream)
         return found.rate(within_s=IN_TIME_S)
 
 
 def shorter(stream: Stream) -> Stream:
-    """Return the load for plain FastAPI, whose queue has no end: for a shorter time."""
+    """Return the load, shortened, for plain FastAPI, whose queue is unbounded."""
     return replace(stream, seconds=PLAIN_LASTS_S, patience_s=2)
 
 
@@ -173,7 +173,7 @@ def test_five_times_what_computing_def_can_serve(
 
 @pytest.mark.reliability("A06")
 def test_it_recovers_from_clients_that_retry(figures: Figures, tmp_path: Path) -> None:
-    capacity = 2 / SERVICE_S  # small: each request of the storm is four
+    capacity = 2 / SERVICE_S  # small: each request of the storm is sent four times
     storm = Stream("/async", rate=10 * capacity, seconds=10, retries=3)
     calm = Stream("/async", rate=0.5 * capacity, seconds=15, begin_s=10)
     with serving(tmp_path, replicas=1, slots=2, queued=20) as server:
@@ -404,7 +404,7 @@ app = Streams.bind()
 
 @pytest.mark.reliability("A11")
 @pytest.mark.parametrize("kind", ["async", "def"])
-def test_slow_readers_suspend_their_stream_and_nobody_else(
+def test_slow_readers_suspend_only_their_own_streams(
     figures: Figures, tmp_path: Path, kind: str
 ) -> None:
     write_module(tmp_path, "streams", STREAMS)

@@ -1,7 +1,7 @@
-"""Everything at once, at random: every client gets one answer or a cut, and nothing is left.
+"""All kinds of requests at random: each client gets one answer or a cut, and nothing is left.
 
-Streams, WebSockets, batches, models, chains and threads; clients that leave by FIN and by RST,
-callers that cancel, deadlines, full queues, attempts, and applications that are replaced meanwhile.
+Streams, WebSockets, batches, models, chains and threads; clients that disconnect by FIN and RST,
+callers that cancel, deadlines, full queues, retries, and applications that are replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CUTS = (RequestTimeoutError, DeploymentUnavailableError, ReplicaUnavailableError
 
 
 class Soak:
-    """The clients of one run, and what became of them."""
+    """The clients of one run, and the outcomes of their requests."""
 
     def __init__(self, port: int, seed: int, *, has_middleware: bool) -> None:
         self.port = port
@@ -96,13 +96,13 @@ class Soak:
         return "\r\n".join([*lines, "", ""]).encode()
 
     async def _request(self) -> None:
-        """Make a request and see its one answer."""
+        """Make a request and check its one answer."""
         path, key = self.dice.choice(CALLS + STREAMS), f"k{next(self.keys)}"
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(self._head(path, key) + (UPLOAD if path == "upload" else b""))
             raw = await reader.read(-1)
-        except ConnectionError:  # it was refused before all of it was there
+        except ConnectionError:  # the server refused it before the end of its body
             assert path == "upload"
             self.became["refused"] += 1
             return
@@ -124,7 +124,7 @@ class Soak:
             self.wrong.append(f"{path} {key}: {raw[:400]!r}")
 
     async def _leave(self) -> None:
-        """Make a request and leave in the middle of it."""
+        """Make a request and disconnect in the middle of it."""
         path, key = self.dice.choice([*CALLS, *STREAMS]), f"k{next(self.keys)}"
         _, writer = await asyncio.open_connection("127.0.0.1", self.port)
         body = UPLOAD[: self.dice.choice([0, 10, 100_000])] if path == "upload" else b""
@@ -134,7 +134,7 @@ class Soak:
         await close(writer, reset=self.dice.random() < 0.5)
 
     async def _websocket(self) -> None:
-        """Say a few things over a WebSocket, then close it, or leave without a word."""
+        """Send a few messages over a WebSocket, then close it, or drop the connection."""
         key = f"k{next(self.keys)}"
         headers = {}
         if self.dice.random() < 0.3:
@@ -161,7 +161,7 @@ class Soak:
             await websocket.wait_closed()
 
     async def _call(self) -> None:
-        """Call by handle, and perhaps cancel."""
+        """Make a call by handle, and cancel some calls."""
         is_stream = self.dice.random() < 0.3
         method = self.dice.choice(STREAMS_BY_HANDLE if is_stream else BY_HANDLE)
         key = f"k{next(self.keys)}"
@@ -212,11 +212,11 @@ async def close(writer: asyncio.StreamWriter, *, reset: bool = False) -> None:
 
 
 def linger(client: socket.socket) -> None:
-    """Have it closed with RST instead of FIN."""
+    """Make the socket close with RST instead of FIN."""
     try:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     except OSError:
-        pass  # the server was quicker
+        pass  # the server has closed it already
 
 
 def pending() -> int:
@@ -228,7 +228,7 @@ def workers() -> list[str]:
 
 
 def left_behind(root: Any) -> dict[str, Any]:
-    """Return what is not as it was before the first request. Looks inside: much of it is no API."""
+    """Return the state that requests left behind. Reads private attributes."""
     engine = local_engine()
     found: dict[str, Any] = {
         "in flight": set(engine.http.proxy._in_flight),
@@ -253,7 +253,7 @@ def left_behind(root: Any) -> dict[str, Any]:
 
 
 def is_expected(record: logging.LogRecord) -> bool:
-    """Whether it is what the server says of an answer that was cut."""
+    """Return whether a record is the server's report of a cut answer."""
     error = record.exc_info[1] if record.exc_info else None
     is_cut = record.name == "uvicorn.error" and isinstance(error, CUTS)
     is_cancellation = record.name == "ingress" and str(record.msg).endswith("was cut: %s")

@@ -1,4 +1,4 @@
-"""A thousand cancellations, of every sort and at any moment, leave everything as it was."""
+"""A thousand cancellations, of every kind and at any moment, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.servers import PATIENCE_S, ROUNDS, bind, get, served, set_flags, wait
 CANCELS = 1_000
 AT_ONCE = 40
 SLOTS = 8
-LONGEST_S = 0.012  # of a stage, and of the time until it is cancelled
+LONGEST_S = 0.012  # of a stage, and of the time until its cancellation
 
 now = Counter[str]()
 most = Counter[str]()
@@ -34,7 +34,7 @@ lock = threading.Lock()
 
 
 class Slot:
-    """Counts what really runs."""
+    """Counts the calls that run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -149,7 +149,7 @@ async def leave(port: int, path: str, delay_s: float, how: str) -> None:
 
 
 async def call(handle: DeploymentHandle, method: str, delay_s: float, how: str) -> str:
-    """Cancel one call; return what became of it."""
+    """Cancel one call; return its outcome."""
     is_stream = method in STREAMS
     response = handle.options(method_name=method, stream=is_stream).remote()
 
@@ -174,7 +174,7 @@ async def call(handle: DeploymentHandle, method: str, delay_s: float, how: str) 
 
 
 def pending() -> int:
-    """How many tasks there are, on any loop."""
+    """Return the number of tasks on all loops."""
     return sum(not each.done() for each in gc.get_objects() if type(each) is asyncio.Task)
 
 
@@ -191,7 +191,7 @@ def is_idle() -> bool:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Whatever is closed is closed by somebody: the collector does not run."""
+    """Disable the garbage collector, so that it closes nothing."""
     gc.disable()
     yield
     gc.enable()

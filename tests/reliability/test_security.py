@@ -1,4 +1,4 @@
-"""What can be reached from outside, and what cannot."""
+"""The attack surface: addresses and paths that can be reached from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def listeners(pid: int) -> list[str]:
     for each in folder.iterdir():
         try:
             mine |= set(re.findall(r"socket:\[(\d+)\]", str(each.readlink())))
-        except FileNotFoundError:  # closed since
+        except FileNotFoundError:  # closed meanwhile
             continue
     found = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
@@ -90,7 +90,7 @@ def test_nothing_over_http_changes_anything(figures: Figures, tmp_path: Path) ->
                     assert not more
                     is_foreign = headers in (FROM["another host"], FROM["a proxy"])
                     told += status == 200 and path == "/-/routes" and is_foreign
-                    if path in ("/-/healthz", "/-/routes"):  # the verb is not looked at
+                    if path in ("/-/healthz", "/-/routes"):  # the method is ignored
                         assert status in (200, 400, 403, 404, 405), (verb, path, headers, status)
                     else:
                         assert status in (400, 403, 404, 405), (verb, path, headers, status)
@@ -122,7 +122,7 @@ def test_no_byte_of_a_client_is_unpickled_compiled_imported_or_run(
             close_code(server, raw)
 
     with serving(tmp_path) as server:
-        replay(server)  # what is imported at its first use
+        replay(server)  # modules that are imported at their first use
         get(server.port, "/watch")
         replay(server)
         events = json.loads(get(server.port, "/events").body)

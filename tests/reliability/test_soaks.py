@@ -1,4 +1,4 @@
-"""Very many of something, and what is left: nothing. Memory is looked at from outside."""
+"""Many repetitions of each kind of request leave nothing behind; memory is measured outside."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def held(server: ServerProcess) -> dict[str, int]:
 
 
 def slope(samples: list[tuple[int, int]]) -> float:
-    """Return the median of the slopes between all pairs, which no outlier moves."""
+    """Return the median of the slopes between all pairs, which is robust against outliers."""
     return median(
         (there - here) / (later - now)
         for place, (now, here) in enumerate(samples)
@@ -142,7 +142,7 @@ Kind = Callable[[int], Awaitable[None]]
 
 
 async def spread(count: int, kind: Kind) -> None:
-    """Do something so often, so many at once."""
+    """Run `kind` `count` times, `AT_ONCE` at a time."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -156,9 +156,9 @@ async def spread(count: int, kind: Kind) -> None:
 def soak(
     figures: Figures, folder: Path, make: Callable[[int], Kind], count: int, what: str
 ) -> None:
-    """Do it `count` times in ten parts, and compare what is held after each and at the end.
+    """Run a kind of request `count` times in ten parts, and compare the memory after each part.
 
-    Before that, 10,000 times: whatever is there only once is there then.
+    Before, 10,000 runs allocate everything that is allocated once.
     """
     with serving(folder) as server:
         kind = make(server.port)
@@ -178,7 +178,7 @@ def soak(
     figures.at_most("memory, bytes for each", slope(samples), 50)
     for each in ("threads", "descriptors", "ongoing"):
         figures.at_most(f"more {each}", after[each] - before[each], 0)
-    # The collector does not look at what an application consists of: what it counts is little.
+    # The objects of the application are frozen, so the collector counts few.
     figures.at_most("more objects", after["objects"] - before["objects"], 1_000)
     figures.note("p99 of the last tenth, of the first's", p99_s[-1] / p99_s[0])
 
@@ -319,7 +319,7 @@ def cpu_s(server: ServerProcess) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# In this process: what comes and goes is the application.
+# In this process: applications start and stop.
 
 
 def opened() -> dict[str, int]:
@@ -371,7 +371,7 @@ def test_a_hundred_starts_leave_nothing(figures: Figures) -> None:
     port = start(0)
     before = opened()
     for _ in range(100):
-        start(port)  # which raises if somebody still has it
+        start(port)  # raises if the port is still in use
     after = opened()
 
     figures.note("starts on one port", 100)

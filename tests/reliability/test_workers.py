@@ -1,4 +1,4 @@
-"""Worker processes that die, or seem dead."""
+"""Worker processes that die, or seem to be dead."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def pids(server: ServerProcess) -> set[int]:
-    """Return the processes that answer; which one does is the kernel's choice."""
+    """Return the pids of the processes that answer; the kernel chooses one for each request."""
     try:
         return {int(get(server.port, "/pid").body) for _ in range(20)}
     except (ConnectionError, ValueError):

@@ -1,24 +1,24 @@
 """Applications on a Ray cluster: processes, placement, routing, scaling and recovery are Ray's.
 
     this process         RayEngine     an Application -> Ray Serve deployments of `RayReplica`
-    a replica's process  RayReplica    our own `Replica` with the user's class, called by Ray
+    a replica's process  RayReplica    ingress's `Replica` with the user's class, called by Ray
     both                 RemoteRouter  a call by handle -> one by Ray's handle, and its answer
 
-    lowering     the options of a deployment, the flags and `HTTPOptions`, as Ray takes them
-    code         the user's classes and arguments on their way to a worker
-    messages     what is told a replica: what it is, and what each call is
-    errors       Ray's exceptions -> ours
-    calls        the handles' way to other processes
-    replica      what runs in a replica's process
-    cluster      connecting to a cluster, or starting one; what may be wrong with it
+    lowering     deployment options, flags and `HTTPOptions` -> Ray's options
+    code         the user's classes and arguments, pickled for a worker
+    messages     the messages to a replica: its specification and its calls
+    errors       Ray's exceptions -> the exceptions of ingress
+    calls        calls by handle to other processes
+    replica      the code that runs in a replica's process
+    cluster      connects to a cluster or starts one, and explains its failures
     application  an application as Ray Serve deployments
-    engine       what `ingress.api` asks
-    builder      what Ray's own `serve deploy` asks
-    config_file  what `ingress build` writes
+    engine       the engine of `ingress.api`
+    builder      the application builder for Ray's own `serve deploy`
+    config_file  the file that `ingress build` writes
 
-User code runs in our own runtime, as in one process: where a `def` runs, lanes, batches, models,
-contexts and what is refused do not depend on the engine. `lowering`, `messages` and `config_file`
-do not import Ray; nothing outside of this package does.
+User code runs in ingress's own runtime, as in one process. The threads of `def` methods, lanes,
+batches, models, contexts and refusals do not depend on the engine. `lowering`, `messages` and
+`config_file` do not import Ray; no module outside this package does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from importlib.metadata import PackageNotFoundError, version
 __all__ = ["SUPPORTED", "check_installed"]
 
 SUPPORTED = "2.60"
-"""The versions of Ray that are supported begin with this. We use what Ray does not promise to keep:
-its request context, and the message by which a replica says what models it has."""
+"""Prefix of the supported Ray versions. The engine uses two parts of Ray without a stable API: the
+request context, and the message in which a replica lists its models."""
 
 HOW_TO_INSTALL = 'python -m pip install -e ".[ray]"'
 
 
 def check_installed() -> None:
-    """Raise `RuntimeError` if Ray Serve is not installed, or in a version that is not supported."""
+    """Raise `RuntimeError` if Ray Serve is not installed, or its version is not supported."""
     try:
         installed = version("ray")
     except PackageNotFoundError:
@@ -50,7 +50,7 @@ def check_installed() -> None:
             f"python -m pip install 'ray[serve]=={SUPPORTED}.*'"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # Ray's own, of what it uses itself
+        with warnings.catch_warnings(action="ignore"):  # Ray warns about its own dependencies
             import ray.serve  # noqa: F401
     except ImportError as error:
         raise RuntimeError(

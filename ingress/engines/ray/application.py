@@ -1,4 +1,4 @@
-"""An application as Ray Serve deployments, each of them our `RayReplica`."""
+"""An application as Ray Serve deployments, each of class `RayReplica`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ingress.replicas.user_code import public_methods
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What an application does not say itself: `environment` is for the replicas' processes.
+    """Settings that are not part of an application. `environment` is for the replicas' processes.
 
-    `default_cpus` is what a replica reserves that does not say, `constructor_tries` how often one
-    is made that fails; `None` for what Ray thinks.
+    A replica without `num_cpus` reserves `default_cpus`. `constructor_tries` is the number of
+    attempts at a failing constructor. `None` means Ray's default.
     """
 
     environment: dict[str, str]
@@ -33,10 +33,10 @@ class Lowering:
 
 
 def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
-    """Return what Ray's `serve.run` takes.
+    """Return the application for Ray's `serve.run`.
 
-    Raises `TypeError` for what cannot be sent to a worker, `ValueError` for what Ray cannot do, and
-    what is wrong with the routes.
+    Raises `TypeError` for code or arguments that cannot be sent to a worker, `ValueError` for
+    options that Ray cannot apply, and the errors of invalid routes.
     """
     methods = methods_of(built)
     nodes: dict[str, Any] = {}
@@ -51,7 +51,7 @@ def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
             request_timeout_s=lowering.request_timeout_s,
             stop_timeout_s=config.graceful_shutdown_timeout_s,
         )
-        # Here, where the user sees it: a worker would say it once for each replica.
+        # Here, where the user sees the warning: a worker would log it once per replica.
         warn_of_capacity(each.name, each.deployment.func_or_class, config.max_ongoing_requests)
         _ = each.bound_app
         options = options_for_ray(each, lowering.environment, default_cpus=lowering.default_cpus)
@@ -64,14 +64,15 @@ def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
 
 
 def methods_of(built: BuiltApplication) -> dict[str, list[str] | None]:
-    """Return what the handle of each deployment may call; `None` for any name."""
+    """Return the methods that the handle of each deployment may call; `None` for any name."""
     return {each.name: _callable_names(each.deployment.func_or_class) for each in built.deployments}
 
 
 def _callable_names(target: Any) -> list[str] | None:
-    """Return the methods of a class, and what its constructor may make one; `None` of a function.
+    """Return the methods of a class and the names its constructor uses; `None` for a function.
 
-    There is no instance here to be asked; what a constructor sets is among the names it uses.
+    There is no instance here, and a constructor may set callable attributes: their names are among
+    the names that it uses.
     """
     if not inspect.isclass(target):
         return None

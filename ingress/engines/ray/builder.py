@@ -1,4 +1,7 @@
-"""What Ray's own `serve deploy` and `serve run` import, in what `ingress build` wrote."""
+"""The application builder that Ray's `serve deploy` and `serve run` import.
+
+The files of `ingress build` name it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ingress.engines.ray.lowering import environment_for_workers
 def build(args: dict[str, Any]) -> Any:
     """Return the application that `args["target"]`, such as "main:hello", names.
 
-    The flags are those in the environment Ray gives the application.
+    The flags come from the environment that Ray gives the application.
     """
     built = flatten(load(str(args["target"])), str(args.get("name", "default")), acts_on_all=True)
     timeout_s = args.get("request_timeout_s")

@@ -1,10 +1,10 @@
-"""The handles' way to other processes.
+"""Calls by handle to other processes.
 
-    handle.remote() -> RemoteRouter.assign -> a task on our loop -> Ray's handle -> RayReplica
-                       the answer settles the call, as that of a replica in this process would
+    handle.remote() -> RemoteRouter.assign -> a task on `ingress-ray` -> Ray's handle -> RayReplica
+                       the answer settles the call, as for a replica in this process
 
-A call is `ingress.calls.call.Call` on both engines, so what is awaited, iterated, cancelled and
-timed out is the same code; so are arguments that are calls themselves. Only the middle is Ray's.
+A call is `ingress.calls.call.Call` on both engines: awaiting, iteration, cancellation, timeouts and
+calls as arguments are the same code. Only the transport is Ray's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ FindMethods = Callable[[DeploymentID], list[str] | None]
 
 
 class RayDirectory:
-    """The deployments of a cluster, as handles find them; one a process. Thread-safe.
+    """The directory in which handles find the deployments of a cluster. Thread-safe.
 
-    `is_known` says of a deployment that it is there, without asking the cluster. Its loop lives
-    until `close`. In a pickle it is that of the process it is unpickled in.
+    There is one per process. `is_known` returns whether a deployment exists, without a request to
+    the cluster. The directory's loop lives until `close`. A pickled directory becomes that of the
+    process it is unpickled in.
     """
 
     __slots__ = ("_find_handle", "_find_methods", "_home", "_routers", "is_known")
@@ -47,7 +48,7 @@ class RayDirectory:
         self.is_known = is_known
         self._find_handle = find_handle
         self._find_methods = find_methods
-        # Calls that are made while the engine is being shut down must not wait for ever.
+        # Calls that begin while the engine shuts down must not wait forever.
         self._home = EventLoopThread("ingress-ray", _refuse)
         self._routers: dict[DeploymentID, RemoteRouter] = {}
 
@@ -79,13 +80,13 @@ class RayDirectory:
         call.when_settled(deadlines.discard)
 
     def forget(self, app_name: str) -> None:
-        """Look the deployments of an application up again: it was deployed anew, or deleted."""
+        """Drop the routers of an application, because it was deployed again or deleted."""
         for deployment_id in list(self._routers):
             if deployment_id.app_name == app_name:
                 self._routers.pop(deployment_id, None)
 
     def close(self) -> None:
-        """End the loop; calls that are on their way are cancelled."""
+        """End the loop and cancel the calls in flight."""
         self._home.stop(1.0)
 
     def __reduce__(self) -> tuple[Callable[[], RayDirectory], tuple[()]]:
@@ -102,7 +103,7 @@ _here: RayDirectory | None = None
 
 
 def use_here(directory: RayDirectory | None) -> None:
-    """Have handles that come to this process from another one use this directory."""
+    """Set the directory for handles that are unpickled in this process."""
     global _here
     _here = directory
 
@@ -122,9 +123,9 @@ def _unpickled() -> RayDirectory:
 
 
 class RemoteRouter:
-    """One deployment in other processes; a `CallRouter`. Its tasks live on the directory's loop.
+    """The `CallRouter` of a deployment in other processes. Its tasks run on the directory's loop.
 
-    Waiting for a replica, trying another and refusing are Ray's router's.
+    Ray's router waits for a replica, retries on another and refuses calls.
     """
 
     __slots__ = ("_find_handle", "_handles", "_loop", "_mailbox", "_tasks")
@@ -144,18 +145,18 @@ class RemoteRouter:
         return True
 
     def holders(self, call: Call) -> None:
-        """Say that it goes on by itself, for all we know: who holds what is elsewhere."""
+        """Return `None`: the calls that hold the slots are unknown in this process."""
 
     def check_deadlock(self, call: Call) -> None:
-        """A cycle through several processes is not seen."""
+        """Do nothing: a cycle through several processes is not detected."""
 
     def describe_deadlock(self, call: Call, chain: str) -> str:
         return chain
 
     def _begin(self, call: Call) -> None:
-        if call.settled:  # cancelled on its way here
+        if call.settled:  # cancelled before it came here
             return
-        # In the caller's context, which was copied for it: tracers look there.
+        # In the call's copy of the caller's context: tracers look there.
         task = self._loop.create_task(self._run(call), context=call.context)
         self._tasks[call] = task
         task.add_done_callback(lambda _: self._end(call))
@@ -167,7 +168,7 @@ class RemoteRouter:
 
     def _end(self, call: Call) -> None:
         del self._tasks[call]
-        # Race with a cancellation before the task's first step, of which not one line then runs.
+        # Race with a cancellation before the task's first step: then the task runs no line.
         call.settle(error=RequestCancelledError(call.metadata.request_id))
         call.release_references()
 
@@ -190,7 +191,7 @@ class RemoteRouter:
                         break
                 call.settle()
         except asyncio.CancelledError as error:
-            # Us, if there is an answer; otherwise the replica, which was told to by somebody else.
+            # A settled call was cancelled here, otherwise the replica was cancelled elsewhere.
             if response is not None and call.settled:
                 response.cancel()
             call.settle(error=translated(error, metadata))
@@ -210,10 +211,10 @@ class RemoteRouter:
 
 
 def _show_request(metadata: RequestMetadata) -> None:
-    """Have Ray log this call under our request's id, and end it with nobody's but ours.
+    """Make Ray log this call under its request's id, and not cancel it with another request.
 
-    Ray would also cancel it with the request of its own that it finds in the context. Its names are
-    private, which is why `SUPPORTED` names one version.
+    Ray would cancel the call with the request that it finds in the context. The names are private,
+    so `SUPPORTED` names one version.
     """
     ray_context._serve_request_context.set(
         ray_context._RequestContext(

@@ -1,7 +1,7 @@
-"""Connecting to a Ray cluster, or starting one on this machine; what may be wrong with it.
+"""Connecting to a Ray cluster, or starting one on this machine, with clear errors.
 
-what we started        a cluster, Serve on one that had none     ends with `close`
-what was there         a cluster, its Serve                      stays
+started by this process   a cluster, Serve on a cluster without it   ends with `close`
+running before            a cluster, its Serve                       stays
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ingress.http.server import check_address
 
 logger = logging.getLogger("ingress")
 
-REACH_S = 5.0  # how long a cluster may take to answer at its address
+REACH_S = 5.0  # timeout for a cluster to answer at its address
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 
 
@@ -43,8 +43,8 @@ class Cluster:
     def connect(cls, address: str | None, working_dir: str | None) -> Cluster:
         """Connect to the cluster at `address`, else to a new one on this machine.
 
-        `working_dir` is a folder, or an address of one, that workers get. A connection that this
-        process has already is used as it is. Raises `RuntimeError` if there is no such cluster.
+        Workers get `working_dir`, a folder or the address of one. An existing connection of this
+        process is used as it is. Raises `RuntimeError` if there is no such cluster.
         """
         if ray.is_initialized():
             return cls(ray.get_runtime_context().gcs_address, is_ours=False, was_connected=True)
@@ -72,13 +72,13 @@ class Cluster:
 
     @staticmethod
     def would_be_ours(address: str | None) -> bool:
-        """Whether `connect` would start a cluster."""
+        """Return whether `connect` would start a cluster."""
         return address in (None, "local") and not ray.is_initialized()
 
     def start_serve(self, options: dict[str, Any], given: Set[str] = frozenset()) -> None:
         """Start Ray Serve with these HTTP options, unless it runs.
 
-        Then it says what of those that were `given` has no effect. Raises `RuntimeError` if the
+        If it runs, the `given` options without effect are logged. Raises `RuntimeError` if the
         address cannot be bound.
         """
         if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
@@ -102,7 +102,7 @@ class Cluster:
         self.serve_is_ours = True
 
     def _compare(self, wanted: dict[str, Any]) -> None:
-        """Say what Serve, which runs already, does otherwise; its options cannot be changed."""
+        """Log the options that differ from those of the running Serve, which cannot change."""
         running = _get_global_client().http_config
         ignored = [
             f"{name}={value!r}"
@@ -117,7 +117,7 @@ class Cluster:
             )
 
     def url(self) -> str | None:
-        """Return where Serve's proxies listen, as seen from their nodes."""
+        """Return the URL of Serve's proxies, as seen from their nodes."""
         options = _get_global_client().http_config
         if options.host is None:
             return None
@@ -126,7 +126,7 @@ class Cluster:
         return f"{scheme}://{host}:{options.port}"
 
     def _is_here(self) -> bool:
-        """Whether the node with the first proxy is this machine."""
+        """Return whether the node with the first proxy is this machine."""
         if self.is_ours or self.address is None:
             return True
         host = self.address.rpartition(":")[0].strip("[]")
@@ -136,7 +136,7 @@ class Cluster:
             return False
 
     def warn_if_too_small(self, cpus: float) -> None:
-        """Say it if a cluster has fewer CPUs than an application reserves: it may wait for ever."""
+        """Warn if a cluster has fewer CPUs than an application reserves: it may wait forever."""
         there = ray.cluster_resources().get("CPU", 0.0)
         if cpus > there:
             logger.warning(
@@ -147,7 +147,7 @@ class Cluster:
             )
 
     def close(self) -> None:
-        """End what we started. Never raises: there is nothing anybody could do."""
+        """End what this process started. Never raises: the caller could not handle it."""
         try:
             if self.serve_is_ours:
                 ray_serve.shutdown()
@@ -160,7 +160,7 @@ class Cluster:
 def environment_of_connection() -> dict[str, str]:
     """Return the variables that `ray.init(runtime_env=...)` of this process gives its workers.
 
-    Serve gives them only to a deployment that has no `runtime_env` of its own, and ours have one.
+    Serve gives them only to deployments without a `runtime_env`; deployments of ingress have one.
     """
     if not ray.is_initialized():
         return {}
@@ -173,7 +173,7 @@ def _disconnect() -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `RuntimeError` if nobody answers: Ray itself would try for a minute and more."""
+    """Raise `RuntimeError` if no cluster answers. Ray itself would try for over a minute."""
     if address.startswith("ray://"):
         raise RuntimeError(
             f"address {address!r} is one of Ray Client, which cannot stream; run on a node of the "

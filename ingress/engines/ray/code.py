@@ -1,11 +1,11 @@
-"""The user's classes and arguments on their way to a worker.
+"""The user's classes and arguments, pickled for a worker.
 
     a class or function        by import path, if its module has it: the worker imports the module
                                by value, if not: of `__main__`, or made inside a function
-    constructor arguments      by value, with slots where handles go
+    constructor arguments      by value, with slots for handles
 
-By path is more than cheaper: Ray pickles by value what a decorator stands in front of, with all
-that its module's functions use, and what a module made once would be there twice.
+A path is not only cheaper. By value Ray pickles a decorated class with everything that its module's
+functions use, so the worker would have two copies of the module's objects.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ingress.declaration.declaration import Application, Deployment
 
 
 class Reference(Protocol):
-    """Where a worker gets a class or function from."""
+    """The source of a class or function for a worker."""
 
     def resolve(self) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ByPath:
-    """What is in a module, under its own name or that of its deployment."""
+    """A class or function in a module, under its own name or its deployment's."""
 
     module: str
     name: str
 
     def resolve(self) -> Callable[..., Any]:
-        """Import it. Raises `ImportError` if this process cannot."""
+        """Import the class or function. Raises `ImportError` if this process cannot."""
         try:
             found: Any = import_module(self.module)
         except ModuleNotFoundError as error:
@@ -66,7 +66,7 @@ class ByPath:
 
 @dataclass(frozen=True, slots=True)
 class ByValue:
-    """What no worker can import, pickled."""
+    """A pickled class or function that no worker can import."""
 
     pickled: bytes
 
@@ -75,9 +75,9 @@ class ByValue:
 
 
 def reference_to(built: BuiltDeployment) -> Reference:
-    """Return where a worker gets the deployment's class or function from.
+    """Return the reference to the deployment's class or function for a worker.
 
-    Raises `TypeError` if it can get it from nowhere.
+    Raises `TypeError` if it can be neither imported nor pickled.
     """
     target = built.deployment.func_or_class
     module = sys.modules.get(target.__module__)
@@ -94,7 +94,7 @@ def reference_to(built: BuiltDeployment) -> Reference:
 
 
 def pickled_arguments(built: BuiltDeployment) -> bytes:
-    """Return the constructor arguments. Raises `TypeError` with the name of one that cannot be."""
+    """Return the pickled constructor arguments. Raises `TypeError` that names the faulty one."""
     try:
         return _dumps((built.init_args, built.init_kwargs))
     except Exception as error:
@@ -125,7 +125,7 @@ def _names(module: ModuleType, target: Any) -> Iterator[str]:
 
 
 def _behind(found: Any) -> Any:
-    """Return the class or function of a deployment or application, else the thing itself."""
+    """Return the class or function of a deployment or application, else the object itself."""
     if isinstance(found, Application):
         found = found.deployment
     return found.func_or_class if isinstance(found, Deployment) else found
@@ -146,9 +146,9 @@ def _dumps(value: Any) -> bytes:
 
 
 class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Also pickles what is in each FastAPI app: a lock, and a `State` whose `__getattr__` recurses.
+    """A pickler that also takes the parts of a FastAPI app: locks, and a `State`.
 
-    A lock that code holds is nobody's: it arrives unlocked.
+    The `__getattr__` of a `State` recurses in the default pickler. Locks arrive unlocked.
     """
 
     def reducer_override(self, obj: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `ingress build` writes: the configuration of an application for Ray's own `serve deploy`.
+"""The file that `ingress build` writes: an application's configuration for Ray's `serve deploy`.
 
 Does not import Ray.
 """
@@ -17,7 +17,7 @@ from ingress.engines.ray.lowering import (
 )
 
 BUILDER = "ingress.engines.ray.builder:build"
-HOST = "0.0.0.0"  # a cluster serves others; Ray's own files say the same
+HOST = "0.0.0.0"  # a cluster serves other machines; Ray's own files have the same host
 
 HEADER = """\
 # For `serve deploy`, or serveConfigV2 of a KubeRay RayService: {target}
@@ -27,9 +27,9 @@ HEADER = """\
 
 
 def config_of(built: BuiltApplication, target: str, settings: Settings) -> dict[str, Any]:
-    """Return what `serve deploy` reads. Raises `ValueError` for what Ray cannot do.
+    """Return the configuration for `serve deploy`. Raises `ValueError` for what Ray cannot do.
 
-    `deployments` is there to be changed: what it says goes before what the code says.
+    Users may edit `deployments`: its options override those in the code.
     """
     http = http_options_for_ray(HTTPOptions(), settings)
     args: dict[str, Any] = {"target": target}
@@ -55,7 +55,7 @@ def config_of(built: BuiltApplication, target: str, settings: Settings) -> dict[
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a deployment that stand in a file: plain values, none of them empty."""
+    """Return the options of a deployment that a file can hold: plain values that are not empty."""
     plain = {}
     for name, value in options.items():
         if name == "ray_actor_options":

@@ -1,4 +1,4 @@
-"""Applications on a Ray cluster, as `ingress.api` asks for them."""
+"""The engine of `ingress.api` that runs applications on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")
 
 
 class RayEngine:
-    """One per process. Thread-safe.
+    """The Ray engine. One per process. Thread-safe.
 
-    It is connected from the first use to `shutdown`, which stops what this process deployed and
-    started; what was there before stays.
+    It is connected from the first use to `shutdown`, which stops everything that this process
+    deployed and started. Applications and clusters that ran before stay.
     """
 
     __slots__ = (
@@ -56,8 +56,9 @@ class RayEngine:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # connecting, starting and `shutdown` take turns
-        # So do deployments, which take their time: two threads that declare Ray's options at once
-        # trip over each other in `DeploymentConfig` (Ray 2.60.0, config.py, request_router_class).
+        # One deployment at a time, under a lock of its own, because deploying is slow. Race of two
+        # threads that declare Ray's options at once, in `DeploymentConfig` (Ray 2.60.0, config.py,
+        # request_router_class).
         self._deploying = threading.Lock()
         self._cluster: Cluster | None = None
         self._directory: RayDirectory | None = None
@@ -73,7 +74,7 @@ class RayEngine:
 
     @property
     def directory(self) -> RayDirectory:
-        """What handles find deployments in: in a replica's process it is the replica's."""
+        """The directory of deployments for handles. In a replica's process it is the replica's."""
         if directory_here() is None:
             self.connect()
         directory = directory_here()
@@ -81,16 +82,16 @@ class RayEngine:
         return directory
 
     def use(self, address: str | None, working_dir: str | None, http_options: HTTPOptions) -> None:
-        """Say which cluster to connect to, which folder workers get a copy of, and where to listen.
+        """Set the cluster's address, the folder that workers get a copy of, and the HTTP options.
 
-        By default it is the cluster at `RAY_ADDRESS`, or a new one on this machine. For before the
-        first use.
+        The default is the cluster at `RAY_ADDRESS`, or a new one on this machine. Call this before
+        the first use.
         """
         self._address, self._working_dir = address, working_dir
         self._http_options = http_options
 
     def connect(self) -> Cluster:
-        """Connect, or start a cluster. Raises `RuntimeError` if there is none at the address."""
+        """Connect to a cluster, or start one. Raises `RuntimeError` if none is at the address."""
         with self._lock:
             if self._cluster is None:
                 address = self._address or Settings.from_environment().ray_address
@@ -119,7 +120,7 @@ class RayEngine:
 
     @contextmanager
     def _nothing_left_if_it_fails(self) -> Iterator[None]:
-        """End what was started for what fails, unless there is something else by now."""
+        """Shut down after a failure, if the engine did not run before and has no application."""
         was_running = self.is_running
         try:
             yield
@@ -132,9 +133,9 @@ class RayEngine:
         settings = Settings.from_environment()
         options = http_options_for_ray(self._http_options, settings)
         if self._cluster is None and self._would_be_ours() and options["host"] is not None:
-            check_address(options["host"], options["port"])  # before it takes its time
+            check_address(options["host"], options["port"])  # before the slow start
         cluster = self.connect()
-        if is_asked or not self._is_started:  # if it runs, it says what cannot be changed
+        if is_asked or not self._is_started:  # a running one logs ignored options
             cluster.start_serve(options, self._http_options.model_fields_set)
             self._is_started = True
         return cluster
@@ -144,7 +145,7 @@ class RayEngine:
     ) -> DeploymentHandle:
         built = build(application, name, acts_on_all=True)
         with self._deploying, self._nothing_left_if_it_fails():
-            # Before anything is started: what is wrong with it needs no cluster.
+            # First, because errors in the application can be found without a cluster.
             lowered = application_for_ray(built, self._lowering())
             with self._lock:
                 cluster = self._start()
@@ -175,10 +176,10 @@ class RayEngine:
         folders = import_folders() if self._working_dir is None else []
         return Lowering(
             {**environment_of_connection(), **environment_for_workers(settings, folders)},
-            # A machine of our own runs what it is asked to, as one process does.
+            # A cluster started by this process reserves no CPUs, as one process does not.
             default_cpus=0.0 if is_ours else None,
             request_timeout_s=request_timeout_s(self._http_options, settings),
-            # Somebody waits, and wants to read what is wrong with it.
+            # The caller waits, and needs the error at once.
             constructor_tries=1,
         )
 
@@ -189,19 +190,19 @@ class RayEngine:
             self.directory.forget(name)
 
     def leave(self) -> None:
-        """Leave new requests to Ray's proxies, which drain by themselves."""
+        """Do nothing: Ray's proxies drain by themselves."""
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
-        """Nothing is recorded: see `_lowering`."""
+        """Do nothing: no requests are recorded, see `_lowering`."""
         return nullcontext()
 
     def shutdown(self) -> None:
-        """Delete the applications that this process deployed, and end what it started."""
+        """Delete the applications that this process deployed, and end what it started of Ray."""
         with self._lock:
             cluster = self._cluster
             if cluster is None:
                 return
-            # Before Serve itself is ended, which would cut what its proxies have in flight.
+            # First, because the end of Serve would cut the requests in flight in its proxies.
             names = list(self._applications)
             for name in names:  # side by side
                 ray_serve.delete(name, _blocking=False)
@@ -209,7 +210,7 @@ class RayEngine:
                 ray_serve.delete(name)
             self._applications.clear()
             cluster.close()
-            if self._directory is not None:  # not before: Ray's routers may live on its loop
+            if self._directory is not None:  # not earlier: Ray's routers may live on its loop
                 use_here(None)
                 self._directory.close()
             self._cluster = self._directory = None
@@ -258,7 +259,7 @@ class RayEngine:
 
 
 def _find_handle(deployment_id: DeploymentID) -> Any:
-    # Asked here, because Ray remembers handles, and a call to what was deleted waits for ever.
+    # Checked here, because Ray keeps handles, and a call to a deleted deployment waits forever.
     if deployment_id not in _running():
         raise DeploymentUnavailableError(
             f"{deployment_id} is unavailable because it is not deployed."
@@ -280,9 +281,9 @@ def _reserved_cpus(built: BuiltApplication) -> float:
 
 
 def _failed_to_deploy(name: str, error: Exception) -> Exception:
-    """Return what the user's code made of its start, in the words of both engines."""
-    cause = getattr(error, "cause", error)  # of what the controller raised
-    if isinstance(cause, TheirException):  # a prefix that is taken, say
+    """Return the error of a failed deployment, with the same message as the local engine."""
+    cause = getattr(error, "cause", error)  # the cause of the controller's error
+    if isinstance(cause, TheirException):  # for example, a prefix is taken
         return RayServeException(str(cause))
     overview = ray_serve.status().applications.get(name)
     deployments = [] if overview is None else overview.deployments.values()

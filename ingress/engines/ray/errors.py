@@ -1,4 +1,4 @@
-"""What Ray raises, in our words; and what leaves a replica's process, so that it can."""
+"""Ray's exceptions translated to those of ingress, and user exceptions made picklable."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _CANCELLED = (theirs.RequestCancelledError, TaskCancelledError, asyncio.Cancelle
 
 
 def translated(error: BaseException, metadata: RequestMetadata) -> BaseException:
-    """Return what the caller of a deployment gets for what Ray raised.
+    """Return the exception that the caller of a deployment gets for Ray's exception.
 
-    What user code raised is the very exception, as in one process, with the remote traceback as a
-    note; what Ray says itself is one of `ingress.exceptions`.
+    An exception of user code is returned as it is, as in one process, with the remote traceback as
+    a note. An exception of Ray itself becomes one of `ingress.exceptions`.
     """
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -43,7 +43,7 @@ def translated(error: BaseException, metadata: RequestMetadata) -> BaseException
             return told
         return RayServeException(str(error))
     if isinstance(error, exceptions.UserCodeExit):
-        error.__cause__ = error.original  # which a pickle leaves out
+        error.__cause__ = error.original  # a pickle leaves the cause out
         return error
     if isinstance(error, exceptions.RayServeException):
         return error
@@ -57,7 +57,7 @@ def _in_our_words(error: BaseException, metadata: RequestMetadata) -> BaseExcept
     deployment = metadata.deployment
     if isinstance(error, theirs.BackPressureError):
         queued, limit = error.args[:2]
-        how = error.status_code, error.retry_after_s  # what `backpressure_config` says
+        how = error.status_code, error.retry_after_s  # from `backpressure_config`
         return exceptions.BackPressureError(queued, limit, deployment.name, *how)
     if isinstance(error, theirs.DeploymentUnavailableError):
         return exceptions.DeploymentUnavailableError(error.message)
@@ -73,7 +73,7 @@ def _in_our_words(error: BaseException, metadata: RequestMetadata) -> BaseExcept
 
 
 def died(deployment: DeploymentID, error: BaseException) -> exceptions.ReplicaUnavailableError:
-    """Return what a caller is told whose replica's process ended under the call."""
+    """Return the error of a caller whose replica's process ended during the call."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return exceptions.ReplicaUnavailableError(
         f"A replica of {deployment} went before it answered ({reason}); send the request again if "
@@ -82,7 +82,7 @@ def died(deployment: DeploymentID, error: BaseException) -> exceptions.ReplicaUn
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an exception of user code such that it arrives: itself, if it can be pickled."""
+    """Return an exception of user code if it can be pickled, else a description of it."""
     try:
         pickle.loads(cloudpickle.dumps(error))
     except Exception as problem:
@@ -97,5 +97,5 @@ def portable(error: BaseException) -> BaseException:
 def _add_traceback(error: BaseException, text: str) -> None:
     try:
         error.add_note(f"\nThe traceback in the replica's process:\n{text}")
-    except Exception:  # an exception class of the user's that takes no attributes
+    except Exception:  # a user's exception class without attributes
         pass

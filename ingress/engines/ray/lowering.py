@@ -1,11 +1,11 @@
-"""The options of a deployment, the flags and `HTTPOptions`, as Ray Serve takes them.
+"""The options of a deployment, the flags and `HTTPOptions`, translated to Ray Serve's options.
 
     option                                   on Ray
-    name, num_replicas, max_ongoing_requests always given: the defaults are ours on both engines
-    those of `PASSED`                        given to Ray if they were given to us
+    name, num_replicas, max_ongoing_requests always given: both engines have the same defaults
+    those of `PASSED`                        given to Ray if the user gave them
     ray_actor_options                        the same, with the flags in its environment
-    lanes, user_config                       our own runtime's, in the replica
-    request_router_class of ours             refused: the router there is Ray's
+    lanes, user_config                       used by ingress's runtime in the replica
+    request_router_class of ingress          refused: the router there is Ray's
     retry_started_methods (`HTTPOptions`)    refused: the proxies there are Ray's
     the limits of `HTTPLimits`               refused too
 
@@ -59,7 +59,7 @@ PASSED = frozenset(
     }
 )
 OURS = frozenset({"lanes", "max_ongoing_requests", "num_replicas", "ray_actor_options"})
-"""What is not in `PASSED` and acted on here or in the replica; a test compares with the config."""
+"""Options outside `PASSED` that take effect here or in the replica; a test compares the config."""
 
 _RAYS_OWN = "ray_actor_options={'num_cpus': ...}"
 
@@ -69,8 +69,8 @@ def options_for_ray(
 ) -> dict[str, Any]:
     """Return the keywords of Ray's `@serve.deployment`.
 
-    `environment` is for the replicas' processes; `default_cpus` what a replica reserves that does
-    not say. Raises `ValueError` for an option that has no effect on Ray.
+    `environment` is for the replicas' processes. A replica without `num_cpus` reserves
+    `default_cpus`. Raises `ValueError` for an option that has no effect on Ray.
     """
     config = built.deployment.config
     given = config.model_fields_set
@@ -94,7 +94,7 @@ def options_for_ray(
 
 
 def environment_for_workers(settings: Settings, folders: Sequence[str] = ()) -> dict[str, str]:
-    """Return the flags as environment variables, and where modules are imported from."""
+    """Return the flags and the import folders as environment variables."""
     threshold_s = settings.stall_threshold_s
     environment = {
         ENGINE: "ray",
@@ -104,16 +104,16 @@ def environment_for_workers(settings: Settings, folders: Sequence[str] = ()) -> 
         STALL_THRESHOLD_MS: f"{0 if threshold_s is None else threshold_s * 1e3:g}",
     }
     if folders:
-        # Ray puts in what the variable is on the worker's node.
+        # Ray inserts the variable's value on the worker's node.
         environment["PYTHONPATH"] = os.pathsep.join([*folders, "${PYTHONPATH}"])
     return environment
 
 
 def import_folders() -> list[str]:
-    """Return where this process imports modules from, without what comes with its Python.
+    """Return the folders that this process imports modules from, without those of its Python.
 
-    Workers on the same machine find the application's module there, as Ray's users expect; on
-    another one the folders do not exist, and `--working-dir` is what brings the module.
+    Workers on the same machine find the application's module there, as Ray's users expect. On
+    another machine the folders do not exist, and `--working-dir` sends the module.
     """
     installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     found: dict[str, None] = {}
@@ -153,13 +153,13 @@ def http_options_for_ray(options: HTTPOptions, settings: Settings) -> dict[str, 
 
 
 def request_timeout_s(options: HTTPOptions, settings: Settings) -> float | None:
-    """Return how long an HTTP request may take; code beats environment."""
+    """Return the timeout of an HTTP request; code beats environment."""
     is_given = "request_timeout_s" in options.model_fields_set
     return options.request_timeout_s if is_given else settings.request_timeout_s
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return an option without our classes; of those, what was given."""
+    """Return an option without ingress's classes: their given fields as dictionaries."""
     if isinstance(value, RequestRouterConfig):
         _check_router(value, where)
     if not isinstance(value, Options):

@@ -1,4 +1,4 @@
-"""What is told a replica in another process: what it is, and what each call is. Pickled."""
+"""The messages to a replica in another process: its specification and its calls. Pickled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ingress.base.types import DeploymentID, RequestMetadata
 
 CALL = "ingress_call"
-"""Ray's name for what it shall not look for under its own: `__call__`, which is for HTTP there, the
-hooks it calls itself, and all that is private. The call says what is meant."""
+"""Method name given to Ray in place of a name that Ray treats specially: `__call__`, which is for
+HTTP there, Ray's hooks, and private names. The envelope holds the real name."""
 
 HOOKS = frozenset(
     {
@@ -22,17 +22,17 @@ HOOKS = frozenset(
         "record_routing_stats",
     }
 )
-"""Methods that Ray calls itself, if they are there."""
+"""Methods that Ray itself calls, if the class has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica is made of.
+    """The specification of a replica.
 
-    `code` is a `Reference` to the user's class or function, `arguments` its pickled constructor
-    arguments with slots for handles. `methods` says, for each deployment of the application, what
-    its handle may call; `None` for any name. `request_timeout_s` is the proxies'. What may change
-    later, Ray has.
+    `code` is a `Reference` to the user's class or function. `arguments` are its pickled constructor
+    arguments, with slots for handles. `methods` has the callable methods of each deployment of the
+    application; `None` for any name. `request_timeout_s` is the proxies'. Ray holds the options
+    that may change later.
     """
 
     code: Any
@@ -46,7 +46,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What is known of a call, beside its arguments. `left_s` is what it has of its time."""
+    """The metadata of a call, without its arguments. `left_s` is the time until its deadline."""
 
     method_name: str
     is_streaming: bool
@@ -70,7 +70,7 @@ class Envelope:
         )
 
     def metadata(self, deployment: DeploymentID) -> RequestMetadata:
-        """Return what it is on the clock of this process."""
+        """Return the call's metadata, with the deadline on this process's clock."""
         return RequestMetadata(
             self.request_id,
             deployment,
@@ -87,6 +87,6 @@ _RAYS = HOOKS | {"app", "docs_path"}
 
 
 def remote_name(method_name: str) -> str:
-    """Return the name that Ray is given for a method, which is what its logs and metrics show."""
+    """Return the method name given to Ray. Ray's logs and metrics show this name."""
     is_plain = not method_name.startswith("_") and method_name not in _RAYS
     return method_name if is_plain else CALL

@@ -1,4 +1,4 @@
-"""Which models a replica has, told to Ray's router, so that it prefers who has them."""
+"""Reports of a replica's models to Ray's router, which prefers replicas that have the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ PERIOD_S = 0.1  # Ray's own. Source: Ray 2.60.0, constants.py
 
 
 class ModelIds:
-    """Owned by the loop Ray calls the replica on. Its task begins with the first `watch`."""
+    """The reporter of one replica's models. Owned by the loop on which Ray calls the replica.
+
+    Its task begins with the first `watch`.
+    """
 
     __slots__ = ("_replica", "_task", "_told")
 
@@ -27,7 +30,7 @@ class ModelIds:
         self._task: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
-        """Tell of changes from now on: a request has named a model."""
+        """Report changes from now on. Called when a request names a model."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -46,7 +49,7 @@ class ModelIds:
     def _tell(self, ids: frozenset[str]) -> None:
         if ids == self._told:
             return
-        # What `ray.serve.multiplexed` does; there is no public name for it.
+        # As in `ray.serve.multiplexed`; there is no public name for it.
         _get_global_client().record_request_routing_info(
             RequestRoutingInfo(
                 replica_id=ray_serve.get_replica_context().replica_id,

@@ -1,11 +1,11 @@
-"""What runs in a replica's process: Ray calls us, and we run the user's code as in one process.
+"""A replica's process: Ray calls ingress, which runs the user's code as in one process.
 
     Ray's proxy  -> HTTPReplica, an ASGI app -> Exchange   -+
     Ray's router -> RemoteMethod             -> Invocation -+-> Router -> Replica -> user code
 
-Ray sees a class that is all `async def`; where a `def` runs, lanes, batches, models and contexts
-are our own `Replica`'s, on a loop of its own or, with the flag at 0, on Ray's. Its slots are ours
-too: Ray gives one back when a request is cancelled, ours when its thread returns.
+Ray sees a class with only `async def` methods. Ingress's `Replica` runs the `def` methods, lanes,
+batches, models and contexts, on a loop of its own or, with the flag at 0, on Ray's. It also counts
+the slots: Ray frees a slot when a request is cancelled, `Replica` when its thread returns.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ T = TypeVar("T")
 
 
 class RayReplica:
-    """What Ray makes of a deployment: one an actor. Owned by the loop Ray calls it on.
+    """The class of a deployment on Ray, one instance per actor. Owned by the loop of Ray's calls.
 
-    `children` are Ray's handles of the deployments in the user's constructor arguments. All our
-    names are private: the others are the user's methods.
+    `children` are Ray's handles of the deployments in the user's constructor arguments. All names
+    of this class are private: public names are the user's methods.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -64,7 +64,7 @@ class RayReplica:
         context = ray_serve.get_replica_context()
         self._deployment = DeploymentID(context.deployment, context.app_name)
         self._spec = spec
-        # Not what the code says: a `serve deploy` file goes before it. No public name has it.
+        # Ray's config, because a `serve deploy` file overrides the code. There is no public name.
         self._config = context._deployment_config
         self._user_config = self._config.user_config
         self._children = children
@@ -110,21 +110,21 @@ class RayReplica:
         )
         self._model_ids = ModelIds(self._replica)
         for hook in HOOKS - {"reconfigure"}:
-            if hasattr(target, hook):  # Ray looks for these, once, when we have been made
+            if hasattr(target, hook):  # Ray looks for these once, after the constructor
                 setattr(self, hook, _Hook(self, hook))
         await self._replica.start(args, kwargs, self._user_config)
         self._router.add(self._replica)
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        """Return what Ray calls for a method of the user's; whether there is one, that will see."""
+        """Return the object that Ray calls for a user method. The call checks that it exists."""
         if name.startswith("_") or name in HOOKS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return RemoteMethod(self, name)
 
-    # What Ray calls itself.
+    # Methods that Ray itself calls.
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Tell the user's instance of a new config; what it was started with it knows."""
+        """Give the user's instance a new config. The config of its start is not given again."""
         if user_config != self._user_config:
             self._user_config = user_config
             await self._on_user_loop(self._replica.user_code.reconfigure(user_config))
@@ -142,7 +142,7 @@ class RayReplica:
         return await run_on(self._replica.loop, run())
 
     async def __del__(self) -> None:
-        """Stop, as Ray has it: requests have ended by now, or are not waited for any longer."""
+        """Stop the replica. Ray calls this when requests have ended or their timeout is over."""
         replica = self.__dict__.get("_replica")
         if replica is not None:
             self._router.refuse(f"{self._deployment} is unavailable because it was stopped.")
@@ -205,7 +205,7 @@ class RayReplica:
     # HTTP.
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request or WebSocket that Ray's proxy was sent."""
+        """Answer one HTTP request or WebSocket from Ray's proxy."""
         exchange = self._exchange(scope, receive, send)
         deadline = exchange.metadata.deadline
         if deadline is not None:
@@ -216,7 +216,7 @@ class RayReplica:
             pass
         except Exception as error:
             if exchange.started or not await send_error(error, exchange, scope, receive, send):
-                raise portable(error) from error.__cause__  # Ray logs it, and cuts what had begun
+                raise portable(error) from error.__cause__  # Ray logs it, and cuts the response
         finally:
             if deadline is not None:
                 deadlines_of(exchange.loop).discard(exchange)
@@ -226,7 +226,7 @@ class RayReplica:
         has_body = False
         timeout_s = self._spec.request_timeout_s
         for name, value in scope["headers"]:
-            if name == b"x-request-id":  # the client's, else the proxy's; of several the first
+            if name == b"x-request-id":  # the client's, else the proxy's; the first of several
                 request_id = request_id or value.decode("latin-1")
             elif name == b"content-length":
                 has_body = value != b"0"
@@ -258,7 +258,7 @@ class RayReplica:
 
 @ray_serve.ingress()
 class HTTPReplica(RayReplica):
-    """The deployment of an application that requests from outside come to."""
+    """The class of the deployment that receives the application's HTTP requests."""
 
     docs_path = None
 
@@ -267,7 +267,7 @@ class HTTPReplica(RayReplica):
             if scope["type"] != "lifespan":
                 await self._serve(scope, receive, send)
                 return
-            # The user's app has had its own, and will be shut down with the replica.
+            # The user's app has its own lifespan, which ends with the replica.
             for what in ("startup", "shutdown"):
                 await receive()
                 await send({"type": f"lifespan.{what}.complete"})
@@ -279,10 +279,10 @@ class HTTPReplica(RayReplica):
 
 
 class RemoteMethod:
-    """A method of the user's, as Ray calls it.
+    """A user method, as Ray calls it.
 
-    An object, because Ray would run a function that is no `async def` in a thread or warn of it,
-    and this returns what the call asks for: something to await, or to iterate.
+    It is an object, because it returns an awaitable or an iterator as the call needs, and Ray runs
+    a plain function in a thread or warns about it.
     """
 
     def __init__(self, replica: RayReplica, name: str) -> None:
@@ -301,7 +301,7 @@ class RemoteMethod:
 
 
 class _Hook:
-    """A hook of the user's, as Ray calls it; an object for the same reason."""
+    """A user hook, as Ray calls it. It is an object for the same reason."""
 
     def __init__(self, replica: RayReplica, name: str) -> None:
         self.__name__ = name
@@ -312,7 +312,7 @@ class _Hook:
 
 
 def _without_our_id(send: Send, request_id: str) -> Send:
-    """Leave the request's id to Ray's proxy, which adds it to every response."""
+    """Return a `send` without the request id: Ray's proxy adds it to every response."""
     ours = (b"x-request-id", request_id.encode("latin-1"))
 
     async def send_without_our_id(message: Message) -> None:
@@ -325,7 +325,7 @@ def _without_our_id(send: Send, request_id: str) -> Send:
 
 
 def _log_where_ray_does() -> None:
-    """Have our records where Ray Serve's are: its log files, and the driver's terminal."""
+    """Send log records where Ray Serve's go: its log files and the driver's terminal."""
     rays = logging.getLogger("ray.serve")
     for handler in rays.handlers:
         if handler not in logger.handlers:

@@ -1,4 +1,4 @@
-"""Calls that run together, and models that make room for each other."""
+"""Batched calls, and models that are evicted for each other."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ EACH_AN_ERROR = (
 
 
 class Half:
-    """An instance of its own inside a replica."""
+    """An object inside a replica with its own batches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -127,7 +127,7 @@ class Batches:
         return await asyncio.gather(*(half.both(1) for half in self.halves))
 
     async def together(self, method: str, calls: list[list[Any]]) -> Any:
-        """Make these calls at once; the order is theirs."""
+        """Make these calls at once; return the results in their order."""
         found = (getattr(self, method)(*arguments) for arguments in calls)
         return [tell(each) for each in await asyncio.gather(*found, return_exceptions=True)]
 
@@ -292,7 +292,7 @@ def one_batch_runs_after_the_other(it: Client) -> Any:
 @scenario(BATCH, batches)
 def a_call_that_is_cancelled_before_its_batch_is_left_out(it: Client) -> Any:
     calls = [it.handle.with_one_less.remote("gone")]
-    it.call("seen")  # behind it, on the same loop
+    it.call("seen")  # runs after that call, on the same loop
     calls[0].cancel()
     outcome(calls[0].result)
     kept = it.handle.with_one_less.remote("kept")

@@ -1,4 +1,4 @@
-"""Deployments that call deployments, and what a handle means inside of one."""
+"""Deployments that call deployments, and handles inside of deployments."""
 
 import asyncio
 from collections.abc import AsyncIterator

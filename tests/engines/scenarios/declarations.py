@@ -1,4 +1,4 @@
-"""What can be said of a deployment, and how a mistake in it is told, before anything runs."""
+"""Declarations of deployments, and the errors for mistakes in them, before anything runs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every file of `app_examples`: what its docstring promises a `curl`, on both engines."""
+"""Every file of `app_examples`: the `curl` answers of its docstring, on both engines."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ CURL = re.compile(r"^    curl '?http://127\.0\.0\.1:8000(/[^\s']*)'?(?: {4}|\n  
 NO_APPLICATIONS = {"slow_server": "is what other examples wait for, and no application"}
 EXAMPLES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {*NO_APPLICATIONS})
 DEVIATIONS: dict[str, Deviation] = {}
-"""Of the examples that cannot do on Ray what they do in one process."""
+"""Deviations of the examples that depend on running in one process."""
 
 
 def application(name: str) -> Callable[[], Any]:
@@ -38,7 +38,7 @@ def curled(name: str) -> Callable[[Client], Any]:
 
 
 def first_lines(*paths: str) -> Callable[[Client], Any]:
-    """Read two lines of each stream and leave."""
+    """Return an observation that reads two lines of each stream and disconnects."""
 
     def observe(it: Client) -> Any:
         found = []

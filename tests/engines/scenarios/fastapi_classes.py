@@ -37,7 +37,7 @@ class Secret(Item):
 
 
 class TeaError(Exception):
-    """Handled by the app."""
+    """An error that the app has a handler for."""
 
 
 app = FastAPI(title="Shop")
@@ -571,7 +571,7 @@ def the_second_of_two_classes_on_an_app_has_its_own_methods(it: Client) -> Any:
     return [it.get(path).status_code for path in ("/free", "/first", "/second")]
 
 
-# What else can be an app
+# Other ASGI apps
 
 
 def built() -> FastAPI:

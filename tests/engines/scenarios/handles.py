@@ -20,7 +20,7 @@ CHECKED = Deviation("a typo is found where it is made", row="`hasattr(handle, na
 
 
 class Odd(Exception):
-    """Of the user's own."""
+    """A user's own error."""
 
 
 class Worker:
@@ -313,7 +313,7 @@ def a_function_is_called_by_any_method_name(it: Client) -> Any:
     return it.handle.anything.remote(1, 2).result()
 
 
-# Generators: what they raise
+# Generators: errors
 
 
 class Streams:
@@ -447,7 +447,7 @@ def a_generator_in_a_thread_waits_for_its_consumer(it: Client) -> Any:
     stream = it.handle.options(stream=True).endless.remote()
     found = [next(stream), next(stream)]
     before, made = -1, 0
-    while made > before:  # until it waits, or has made them all
+    while made > before:  # until the generator waits, or has ended
         time.sleep(0.05)
         before, made = made, it.call("made_so_far")
     stream.cancel()

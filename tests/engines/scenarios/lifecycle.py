@@ -1,4 +1,4 @@
-"""Starting, configuring, finding, replacing and stopping applications; what user code may know."""
+"""Starting, configuring, finding, replacing and stopping applications; their contexts."""
 
 import asyncio
 from typing import Any

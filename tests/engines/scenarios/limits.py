@@ -1,4 +1,4 @@
-"""How many requests at once, and what happens to the rest."""
+"""Limits on concurrent requests, and the requests beyond them."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -130,7 +130,7 @@ def a_call_beyond_the_queue_is_refused_with_the_numbers(it: Client) -> Any:
 
 
 def late(it: Client) -> Any:
-    """Call until one is refused at once: a router that estimates may take one more."""
+    """Call until a call is refused at once: a router that estimates may accept one more."""
     import time
 
     for _ in range(20):
@@ -156,7 +156,7 @@ def over_http_it_is_a_503_with_that_text(it: Client) -> Any:
 
 
 def refused_over_http(it: Client, key: str) -> Any:
-    """Fill the slot and the queue of a deployment, and return what the next request gets."""
+    """Fill the slot and the queue of a deployment; return the answer to the next request."""
     calls = [it.start(it.get)]
     wait_for_notes(key)
     calls += [it.start(it.get) for _ in range(8)]  # one is queued, the others are not

@@ -1,4 +1,4 @@
-"""Where user code runs: on the replica's event loop, or in a thread."""
+"""The place of user code: the replica's event loop, or a thread."""
 
 import asyncio
 import contextvars
@@ -361,7 +361,7 @@ def a_function_deployment_runs_as_a_method_does(it: Client) -> Any:
     return [it.handle.remote().result(), it.get().text]
 
 
-# @serve.method: ours alone
+# @serve.method: `ingress` only
 
 
 def chosen() -> Any:
