@@ -23,9 +23,9 @@ run: .venv/.test ## Serve app_examples/hello.py on 127.0.0.1:8000
 	@echo "  curl http://127.0.0.1:8000/async"
 	@exec $(BIN)/ingress run app_examples.hello:hello --app-dir . --host 127.0.0.1 --port 8000
 
-# Many tests wait more than they work, so two at a time take little more than half the time.
+# Many tests wait more than they work, so three at a time take less than half the time.
 test: .venv/.test ## Run the tests
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 3
 
 check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/ruff check .

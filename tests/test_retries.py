@@ -35,7 +35,7 @@ from ingress.exceptions import (
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, make_call
-from tests.servers import PATIENCE_S, Connection, get, set_flags, wait_until
+from tests.servers import PATIENCE_S, ROUNDS, Connection, get, set_flags, wait_until
 
 D = DeploymentID("D")
 CHANCE = st.floats(0, 1, exclude_max=True)
@@ -413,7 +413,9 @@ class TurnedAwayMachine(RuleBasedStateMachine):
 
 
 TestTurnedAwayMachine = pytest.mark.reliability("D01")(TurnedAwayMachine.TestCase)
-TestTurnedAwayMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestTurnedAwayMachine.settings = settings(
+    max_examples=400 if ROUNDS else 150, stateful_step_count=50, deadline=None
+)
 
 
 # Real replicas.

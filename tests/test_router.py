@@ -28,6 +28,7 @@ from ingress.exceptions import (
 )
 from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, bind, make_call, together
+from tests.servers import ROUNDS
 
 PATIENCE_S = 10.0
 
@@ -579,7 +580,9 @@ class RouterMachine(RuleBasedStateMachine):
 
 TestRouterMachine = pytest.mark.reliability("D01")(RouterMachine.TestCase)
 TestRouterMachine = pytest.mark.timeout(240)(TestRouterMachine)  # 800 examples of 50 steps
-TestRouterMachine.settings = settings(max_examples=800, stateful_step_count=50, deadline=None)
+TestRouterMachine.settings = settings(
+    max_examples=800 if ROUNDS else 300, stateful_step_count=50, deadline=None
+)
 
 
 # Cycles.

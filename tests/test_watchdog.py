@@ -807,6 +807,10 @@ def test_each_blocking_example_is_reported_and_no_async_one_is(
 ) -> None:
     from importlib import import_module
 
+    # The examples import these in their handlers, which takes a while.
+    import httpx  # noqa: F401
+    import requests  # noqa: F401
+
     monkeypatch.setenv(STALL_THRESHOLD_MS, "500")  # creating a client of httpx takes 0.1 s
     with ExitStack() as stack:
         slow = stack.enter_context(slow_server.running())
@@ -828,7 +832,7 @@ def test_each_blocking_example_is_reported_and_no_async_one_is(
         wait_until(lambda: len({each.application for each in serve.stalls()} & {*LINES}) == 4)
         serve.shutdown()
 
-    # On a busy machine async examples may wait for the GIL while the others import libraries.
+    # On a busy machine async examples may wait for the GIL of the other examples.
     blocked = (each for each in gate.over() if each.reason is StallReason.BLOCKED)
     found = {each.application: each for each in blocked}
     assert {*found} == {*LINES}

@@ -165,6 +165,9 @@ class HTTPProxy:
             inner.pop("app_root_path", None)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
+        is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
+        if is_listed:
+            self._budget.deposit()
         now = 0.0 if timeout_s is None else monotonic()
         deadline = None if timeout_s is None else now + timeout_s
         if not has_body and scope["type"] == "http":
@@ -188,8 +191,7 @@ class HTTPProxy:
             deadline=deadline,
         )
         following: Exchange | None
-        if limits.retried_methods and scope.get("method") in limits.retried_methods:
-            self._budget.deposit()
+        if is_listed:
             following = Attempt(
                 metadata,
                 router,
