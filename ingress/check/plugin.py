@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ingress import api
-from ingress.check.rehearsal import LoopProbe, Outcome, RehearsingUserCode
+from ingress.check.rehearsal import Outcome, RehearsingUserCode, WatchedCalls
 from ingress.replicas import replica
 from ingress.replicas.user_code import UserCode
 
@@ -34,7 +34,7 @@ def pytest_configure(config: Any) -> None:
     if folder is not None:
         watched = json.loads(Path(folder, WATCHED).read_text())
         RehearsingUserCode.watched = tuple(
-            LoopProbe(tuple(each["functions"]), each["attribute"]) for each in watched
+            WatchedCalls(tuple(each["functions"]), each["attribute"]) for each in watched
         )
         RehearsingUserCode.outcome = Outcome()
         _REPLICA["UserCode"] = RehearsingUserCode

@@ -51,7 +51,7 @@ _SWITCH_INTERVAL_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class LoopProbe:
+class WatchedCalls:
     """A subject of a rehearsal: `attribute` of the instances that have these functions."""
 
     functions: tuple[str, ...]
@@ -102,7 +102,7 @@ class RehearsingUserCode(UserCode):
 
     __slots__ = ("_deadline", "_recordings", "_state")
 
-    watched: ClassVar[tuple[LoopProbe, ...]] = ()
+    watched: ClassVar[tuple[WatchedCalls, ...]] = ()
     outcome: ClassVar[Outcome] = Outcome()
     _turn: ClassVar[threading.Lock] = threading.Lock()  # the switch interval is the process's
 

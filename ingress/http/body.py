@@ -24,6 +24,7 @@ from ingress.exceptions import (
 )
 from ingress.http.uvicorn_connection import transport_of
 
+NO_LIMITS = HTTPLimits()  # but those that are on by default
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _DIGITS = 18  # read of a content-length, which may have thousands
 LINGER_S = 1.0  # for a client to read that its body is not wanted
@@ -76,22 +77,22 @@ class Body:
 
         Raises `RequestBodyTooLargeError`, and `StreamClosedError` if the client leaves meanwhile.
         """
-        message = await self._part()
-        if not message.get("more_body"):
+        message = await self.receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
             return message  # the common case
+        self._check(message)
         parts = [message.get("body", b"")]
         left = self._limits.body_buffer_bytes - len(parts[0])
         while left > 0 and message.get("more_body"):
-            message = await self._part()
+            message = await self.receive()
+            self._check(message)
             parts.append(message.get("body", b""))
             left -= len(parts[-1])
         return {**message, "body": b"".join(parts)}
 
-    async def _part(self) -> Message:
-        message = await self.receive()
+    def _check(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
             raise self.error or StreamClosedError("the client of this request is gone")
-        return message
 
     def timeout(self, now: float, request_id: str) -> RequestBodyTimeoutError | None:
         """Return an error once the body has stalled for too long. Called at every sweep.

@@ -22,12 +22,13 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.asgi import route_template
+from ingress.base.settings import HTTPLimits
 from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
 from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
-from ingress.http.body import NO_BODY, Body
+from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
 from ingress.http.messages import joined, with_request_id
 from ingress.http.transport import CrossLoopTransport, SameLoopTransport
@@ -83,19 +84,25 @@ class Exchange(Call):
         scope: Scope,
         receive: Receive,
         send: Send,
-        body: Body | None = None,
+        *,
+        has_body: bool = False,
+        length: bytes = b"",
+        limits: HTTPLimits = NO_LIMITS,
     ) -> None:
         super().__init__(metadata, self._work, copy_context())
         self.router = router
         self.scope = scope
         self.is_http = scope["type"] == "http"
-        self._receive = receive if body is None else body.receive
+        self.body: Body | None = None
+        if has_body and self.is_http:
+            self.body = Body(receive, limits, length)
+            receive = self.body.receive
+        self._receive = receive
         self._send = send
-        self.body = body
         self.loop = asyncio.get_running_loop()
         self._thread = get_ident()
         self._first: Message | None = NO_BODY if self.is_http else None
-        self._expects_more = body is not None or not self.is_http
+        self._expects_more = self.body is not None or not self.is_http
         # Set now, although most requests never use them: two threads write, docs/concurrency.md.
         self.started = self._is_complete = False  # the response
         self.has_answer = False  # user code on a loop of its own has sent the whole response

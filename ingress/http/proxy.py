@@ -28,7 +28,7 @@ from ingress.calls.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
 from ingress.http import uvicorn_connection
-from ingress.http.body import Body, answer_and_close
+from ingress.http.body import answer_and_close
 from ingress.http.exchange import Exchange
 from ingress.http.messages import (
     GOING_AWAY,
@@ -175,13 +175,6 @@ class HTTPProxy:
             if refused is not None:
                 await send_refusal(refused, request_id, send)
                 return
-        body = None
-        if has_body and scope["type"] == "http":
-            body = Body(receive, limits.http, length)
-            if body.error is not None:
-                send = _with_request_id(send, request_id)
-                await answer_and_close(refusal(body.error), scope, receive, send)
-                return
         metadata = RequestMetadata(
             request_id,
             router.deployment_id,
@@ -198,14 +191,29 @@ class HTTPProxy:
                 inner,
                 receive,
                 send,
-                body,
+                has_body=has_body,
+                length=length,
+                limits=limits.http,
                 timeout_s=limits.timeout_s,
                 budget=self._budget,
                 last_deadline=client_deadline(inner, now),
             )
         else:
             kind = Exchange if scope["type"] == "http" else WebSocketExchange
-            following = kind(metadata, router, inner, receive, send, body)
+            following = kind(
+                metadata,
+                router,
+                inner,
+                receive,
+                send,
+                has_body=has_body,
+                length=length,
+                limits=limits.http,
+            )
+        if has_body and following.body is not None and following.body.error is not None:
+            send = _with_request_id(send, request_id)
+            await answer_and_close(refusal(following.body.error), scope, receive, send)
+            return
         if timeout_s is not None:
             following.started_at = now
         while following is not None:

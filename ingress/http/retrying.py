@@ -23,7 +23,6 @@ from ingress.calls import retries
 from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
 from ingress.calls.retries import RetryBudget
 from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
-from ingress.http.body import Body
 from ingress.http.exchange import Exchange
 from ingress.replicas.router import Router
 
@@ -64,16 +63,16 @@ class Attempt(Exchange):
         scope: Scope,
         receive: Receive,
         send: Send,
-        body: Body | None = None,
         *,
         timeout_s: float | None,
         budget: RetryBudget,
         number: int = 1,
         last_deadline: float | None = None,
+        **of_body: Any,
     ) -> None:
         # Copies for user code, which writes into its scope.
         inner = {**scope, "state": dict(scope["state"])} if "state" in scope else dict(scope)
-        super().__init__(metadata, router, inner, receive, send, body)
+        super().__init__(metadata, router, inner, receive, send, **of_body)
         self._scope = scope
         self._timeout_s = timeout_s
         self._budget = budget

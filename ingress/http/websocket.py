@@ -12,14 +12,13 @@ An accepted WebSocket has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; 
 
 from __future__ import annotations
 
-from starlette.types import Message, Receive, Scope, Send
+from typing import Any
 
-from ingress.base.types import RequestMetadata
+from starlette.types import Message
+
 from ingress.exceptions import is_cancellation
-from ingress.http.body import Body
 from ingress.http.exchange import Exchange
 from ingress.http.messages import INTERNAL_ERROR, NORMAL
-from ingress.replicas.router import Router
 
 # For a handler whose client is gone, to notice and to clean up.
 HEARING_S = 0.25
@@ -31,16 +30,8 @@ class WebSocketExchange(Exchange):
 
     __slots__ = ("_is_accepted",)
 
-    def __init__(
-        self,
-        metadata: RequestMetadata,
-        router: Router,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        body: Body | None = None,
-    ) -> None:
-        super().__init__(metadata, router, scope, receive, send, body)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._is_accepted = False
 
     @property

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.asgi import ASGI
-from ingress.base.settings import HTTPLimits, Settings
+from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
 from ingress.calls.call import Call
 from ingress.calls.channel import Channel
@@ -39,7 +39,6 @@ from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
-from ingress.http.body import Body
 from ingress.http.exchange import Exchange
 from ingress.http.proxy import send_error
 from ingress.http.websocket import WebSocketExchange
@@ -250,8 +249,7 @@ class RayReplica:
         kind = Exchange if scope["type"] == "http" else WebSocketExchange
         send = _without_our_id(send, metadata.request_id)
         inner = {**scope, "asgi": ASGI}
-        body = Body(receive, HTTPLimits()) if has_body and scope["type"] == "http" else None
-        exchange = kind(metadata, self._router, inner, receive, send, body)
+        exchange = kind(metadata, self._router, inner, receive, send, has_body=has_body)
         exchange.started_at = now
         return exchange
 
