@@ -9,10 +9,10 @@ PACKAGE_litserve := litserve
 PACKAGE_bentoml := bentoml
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-reliability test-ray check bench bench-handles bench-peers \
+.PHONY: help run test coverage test-python test-reliability test-ray check bench bench-handles bench-peers \
 	bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends clean
 .DELETE_ON_ERROR:
-.PRECIOUS: .venv-fastapi/%/.test .venv-peers/%/.made
+.PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,20 @@ run: .venv/.test ## Serve app_examples/hello.py on 127.0.0.1:8000
 # Many tests wait more than they work, so three at a time take less than half the time.
 test: .venv/.test ## Run the tests
 	@$(BIN)/python -m pytest -n 3
+
+coverage: .venv/.test ## Run the tests and report what they do not reach
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest -q -p no:cacheprovider
+	@$(BIN)/python -m coverage combine -q
+	@$(BIN)/python -m coverage report
+
+test-python: ## Run the tests on each Python from 3.11 on that this machine has
+	@for minor in 11 12 13 14; do \
+		python=$$(command -v python3.$$minor) && $$python -c '' 2>/dev/null || \
+			{ echo "python3.$$minor: not on this machine"; continue; }; \
+		$(MAKE) --no-print-directory .venv-python/3.$$minor/.test PYTHON=$$python && \
+		.venv-python/3.$$minor/bin/python -m pytest -q -n 3 || exit 1; \
+	done
 
 check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/ruff check .
@@ -67,7 +81,7 @@ test-fastapi-%: .venv-fastapi/%/.test
 	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-fastapi .venv-peers .venv-ray .mypy_cache .pytest_cache .ruff_cache \
+	@rm -rf .venv .venv-fastapi .venv-python .venv-peers .venv-ray .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed.
@@ -81,6 +95,12 @@ clean: ## Remove the environments and caches
 
 .venv/.dev: .venv/.test
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+.venv-python/%/.test: pyproject.toml
+	@echo "Making .venv-python/$* ..."
+	@$(PYTHON) -m venv .venv-python/$*
+	@.venv-python/$*/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]"
 	@touch $@
 
 .venv-fastapi/%/.test: pyproject.toml

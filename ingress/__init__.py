@@ -41,6 +41,8 @@ from ingress.request_context import (
 )
 from ingress.watchdog import Stall
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Application",
     "AutoscalingConfig",

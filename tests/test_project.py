@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import ingress
@@ -28,6 +29,21 @@ def test_importing_it_imports_none_of_the_heavy_libraries() -> None:
     )
 
     assert result.stdout.split() == []
+
+
+def test_its_version_is_that_of_the_installed_distribution() -> None:
+    assert ingress.__version__ == version("fastapi-ingress")
+
+
+def test_the_package_is_the_command_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "ingress", "run", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "MODULE:APP" in result.stdout
 
 
 def test_all_is_sorted_and_equals_what_is_importable() -> None:

@@ -137,7 +137,7 @@ class Link:
         self.following = following
 
     async def __call__(self, request: Request | None = None) -> str:
-        return await self.following.remote()  # type: ignore[no-any-return]
+        return await self.following.remote()
 
 
 def chain(length: int) -> Any:

@@ -46,4 +46,4 @@ sleeping = Sleeping.bind()
 blocking = Blocking.bind()
 computing = Computing.bind()
 computing_on_loop = ComputingOnLoop.bind()
-computing_many = Computing.options(max_ongoing_requests=100).bind()  # type: ignore[attr-defined]
+computing_many = Computing.options(max_ongoing_requests=100).bind()

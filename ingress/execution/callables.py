@@ -31,13 +31,22 @@ class Kind(Enum):
 def kind(func: Callable[..., Any]) -> Kind:
     """Return the kind of `func`."""
     func = underlying(func)
-    if inspect.iscoroutinefunction(func) or asyncio.iscoroutinefunction(func):
+    if inspect.iscoroutinefunction(func) or _is_marked(func):
         return Kind.COROUTINE
     if inspect.isasyncgenfunction(func):
         return Kind.ASYNC_GENERATOR
     if inspect.isgeneratorfunction(func):
         return Kind.GENERATOR
     return Kind.FUNCTION
+
+
+def _is_marked(func: Callable[..., Any]) -> bool:
+    """Return whether a `def` is marked as one that returns a coroutine, in the way of Python 3.11.
+
+    From 3.12 on the mark is `inspect.markcoroutinefunction`, which `inspect` reads itself.
+    """
+    mark = getattr(asyncio.coroutines, "_is_coroutine", None)
+    return mark is not None and getattr(func, "_is_coroutine", None) is mark
 
 
 def is_generator(value: Any) -> bool:
