@@ -16,6 +16,7 @@
 
     Warning
     ├─ UserWarning
+    │  ├─ CompiledRoutesOffWarning        FastAPI's own handlers answer all routes
     │  ├─ SyncMethodOnEventLoopWarning    a `def` method runs on the event loop
     │  └─ OptionNotActedOnWarning         an option is recorded and has no effect yet
     └─ DeprecationWarning                 max_concurrent_queries
@@ -196,6 +197,10 @@ class UserCodeExit(RayServeException):
     def __str__(self) -> str:
         name = type(self.original).__name__
         return f"{self.where} raised {name}, which is not an Exception; the request failed"
+
+
+class CompiledRoutesOffWarning(UserWarning):
+    """FastAPI is newer than the newest known version, or lacks a name: routes are not compiled."""
 
 
 class SyncMethodOnEventLoopWarning(UserWarning):

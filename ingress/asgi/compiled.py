@@ -23,18 +23,15 @@ from typing import Any
 import fastapi.routing
 from fastapi import params
 from fastapi.routing import APIRoute
-from starlette._exception_handler import wrap_app_handling_exceptions
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ingress.asgi.compat import why_not_compiled, wrap_app_handling_exceptions
 from ingress.asgi.rendering import encoder, makes_events, renderer
 from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
 from ingress.asgi.telemetry import TELEMETRY
-
-NEWEST_KNOWN = (0, 165)
-"""The FastAPI version last compared with this module. With a newer one, all routes are unfit."""
 
 _FILE_STACK = "fastapi_middleware_astack"
 _REQUEST_STACK = "fastapi_inner_astack"
@@ -122,7 +119,7 @@ def _compiled(route: Any) -> ASGIApp:
 
 def _check(route: Any) -> None:
     original = getattr(route, "original_route", route)
-    require(tuple(map(int, fastapi.__version__.split(".")[:2])) <= NEWEST_KNOWN)
+    require(not why_not_compiled() and hasattr(original, "_embed_body_fields"))
     # Not a class of the user's, which may have wrapped or replaced its app.
     require(type(original).__init__ is APIRoute.__init__)
     cls = getattr(original, "__ingress_base__", type(original))

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
-import fastapi.routing
 from fastapi.routing import APIRoute
-from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Receive, Scope, Send
 
+from ingress.asgi.compat import IncludedRouter, get_route_path
+
 _MATCHES = (Route.matches, APIRoute.matches)
-_IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
 
 
 class RouteIndex:
@@ -112,7 +111,7 @@ def _leaves(routes: Sequence[Any]) -> Iterator[Any]:
 
 def _is_open(route: Any) -> bool:
     """Return whether the route is an included router whose routes are known."""
-    if _IncludedRouter is None or not isinstance(route, _IncludedRouter):
+    if IncludedRouter is None or not isinstance(route, IncludedRouter):
         return False
     node: Any = route
     low_priority: Any = getattr(node, "effective_low_priority_routes", list)()

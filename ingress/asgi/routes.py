@@ -27,6 +27,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
 
+from ingress.asgi.compat import (
+    IncludedRouter,
+    check_kind,
+    endpoint_context,
+    endpoint_contexts,
+    warn_if_not_compiled,
+)
 from ingress.asgi.compiled import compiled_app
 from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guard_below, guarded
@@ -35,7 +42,6 @@ from ingress.asgi.responses import take_over_stream
 from ingress.context import REPLICA
 from ingress.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
 
-IncludedRouter: Any = getattr(fastapi.routing, "_IncludedRouter", None)
 """An included router as a node of the tree. FastAPI below 0.137 copies its routes instead."""
 
 iter_route_contexts: Any = getattr(fastapi.routing, "iter_route_contexts", iter)
@@ -72,6 +78,7 @@ class RouteTree:
 
     def clone(self, router: Router) -> Router:
         """Return the router with its endpoints wrapped and its dependencies lifted."""
+        warn_if_not_compiled(len(router.routes))
         cloned = self._router(router)
         # This also fills FastAPI's caches of the included routes. FastAPI 0.137 fills them without
         # a lock, so the replicas' threads would race, and undo the lifting.
@@ -261,6 +268,7 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
 def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: str = "") -> None:
     """Raise `TypeError` or `RayServeException`, with the fix, for routes that can never run."""
     for route in routes:
+        check_kind(route)
         if IncludedRouter is not None and isinstance(route, IncludedRouter):
             included: Any = route
             check_routes(included.original_router.routes, methods, mounted_at=mounted_at)
@@ -365,9 +373,8 @@ def _point_errors_at(endpoint: Callable[..., Any], original: Callable[..., Any])
     FastAPI caches the context of an endpoint by its `id`, even after the endpoint is gone. So the
     entry under the original's `id` may belong to another function, and is dropped.
     """
-    known = getattr(fastapi.routing, "_endpoint_context_cache", None)
-    extract = getattr(fastapi.routing, "_extract_endpoint_context", None)
-    if known is not None and extract is not None:
+    known = endpoint_contexts
+    if known is not None and endpoint_context is not None:
         known.pop(id(original), None)
-        known[id(endpoint)] = dict(extract(original))
+        known[id(endpoint)] = dict(endpoint_context(original))
         weakref.finalize(endpoint, known.pop, id(endpoint), None).atexit = False

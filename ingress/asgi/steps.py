@@ -20,8 +20,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from urllib.parse import parse_qsl
 from uuid import UUID
 
-import fastapi.dependencies.models
-import fastapi.routing
 from fastapi import BackgroundTasks
 from fastapi.dependencies.models import Dependant
 from fastapi.dependencies.utils import (
@@ -34,6 +32,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from ingress.asgi.compat import endpoint_context as extract_endpoint_context
+from ingress.asgi.compat import get_cache_key
 from ingress.asgi.methods import kind_for_fastapi
 from ingress.execution.execution import Kind
 
@@ -145,7 +145,7 @@ class Steps:
 
     def endpoint_context(self, scope: Scope) -> Any:
         """Return the context of the endpoint in FastAPI's validation errors."""
-        context = fastapi.routing._extract_endpoint_context(self._dependant.call)
+        context = extract_endpoint_context(self._dependant.call)
         if self._dependant.path:
             prefix = scope.get("root_path", "").rstrip("/")
             context["path"] = f"{scope['method']} {prefix}{self._dependant.path}"
@@ -307,7 +307,7 @@ def _take_response(shared: Shared) -> Any:
 
 
 def _cache_key(dependant: Dependant) -> Any:
-    make = getattr(fastapi.dependencies.models, "_get_cache_key", None)
+    make = get_cache_key
     return make(dependant=dependant) if make is not None else dependant.cache_key  # type: ignore[attr-defined]
 
 

@@ -18,13 +18,13 @@ from contextlib import AsyncExitStack, aclosing, closing
 from functools import cache, partial
 from typing import Any
 
-import fastapi.routing
 from fastapi.dependencies.utils import get_dependant
 from fastapi.encoders import jsonable_encoder
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Scope, Send
 
+from ingress.asgi.compat import normalize_non_finite_floats, ping_interval_s, routing
 from ingress.asgi.methods import GENERATORS
 from ingress.asgi.rendering import (
     Encoder,
@@ -37,8 +37,6 @@ from ingress.asgi.rendering import (
 from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.context import REPLICA
 from ingress.execution.execution import ExecutionMode, ExecutionPlan, kind
-
-_routing: Any = fastapi.routing
 
 
 def is_stream(route: Any) -> bool:
@@ -119,7 +117,7 @@ class _Events(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         chunks: Any = self.body_iterator
-        async with aclosing(chunks), _KeepAlive(send, _routing._PING_INTERVAL) as alive:
+        async with aclosing(chunks), _KeepAlive(send, ping_interval_s) as alive:
             await super().stream_response(alive.send)
 
 
@@ -181,7 +179,7 @@ class _KeepAlive:
         self._timer = self._loop.call_later(left_s if left_s > 0 else self._idle_s, self._look)
 
     async def _send_comment(self) -> None:
-        comment = _routing.KEEPALIVE_COMMENT
+        comment = routing.KEEPALIVE_COMMENT
         await self._send({"type": "http.response.body", "body": comment, "more_body": True})
         self._last = self._loop.time()
         self._comment = None
@@ -197,8 +195,8 @@ def _line_encoder(route: Any, steps: Steps) -> Encoder:
 
 def _event_encoder(route: Any, steps: Steps) -> Encoder:
     to_json = _json_encoder(route, steps)
-    event_class = _routing.ServerSentEvent
-    to_event: Callable[..., bytes] = _routing.format_sse_event
+    event_class = routing.ServerSentEvent
+    to_event: Callable[..., bytes] = routing.format_sse_event
 
     def encode(scope: Scope, item: Any) -> bytes:
         if not isinstance(item, event_class):
@@ -227,7 +225,7 @@ def _to_json(item: Any) -> str:
     return json.dumps(data if _finite is None else _finite(data))
 
 
-_finite: Any = getattr(_routing, "_normalize_non_finite_floats", None)
+_finite: Any = normalize_non_finite_floats
 """Replaces numbers that JSON lacks by `null`. An older FastAPI writes them as they are."""
 
 
@@ -239,7 +237,7 @@ def _has_status() -> bool:
         yield
 
     dependant = get_dependant(path="/", call=items)
-    handler: Any = _routing.get_request_handler(dependant, status_code=201, is_json_stream=True)
+    handler: Any = routing.get_request_handler(dependant, status_code=201, is_json_stream=True)
     stacks = dict.fromkeys(
         ("fastapi_middleware_astack", "fastapi_inner_astack", "fastapi_function_astack"),
         AsyncExitStack(),

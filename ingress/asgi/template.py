@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from starlette._utils import get_route_path
 from starlette.routing import compile_path
 from starlette.types import Scope
+
+from ingress.asgi.compat import get_route_path
 
 
 def route_template(scope: Scope) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from anyio._backends._asyncio import CancelScope, _task_states
+from ingress.calls.compat import CancelScope, task_states
 
 
 class OnceScope(CancelScope):
@@ -37,7 +37,7 @@ class OnceScope(CancelScope):
     def _deliver_cancellation(self, origin: CancelScope) -> bool:
         task = self._host_task
         assert task is not None
-        inner: CancelScope | None = _task_states[task].cancel_scope
+        inner: CancelScope | None = task_states[task].cancel_scope
         while inner is not None and inner is not self:
             if inner.shield:
                 return False  # AnyIO asks again when that scope ends
@@ -52,7 +52,7 @@ class OnceScope(CancelScope):
 
 def cancel_once(task: asyncio.Task[Any]) -> None:
     """Cancel a task, now or when it leaves its shield. Called on the task's loop."""
-    state = _task_states.get(task)
+    state = task_states.get(task)
     scope = None if state is None else state.cancel_scope
     is_shielded = False
     outermost: CancelScope | None = None

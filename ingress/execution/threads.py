@@ -21,11 +21,15 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, TypeVar
 
-from anyio._backends._asyncio import AsyncIOBackend, CancelScope, WorkerThread
-from anyio._core._eventloop import claim_worker_thread, threadlocals
-
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import Channel, EndOfStream
+from ingress.calls.compat import (
+    AsyncIOBackend,
+    CancelScope,
+    WorkerThread,
+    claim_worker_thread,
+    threadlocals,
+)
 from ingress.calls.loops import Home, Mailbox
 from ingress.exceptions import StreamClosedError, is_cancellation
 from ingress.execution.unreadable import readable

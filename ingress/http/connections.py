@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import h11
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ingress.base.settings import HTTPLimits
+from ingress.http.compat import H11Protocol, HttpToolsProtocol
 from ingress.logs import logger
 
 HEADER_FIELDS = 100  # as in Apache and gunicorn
@@ -297,11 +297,7 @@ class GuardedH11(Guarded, H11Protocol):
 
 
 PROTOCOL: type[Guarded] = GuardedH11
-try:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-except ImportError:
-    pass  # uvicorn then uses h11, too
-else:
+if HttpToolsProtocol is not None:
 
     class GuardedHttptools(Guarded, HttpToolsProtocol):  # type: ignore[misc]
         """One connection, read by httptools."""

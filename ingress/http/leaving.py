@@ -52,7 +52,7 @@ def is_listening(server: Any) -> bool:
     return any(each.is_serving() for each in getattr(server, "servers", ()))
 
 
-def refuse_handshakes(client_reader: socket.socket) -> None:
+def refuse_handshakes(listening: socket.socket) -> None:
     """Have the kernel ignore requests for a connection, as if their packets were lost.
 
     Closing a listening socket resets the connections that wait to be accepted, with the requests
@@ -64,7 +64,7 @@ def refuse_handshakes(client_reader: socket.socket) -> None:
     program = b"".join(struct.pack("HBBI", *line) for line in _NO_SYN)
     code = ctypes.create_string_buffer(program)
     try:
-        client_reader.setsockopt(
+        listening.setsockopt(
             socket.SOL_SOCKET,
             _SO_ATTACH_FILTER,
             struct.pack("HP", len(_NO_SYN), ctypes.addressof(code)),
