@@ -12,6 +12,7 @@ import pytest
 
 import ingress as serve
 from ingress.base.gc_freeze import SETTLE_S
+from ingress.base.settings import FREEZE_GC
 from tests.servers import PATIENCE_S, set_flags
 
 ALIVE: list[weakref.ref[Any]] = []
@@ -100,4 +101,38 @@ def test_where_the_collector_is_switched_off_nothing_is_collected() -> None:
         gc.enable()
 
     assert passes == []
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_other_code_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        serve.run(MODEL, name="this", route_prefix=None)
+        time.sleep(SETTLE_S * 1.2)
+        during = gc.get_freeze_count()
+        serve.delete("this")
+        assert 0 < gc.get_freeze_count() <= before
+        assert during <= before
+    finally:
+        gc.unfreeze()
+
+
+def test_objects_that_other_code_freezes_later_stay_frozen() -> None:
+    serve.run(MODEL, name="this", route_prefix=None)
+    settle()
+    mine = [Model() for _ in range(10_000)]
+    gc.freeze()
+    try:
+        serve.delete("this")
+        assert gc.get_freeze_count() > len(mine)
+    finally:
+        gc.unfreeze()
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FREEZE_GC, "0")
+    serve.run(MODEL, name="this", route_prefix=None)
+    time.sleep(SETTLE_S * 1.2)
+
     assert gc.get_freeze_count() == 0

@@ -19,12 +19,14 @@ SETTLE_S = 1.0
 class SettledObjects:
     """The frozen objects, and the timer of the next freeze. Owned by the control loop.
 
-    There is one for each process, as there is one collector.
+    There is one for each process, as there is one collector. Objects that other code has frozen
+    stay frozen: then nothing is frozen or unfrozen here.
     """
 
-    __slots__ = ("_timer",)
+    __slots__ = ("_count", "_timer")
 
     def __init__(self) -> None:
+        self._count = 0  # of the objects frozen here
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self, *, is_needed: bool) -> None:
@@ -32,12 +34,17 @@ class SettledObjects:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        gc.unfreeze()
+        # Frozen objects that are freed lower the count; only other code raises it.
+        if 0 < gc.get_freeze_count() <= self._count:
+            gc.unfreeze()
+        self._count = 0
         if is_needed:
             self._timer = asyncio.get_running_loop().call_later(SETTLE_S, self._set_aside)
 
     def _set_aside(self) -> None:
         self._timer = None
-        if gc.isenabled():  # else there are no collections to avoid
+        # If the collector is off there are no collections to avoid.
+        if gc.isenabled() and not gc.get_freeze_count():
             gc.collect()  # existing garbage must not be frozen
             gc.freeze()
+            self._count = gc.get_freeze_count()

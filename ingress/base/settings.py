@@ -11,6 +11,10 @@ engine reads the environment again.
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_STALL_THRESHOLD_MS                 100   stall of an event loop that is reported; 0: off
     INGRESS_ADAPT_SWITCH_INTERVAL                1   shorter GIL switch interval while loops wait
+    INGRESS_FREEZE_GC                            1   `gc.freeze` while applications run
+    INGRESS_RAISE_FILE_LIMIT                     1   soft limit of open files to the hard limit
+    INGRESS_HANDLE_SIGNALS                       1   handlers for stop signals, SIGUSR1 and SIGUSR2
+    INGRESS_SET_NATIVE_THREADS                   1   `ingress run` sets OMP_NUM_THREADS and others
     INGRESS_ENGINE                           local   the engine that runs applications: local or ray
     RAY_ADDRESS                                      the Ray cluster; empty starts a local one
     INGRESS_TRACE                                    file for the recording of requests (`timeline`)
@@ -38,6 +42,10 @@ ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 ADAPT_SWITCH_INTERVAL = "INGRESS_ADAPT_SWITCH_INTERVAL"
+FREEZE_GC = "INGRESS_FREEZE_GC"
+RAISE_FILE_LIMIT = "INGRESS_RAISE_FILE_LIMIT"
+HANDLE_SIGNALS = "INGRESS_HANDLE_SIGNALS"
+SET_NATIVE_THREADS = "INGRESS_SET_NATIVE_THREADS"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
 ENGINES = ("local", "ray")
@@ -103,6 +111,9 @@ class Settings:
     max_retries: int = 10
     stall_threshold_s: float | None = 0.1
     adapt_switch_interval: bool = True
+    freeze_gc: bool = True
+    raise_file_limit: bool = True
+    set_native_threads: bool = True
     http_host: str = "127.0.0.1"
     engine: str = "local"
     ray_address: str | None = None
@@ -123,6 +134,9 @@ class Settings:
             max_retries=_count(env, MAX_RETRIES, default=10),
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
             adapt_switch_interval=_flag(env, ADAPT_SWITCH_INTERVAL, default=True),
+            freeze_gc=_flag(env, FREEZE_GC, default=True),
+            raise_file_limit=_flag(env, RAISE_FILE_LIMIT, default=True),
+            set_native_threads=_flag(env, SET_NATIVE_THREADS, default=True),
             http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
             engine=engine_name(env),
             ray_address=env.get(RAY_ADDRESS) or None,
@@ -153,6 +167,11 @@ def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}; set it to 0 or 1, or unset it")
     return value == "1"
+
+
+def handles_signals() -> bool:
+    """Return whether signals may be handled. Raises `ValueError` for a value that is no flag."""
+    return _flag(os.environ, HANDLE_SIGNALS, default=True)
 
 
 def engine_name(environ: Mapping[str, str] | None = None) -> str:

@@ -11,6 +11,8 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Self
 
+from ingress.base.settings import handles_signals
+
 
 class Stopped(KeyboardInterrupt):
     """A signal that aborts a start; raised in the main thread, at any line."""
@@ -27,7 +29,8 @@ class StopSignals:
     the first signal, later               ends `wait`
     the second signal                     ends the process at once, with 128 plus its number
 
-    No effect outside of the main thread, which alone gets signals.
+    No effect outside of the main thread, which alone gets signals, or if
+    `INGRESS_HANDLE_SIGNALS=0`: the handlers of the process then stay.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and handles_signals():
             for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -88,7 +91,8 @@ def handling(name: str, handler: Callable[[int, FrameType | None], None]) -> Ite
     """
     number = getattr(signal, name, None)  # not on Windows
     is_main = threading.current_thread() is threading.main_thread()
-    if number is None or not is_main or signal.getsignal(number) is not signal.SIG_DFL:
+    is_ours = is_main and handles_signals()
+    if number is None or not is_ours or signal.getsignal(number) is not signal.SIG_DFL:
         yield
         return
     signal.signal(number, handler)

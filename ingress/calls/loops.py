@@ -47,8 +47,8 @@ def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Do nothing: the waiters on a loop that is gone are gone with it."""
 
 
-def reserve_descriptors(loops: int) -> None:
-    """Raise this process's soft limit of open files to its hard limit.
+def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
+    """Raise this process's soft limit of open files to its hard limit, if that is allowed.
 
     Raises `RuntimeError` if `loops` more loops do not fit even then. Called before the first loop
     is made: a failure in the middle of a start would leave the others half made.
@@ -56,7 +56,9 @@ def reserve_descriptors(loops: int) -> None:
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    if not may_raise:
+        hard = soft
+    elif soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed = len(os.listdir("/dev/fd")) + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and needed > hard:

@@ -169,7 +169,7 @@ class Controller:
         """
         if self._settings.run_user_code_in_separate_thread:
             counts = (each.deployment.config.replica_count for each in application.deployments)
-            reserve_descriptors(sum(counts))
+            reserve_descriptors(sum(counts), may_raise=self._settings.raise_file_limit)
         for built in application.deployments:  # all at once, so that the status shows all
             running.deployments[built.name] = self._declared(built, running.name)
         for deployment in running.deployments.values():

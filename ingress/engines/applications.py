@@ -67,8 +67,8 @@ class Applications:
     """
 
     __slots__ = (
-        "_deciding", "_http", "_release", "_routers", "_settled", "_stops", "controller", "running",
-        "starting",
+        "_deciding", "_http", "_release", "_routers", "_settled", "_stops", "controller",
+        "freezes_gc", "running", "starting",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +82,7 @@ class Applications:
         self._release = release
         self._stops: set[asyncio.Task[None]] = set()
         self._settled = SettledObjects()
+        self.freezes_gc = True
         self._deciding = threading.Lock()
 
     def take(self, start: Start, reason: str) -> bool:
@@ -161,7 +162,7 @@ class Applications:
         application = start.application
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application
-        self._settled.renew(is_needed=True)
+        self._settled.renew(is_needed=self.freezes_gc)
 
     def _give_back_routers(self, application: RunningApplication) -> None:
         """Make handles find the deployments of the application that serves on."""
@@ -222,7 +223,7 @@ class Applications:
         finally:
             if self.running.get(application.name) is application:
                 del self.running[application.name]
-            self._settled.renew(is_needed=bool(self.running))
+            self._settled.renew(is_needed=bool(self.running) and self.freezes_gc)
             self._release()
 
     async def delete(self, name: str) -> None:

@@ -76,6 +76,7 @@ class LocalEngine:
             if self._threads is None:
                 self._threads = EngineThreads(Settings.from_environment())
                 settings, recorder = self._threads.settings, self.recorder or self._threads.recorder
+                self.apps.freezes_gc = settings.freeze_gc
                 self.apps.controller = Controller(settings, self.routers, self.handle, recorder)
             self._users += 1
             return self._threads

@@ -55,12 +55,14 @@ class Share:
 class ThreadBudget:
     """The native threads of an application's process.
 
-    `explicit` are the variables that are already set. Their values are not changed.
+    `explicit` are the variables that are already set. Their values are not changed. The others are
+    set if `sets_variables`.
     """
 
     cores: float
     shares: tuple[Share, ...]
     explicit: Mapping[str, str]
+    sets_variables: bool = True
 
     @property
     def fair(self) -> int:
@@ -71,11 +73,15 @@ class ThreadBudget:
     def threads(self) -> int:
         """Number of threads a call has: the variable's value, if it is set to a number."""
         given = self.explicit.get(OMP_NUM_THREADS, "")
-        return int(given) if given.isdecimal() and int(given) else self.fair
+        if given.isdecimal() and int(given):
+            return int(given)
+        return self.fair if self.sets_variables else int(self.cores)
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables to set before a library that reads them is imported."""
+        if not self.sets_variables:
+            return {}
         follows = FOLLOW_OMP if OMP_NUM_THREADS in self.explicit else ()
         missing = (name for name in NATIVE_THREADS if name not in (*self.explicit, *follows))
         return dict.fromkeys(missing, str(self.fair))
@@ -85,7 +91,7 @@ class ThreadBudget:
 
         The list is empty on Windows, where a process cannot replace itself by another.
         """
-        if sys.platform == "win32" or self.threads >= int(self.cores):
+        if sys.platform == "win32" or not self.sets_variables or self.threads >= int(self.cores):
             return []
         return sorted(_READ_AT_IMPORT & sys.modules.keys())
 
@@ -108,8 +114,12 @@ class ThreadBudget:
     @property
     def summary(self) -> str:
         """The whole product in one line, and the source of its setting."""
-        whose = "" if OMP_NUM_THREADS in self.explicit else ", set by `ingress run`"
-        setting = f"{OMP_NUM_THREADS}={self.threads}{whose}"
+        if OMP_NUM_THREADS in self.explicit:
+            setting = f"{OMP_NUM_THREADS}={self.threads}"
+        elif self.sets_variables:
+            setting = f"{OMP_NUM_THREADS}={self.threads}, set by `ingress run`"
+        else:
+            setting = f"{OMP_NUM_THREADS} is not set"
         return f"{_count(f'{self.cores:g}', 'core')}: {self.product} ({setting})"
 
     @property
@@ -142,7 +152,7 @@ def thread_budget(
     for each, count, own in zip(built.deployments, counts, asked, strict=True):
         share = left if own is None else own * scale
         shares.append(Share(each.name, count, _calls_at_once(each, settings, share), share))
-    return ThreadBudget(cores, tuple(shares), settings.native_threads)
+    return ThreadBudget(cores, tuple(shares), settings.native_threads, settings.set_native_threads)
 
 
 def start_again() -> NoReturn:
