@@ -348,7 +348,7 @@ class DeploymentResponseGenerator(_Response):
     def _take_turn(self) -> None:
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
-                "somebody else waits for the next item of this DeploymentResponseGenerator; "
+                "another consumer waits for the next item of this DeploymentResponseGenerator; "
                 "make a call for each consumer, or let one pass the items on"
             )
 

@@ -217,7 +217,7 @@ def what(kind: str = "str") -> Any:
     if kind == "teapot":
         raise Teapot
     if kind == "error":
-        raise LookupError("nobody handles it")
+        raise LookupError("no handler for it")
     return RETURNS[kind]() if kind in RETURNS else kind
 
 
@@ -250,7 +250,7 @@ async def auth(x_token: Annotated[str | None, Header()] = None) -> str:
     events.append(("auth", x_token))
     if x_token == "x":
         raise HTTPException(401, "no")
-    return x_token or "nobody"
+    return x_token or "unset"
 
 
 def not_shared(q: str = "") -> list[str]:

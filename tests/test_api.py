@@ -202,7 +202,7 @@ def test_start_stays_until_shutdown_whatever_is_deleted() -> None:
 def test_deleting_what_is_not_there_is_nothing() -> None:
     handle = serve.run(bind(Echo, "x"), name="app", route_prefix=None)
 
-    serve.delete("nobody")
+    serve.delete("absent")
 
     assert list(serve.status().applications) == ["app"]
     assert handle.remote().result(timeout_s=PATIENCE_S) == "x"
@@ -214,10 +214,10 @@ def test_handles_are_found_by_name() -> None:
     assert serve.get_app_handle("app").remote().result(timeout_s=PATIENCE_S) == "x"
     found = serve.get_deployment_handle("Echo", "app")
     assert found.remote().result(timeout_s=PATIENCE_S) == "x"
-    with pytest.raises(RayServeException, match="Application 'nobody' does not exist"):
-        serve.get_app_handle("nobody")
-    with pytest.raises(KeyError, match="Nobody"):
-        serve.get_deployment_handle("Nobody", "app")
+    with pytest.raises(RayServeException, match="Application 'absent' does not exist"):
+        serve.get_app_handle("absent")
+    with pytest.raises(KeyError, match="Absent"):
+        serve.get_deployment_handle("Absent", "app")
     with pytest.raises(RayServeException, match="needs the application's name"):
         serve.get_deployment_handle("Echo")
 

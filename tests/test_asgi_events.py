@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 PATIENCE_S = 10.0
 PING = b": ping\n\n"
-WHO: ContextVar[str] = ContextVar("who", default="nobody")
+WHO: ContextVar[str] = ContextVar("who", default="unset")
 
 Send = Callable[[Message], Awaitable[None]]
 SHAPES = ["lines", "lines-def", "events", "events-def"]
@@ -262,7 +262,7 @@ async def test_a_comment_that_cannot_be_sent_ends_the_stream_with_the_next_item(
 # Failing.
 
 FAILURES: dict[str, Any] = {
-    "error": LookupError("nobody handles it"),
+    "error": LookupError("no handler for it"),
     "http": HTTPException(409, "too late"),
     "timeout": TimeoutError("the generator's own"),
     "invalid": {"n": "x"},
@@ -342,7 +342,7 @@ async def test_the_first_item_has_left_before_the_second_is_made(shape: str) -> 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("waits_in", ["generator", "send"])
 async def test_a_cancelled_stream_has_been_closed_where_it_ran(shape: str, waits_in: str) -> None:
-    WHO.set("nobody")  # the tests share a context
+    WHO.set("unset")  # the tests share a context
     seen: list[Any] = []
     begun, waiting = asyncio.Event(), Waiting()
 
@@ -367,7 +367,7 @@ async def test_a_cancelled_stream_has_been_closed_where_it_ran(shape: str, waits
         (place, who), (last_place, last_who) = seen
         assert place == last_place
         assert place.startswith(WORKER if shape.endswith("-def") else "MainThread")
-        assert (who, last_who) == ("nobody", "mine")
+        assert (who, last_who) == ("unset", "mine")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

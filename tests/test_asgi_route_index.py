@@ -173,7 +173,7 @@ async def ask(app: FastAPI, method: str, path: str) -> list[Any]:
     sent: list[Any] = []
 
     async def receive() -> Any:
-        raise AssertionError("nobody reads the body")
+        raise AssertionError("no code reads the body")
 
     async def send(message: Any) -> None:
         sent.append(message)

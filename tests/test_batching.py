@@ -922,7 +922,7 @@ async def test_a_cancelled_item_that_did_not_fit_delays_no_other_item() -> None:
 # Context
 
 
-variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nobody's")
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
 
 @on_the_loop
@@ -939,7 +939,7 @@ async def test_a_variable_of_one_caller_is_not_seen_by_the_others(wait_s: float)
         return await f(1), variable.get()
 
     for _ in range(2):
-        assert await all_of(caller("a"), caller("b")) == [("nobody's", "a"), ("nobody's", "b")]
+        assert await all_of(caller("a"), caller("b")) == [("unset", "a"), ("unset", "b")]
 
 
 @on_the_loop

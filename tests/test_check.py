@@ -79,7 +79,7 @@ CASES = {
             time.sleep(1)  #: ASYNC251
             return 3
         """,
-    "nobody-calls-it": "def _f(self): time.sleep(1)",
+    "never-called": "def _f(self): time.sleep(1)",
     "helper": """
         async def f(self): self._g()
         def _g(self): time.sleep(1)  #: ASYNC251

@@ -140,7 +140,7 @@ CASES = {
     "written-only": "def f(self): self.last = time.time()",
     "thread-local": "def f(self): LOCAL.n += 1",
     "constructor": "def __init__(self): self.n = 0; self.n += 1",
-    "nobody-calls-it": "def _f(self): self.n += 1",
+    "never-called": "def _f(self): self.n += 1",
     "batch": """
         @serve.batch
         def f(self, x): self.n += 1

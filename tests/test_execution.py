@@ -34,7 +34,7 @@ from ingress.execution.threads import WorkerPool
 pytestmark = pytest.mark.anyio
 ON_LOOP, IN_THREAD = ExecutionMode.EVENT_LOOP, ExecutionMode.THREADPOOL
 PATIENCE_S = 10.0
-WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="unset")
 
 
 @pytest.fixture

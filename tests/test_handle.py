@@ -479,8 +479,8 @@ def test_handles_are_found_by_name(child: DeploymentHandle) -> None:
     assert result(serve.get_deployment_handle("Child", "default").remote(2)) == 2
     with pytest.raises(RayServeException, match="'other' does not exist"):
         serve.get_app_handle("other")
-    with pytest.raises(KeyError, match="Nobody"):
-        serve.get_deployment_handle("Nobody", "default")
+    with pytest.raises(KeyError, match="Absent"):
+        serve.get_deployment_handle("Absent", "default")
     with pytest.raises(RayServeException, match="needs the application's name"):
         serve.get_deployment_handle("Child")
 

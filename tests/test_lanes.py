@@ -364,7 +364,7 @@ def test_health_is_answered_while_160_calls_hold_a_lane_or_wait_for_it() -> None
         began = time.perf_counter()
         assert it.get("/health").text == '"ok"'
         print(f"\n/health took {(time.perf_counter() - began) * 1e3:.1f} ms")
-        assert gate.inside == 8, "nobody else entered"
+        assert gate.inside == 8, "no other call entered"
         assert lanes(it) == {"db": LaneLoad(limit=8, ongoing=8, queued=152)}
         gate.open()
         assert [call.result(timeout_s=TIMEOUT_S) for call in calls] == ["report"] * 160

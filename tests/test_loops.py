@@ -120,7 +120,7 @@ def test_a_drain_gives_each_request_its_own_context(home: EventLoopThread) -> No
     settled(home)
 
     assert seen == {number: number for number in range(32)}
-    assert bare == [-1] * 32, "the drain itself has nobody's variables"
+    assert bare == [-1] * 32, "the drain itself has no request's variables"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_mailbox_belongs_to_one_loop_and_dies_with_it() -> None:
     del one
     gc.collect()
 
-    mailbox.post(print, "to nobody")  # neither raises nor prints
+    mailbox.post(print, "dropped")  # neither raises nor prints
 
 
 @pytest.mark.reliability("B29")

@@ -306,7 +306,7 @@ PATHS = [
     "/ids/stream",
     "/plain",
     "/plain/boom",
-    "/nobody",
+    "/absent",
     "/-/healthz",
     "/-/routes",
 ]
@@ -386,7 +386,7 @@ def test_a_websocket_to_no_application_is_refused() -> None:
         "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
         "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     )
-    for path in ("/nobody", "/b"):  # a plain deployment accepts none either
+    for path in ("/absent", "/b"):  # a plain deployment accepts none either
         with Connection(port) as connection:
             connection.request(path, headers=upgrade)
             assert connection.receive_until(b"\r\n").startswith(b"HTTP/1.1 403")

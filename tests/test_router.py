@@ -238,7 +238,7 @@ def test_a_removed_replica_gets_nothing_more_and_keeps_what_it_runs() -> None:
     router.remove(leaving.real)
 
     assert leaving.finish(first)
-    assert router.num_queued == 1, "a slot that is going away is handed to nobody"
+    assert router.num_queued == 1, "a slot that is going away is handed to no call"
     staying.finish(second)
     assert third in staying.running
     assert first not in staying.started

@@ -61,7 +61,7 @@ def http_scope(path: str) -> dict[str, Any]:
 
 # Sync iterators, in every way they reach Starlette.
 
-WHO: ContextVar[str] = ContextVar("who", default="nobody")
+WHO: ContextVar[str] = ContextVar("who", default="unset")
 
 
 class Events(StreamingResponse):
@@ -564,7 +564,7 @@ def test_two_who_wait_for_the_next_item_of_one_stream_is_an_error_and_taking_tur
         assert [await anext(stream), await asyncio.create_task(anext(stream))] == [0, 1]
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)  # the task begins to wait
-        with pytest.raises(RuntimeError, match="somebody else waits for the next item"):
+        with pytest.raises(RuntimeError, match="another consumer waits for the next item"):
             await anext(stream)
         gate.open()
         assert await waiting == 2

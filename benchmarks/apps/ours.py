@@ -86,7 +86,7 @@ class Clients:
     @clients_app.get("/leave", response_model=None)
     async def leave(self) -> str:
         await asyncio.sleep(LEFT_S)
-        return "nobody reads this"
+        return "unread"
 
     @clients_app.websocket("/echo")
     async def echo_endpoint(self, websocket: WebSocket) -> None:

@@ -86,7 +86,7 @@ async def stay() -> str:
 @clients_app.get("/leave", response_model=None)
 async def leave() -> str:
     await asyncio.sleep(LEFT_S)
-    return "nobody reads this"
+    return "unread"
 
 
 @clients_app.websocket("/echo")

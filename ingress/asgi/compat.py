@@ -84,9 +84,15 @@ if _missing:  # without it included routes would keep their unbound endpoints, a
 
 endpoint_contexts: Any = _since((0, 133), "fastapi.routing:_endpoint_context_cache")
 endpoint_context: Any = _since((0, 133), "fastapi.routing:_extract_endpoint_context")
-ping_interval_s: Any = _since((0, 135), "fastapi.routing:_PING_INTERVAL")
+_since((0, 135), "fastapi.routing:_PING_INTERVAL")
 get_cache_key: Any = _since((0, 140), "fastapi.dependencies.models:_get_cache_key")
 normalize_non_finite_floats: Any = _since((0, 145), "fastapi.routing:_normalize_non_finite_floats")
+
+
+def ping_interval_s() -> float:
+    """Return the seconds between two comments of an idle event stream; FastAPI reads it late."""
+    seconds: float = routing._PING_INTERVAL
+    return seconds
 
 
 def why_not_compiled() -> str:

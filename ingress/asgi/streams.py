@@ -117,7 +117,7 @@ class _Events(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         chunks: Any = self.body_iterator
-        async with aclosing(chunks), _KeepAlive(send, ping_interval_s) as alive:
+        async with aclosing(chunks), _KeepAlive(send, ping_interval_s()) as alive:
             await super().stream_response(alive.send)
 
 

@@ -100,7 +100,7 @@ class ClientReader:
         """Stop reading: the request is over."""
         self._cancel()
         # Break the cycle with the exchange: a body must not wait for the garbage collector.
-        self._on_gone = _nobody
+        self._on_gone = _ignore
 
     def _cancel(self) -> None:
         self._is_ended = True
@@ -109,5 +109,5 @@ class ClientReader:
             task.cancel()
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Do nothing: the request is over."""

@@ -95,7 +95,7 @@ class Stall:
         if self.reason is StallReason.UNKNOWN:
             return (
                 f"{begin}. {end} Its own code held the GIL, in one call of C or in the garbage "
-                "collector, so that nobody could look on."
+                "collector, so that the watchdog could not look."
             )
         whose = f" in {self.method}" if self.method else ""
         if self.request_ids:

@@ -108,7 +108,7 @@ class Gate:
 
     def _give_up(self) -> NoReturn:
         self._opened.set()  # the test has failed: release all waiting calls
-        raise AssertionError("nobody opened the gate")
+        raise AssertionError("the gate was not opened")
 
     def _enter(self) -> None:
         with self._lock:

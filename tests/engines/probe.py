@@ -60,7 +60,7 @@ async def hold(key: str, value: Any = None) -> None:
     note(key, value)
     deadline = time.monotonic() + PATIENCE_S
     while not is_open(key):
-        assert time.monotonic() < deadline, f"nobody opened {key}"
+        assert time.monotonic() < deadline, f"no one opened {key}"
         await asyncio.sleep(POLL_S)
 
 

@@ -161,7 +161,7 @@ def test_a_module_that_no_worker_has_is_named_with_what_brings_it() -> None:
     with pytest.raises(
         ImportError, match=r"module 'tests\.engines\.ray_app' of the workers has no"
     ):
-        ByPath("tests.engines.ray_app", "Nobody").resolve()
+        ByPath("tests.engines.ray_app", "Absent").resolve()
 
 
 DEPLOYMENT = DeploymentID("Child", "x")

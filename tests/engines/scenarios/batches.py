@@ -224,7 +224,7 @@ def the_error_of_a_batch_is_that_of_each_caller(it: Client) -> Any:
     return it.call("together", "fails", [[1], [2]])
 
 
-@scenario(BATCH, batches, Deviation("nobody hangs", row=EACH_AN_ERROR))
+@scenario(BATCH, batches, Deviation("no caller hangs", row=EACH_AN_ERROR))
 def callers_of_a_batch_that_is_cancelled_are_answered(it: Client) -> Any:
     calls = [it.handle.is_cancelled.remote(number) for number in range(2)]
     found = []
