@@ -43,6 +43,7 @@ NAMES: Mapping[str, str] = {
     "grpc_util": NO_GRPC,
     "llm": "write a deployment that calls the model; @serve.batch collects its requests",
     "metrics": "read serve.status(), or count with a metrics library in your own code",
+    "multiplex": "use serve.multiplexed and serve.get_multiplexed_model_id",
     "scripts": "the command is `ingress`: ingress run module:app",
     "task_consumer": NO_TASKS,
     "task_processor": NO_TASKS,

@@ -6,3 +6,7 @@
 
 It imports `execution`, `calls` and what is below them.
 """
+
+from ingress.batching.batching import batch
+
+__all__ = ["batch"]

@@ -6,3 +6,7 @@
 
 It imports `asgi`, `batching` and the folders below them; it never runs user code.
 """
+
+from ingress.declaration.declaration import Application, Deployment, deployment
+
+__all__ = ["Application", "Deployment", "deployment"]
