@@ -4,7 +4,7 @@
     proxy        from a path to a route to an exchange; start here
     exchange     one request between the HTTP loop and the user loop; websocket, retrying
     transport    `receive` and `send` of user code; client_reader: the client's messages
-    messages, origin, leaving, uvicorn_connection, shared_port
+    messages, origin, request_head, leaving, uvicorn_connection, shared_port
 
 It imports `replicas` and what is below it.
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ingress.asgi import ASGI
 from ingress.asgi.responses import error_response, refusal, refusal_of, send_refusal
 from ingress.base.types import RequestMetadata, new_request_id
 from ingress.calls.call import CURRENT_CALL
-from ingress.calls.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.calls.deadlines import deadlines_of
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
 from ingress.http import uvicorn_connection
@@ -38,6 +37,11 @@ from ingress.http.messages import (
     with_request_id,
 )
 from ingress.http.origin import is_local
+from ingress.http.request_head import (
+    REQUEST_ID_HEADER,
+    read_head,
+    request_id_of,
+)
 from ingress.http.retrying import Attempt, RequestLimits, client_deadline
 from ingress.http.websocket import WebSocketExchange
 from ingress.logs import log_failure, logger
@@ -50,8 +54,6 @@ SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # for a stream to end, once its application is told to stop
 
 _SOON = {"retry-after": "1"}  # while an application starts
-
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,49 +129,21 @@ class HTTPProxy:
         if path.startswith("/-/") and scope["type"] == "http":
             response = self._builtin(path, scope)
             if response is not None:
-                await response(scope, receive, _with_request_id(send, _request_id(scope)))
+                await response(scope, receive, _with_request_id(send, request_id_of(scope)))
                 return
         route = self.table.match(path)
         if route is None or (router := route.router) is None or self.is_draining:
             await self._refuse(path, route, scope, receive, send)
             return
 
-        has_id = has_body = False
-        length = b""
-        model_id = ""
         limits = self.limits
-        timeout_s = limits.timeout_s
-        headers = scope["headers"]
-        for name, value in headers:
-            if name in _INTERESTING:
-                if name == b"x-request-id":
-                    has_id = True
-                elif name == b"content-length":
-                    has_body = value != b"0"
-                    length = value
-                elif name == b"transfer-encoding":
-                    has_body = True
-                elif name == TIMEOUT_HEADER:
-                    timeout_s = earlier(timeout_s, value)
-                else:
-                    model_id = value.decode("latin-1")
-        if has_id:  # the client's id may be invalid, or one of several
-            request_id = _request_id(scope)
-            headers = [pair for pair in headers if pair[0] != b"x-request-id"]
-        else:
-            request_id = new_request_id()
-        headers = [*headers, (b"x-request-id", request_id.encode())]
-        inner = {**scope, "asgi": ASGI, "headers": headers}
-        if "router" in inner:  # of an app that mounts this one; links need the app's own router
-            del inner["router"]
-            inner.pop("app_root_path", None)
-        if route.prefix != "/":
-            inner["root_path"] = root_path + route.prefix
+        has_id, has_body, length, model_id, timeout_s = read_head(scope, limits.timeout_s)
+        request_id = request_id_of(scope) if has_id else new_request_id()
+        now = 0.0 if timeout_s is None else monotonic()
+        deadline = None if timeout_s is None else now + timeout_s
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
-        now = 0.0 if timeout_s is None else monotonic()
-        deadline = None if timeout_s is None else now + timeout_s
         if not has_body and scope["type"] == "http":
             refused = router.turns_away(deadline)
             if refused is not None:
@@ -183,6 +157,9 @@ class HTTPProxy:
             is_http_request=True,
             deadline=deadline,
         )
+        inner = _inner_scope(scope, request_id, has_id=has_id)
+        if route.prefix != "/":
+            inner["root_path"] = root_path + route.prefix
         following: Exchange | None
         if is_listed:
             following = Attempt(
@@ -214,7 +191,7 @@ class HTTPProxy:
             send = _with_request_id(send, request_id)
             await answer_and_close(refusal(following.body.error), scope, receive, send)
             return
-        if timeout_s is not None:
+        if deadline is not None:
             following.started_at = now
         while following is not None:
             exchange, following = following, None
@@ -231,22 +208,29 @@ class HTTPProxy:
                 pass
             except Exception as error:
                 following = await exchange.again(error)
-                if following is None:
-                    is_answered = (
-                        await self._cut(error, exchange, receive)
-                        if exchange.started
-                        else await send_error(
-                            error, exchange, scope, receive, _with_request_id(send, request_id)
-                        )
-                    )
-                    # Raised as by Starlette, for an application that wraps this one. A server
-                    # would only log it, and close a connection that other requests may use.
-                    if not (is_answered or await _is_logged(error, exchange, receive)):
-                        raise
+                if following is None and not await self._is_answered(
+                    error, exchange, scope, receive, send
+                ):
+                    raise
             finally:
                 self._in_flight.discard(exchange)
                 if deadline is not None:
                     deadlines_of(exchange.loop).discard(exchange)
+
+    async def _is_answered(
+        self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+    ) -> bool:
+        """Answer for a request that failed. Returns False if the error must be raised.
+
+        It is raised as by Starlette, for an application that wraps this one. A server would only
+        log it, and close a connection that other requests may use.
+        """
+        if exchange.started:
+            is_answered = await self._cut(error, exchange, receive)
+        else:
+            send = _with_request_id(send, exchange.metadata.request_id)
+            is_answered = await send_error(error, exchange, scope, receive, send)
+        return is_answered or await _is_logged(error, exchange, receive)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the exchanges that are older than a sweep watch for their client's disconnect.
@@ -341,7 +325,7 @@ class HTTPProxy:
             await send({"type": "websocket.close", "code": code, "reason": text[:100]})
             return
         response = PlainTextResponse(text, status, headers)
-        await response(scope, receive, _with_request_id(send, _request_id(scope)))
+        await response(scope, receive, _with_request_id(send, request_id_of(scope)))
 
 
 async def _is_logged(error: Exception, exchange: Exchange, receive: Receive) -> bool:
@@ -374,24 +358,17 @@ async def send_error(
     return response.status_code != 500
 
 
-_INTERESTING = frozenset(
-    (
-        b"content-length",
-        b"serve-multiplexed-model-id",
-        b"serve_multiplexed_model_id",
-        b"transfer-encoding",
-        TIMEOUT_HEADER,
-        b"x-request-id",
-    )
-)
-
-
-def _request_id(scope: Scope) -> str:
-    """Return the first valid id that the client sent, or a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return str(value, "ascii")
-    return new_request_id()
+def _inner_scope(scope: Scope, request_id: str, *, has_id: bool) -> Scope:
+    """Return the scope that user code gets: with the request's id, and without a mounting app."""
+    headers = scope["headers"]
+    if has_id:
+        headers = [pair for pair in headers if pair[0] != REQUEST_ID_HEADER]
+    headers = [*headers, (REQUEST_ID_HEADER, request_id.encode())]
+    inner = {**scope, "asgi": ASGI, "headers": headers}
+    if "router" in inner:  # of an app that mounts this one; links need the app's own router
+        del inner["router"]
+        inner.pop("app_root_path", None)
+    return inner
 
 
 def _with_request_id(send: Send, request_id: str) -> Send:

@@ -27,7 +27,7 @@ from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
 from ingress.calls.call import Call
 from ingress.calls.channel import Channel
-from ingress.calls.deadlines import TIMEOUT_HEADER, deadlines_of, earlier
+from ingress.calls.deadlines import deadlines_of
 from ingress.calls.loops import run_on
 from ingress.context import REPLICA
 from ingress.control.controller import described
@@ -41,6 +41,7 @@ from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.exchange import Exchange
 from ingress.http.proxy import send_error
+from ingress.http.request_head import REQUEST_ID_HEADER, read_head
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
@@ -221,25 +222,15 @@ class RayReplica:
                 deadlines_of(exchange.loop).discard(exchange)
 
     def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        request_id = model_id = ""
-        has_body = False
-        timeout_s = self._spec.request_timeout_s
-        for name, value in scope["headers"]:
-            if name == b"x-request-id":  # the client's, else the proxy's; the first of several
-                request_id = request_id or value.decode("latin-1")
-            elif name == b"content-length":
-                has_body = value != b"0"
-            elif name == b"transfer-encoding":
-                has_body = True
-            elif name == TIMEOUT_HEADER:
-                timeout_s = earlier(timeout_s, value)
-            elif name.replace(b"-", b"_") == b"serve_multiplexed_model_id":
-                model_id = value.decode("latin-1")
+        _, has_body, _, model_id, timeout_s = read_head(scope, self._spec.request_timeout_s)
+        # The client's, else that of Ray's proxy; the first of several.
+        ids = (value for name, value in scope["headers"] if name == REQUEST_ID_HEADER and value)
+        request_id = next(ids, b"").decode("latin-1") or new_request_id()
         if model_id:
             self._model_ids.watch()
         now = monotonic()
         metadata = RequestMetadata(
-            request_id or new_request_id(),
+            request_id,
             self._deployment,
             route=scope.get("root_path") or "/",
             multiplexed_model_id=model_id,

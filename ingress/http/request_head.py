@@ -1,0 +1,63 @@
+"""The head of a request, read once: the few headers that decide how the request is served."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+
+from starlette.types import Scope
+
+from ingress.base.types import new_request_id
+from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
+
+REQUEST_ID_HEADER = b"x-request-id"
+
+_READ = frozenset(
+    (
+        b"content-length",
+        b"serve-multiplexed-model-id",
+        b"serve_multiplexed_model_id",
+        b"transfer-encoding",
+        TIMEOUT_HEADER,
+        REQUEST_ID_HEADER,
+    )
+)
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+RequestHead: TypeAlias = tuple[bool, bool, bytes, str, float | None]
+"""Whether the client sent a request id, which may be invalid or one of several, and a body; the
+value of content-length; the model id; the timeout in seconds, `None` for none. A plain tuple:
+making a named one takes as long as reading the headers."""
+
+
+def read_head(scope: Scope, timeout_s: float | None) -> RequestHead:
+    """Read the headers of a request in one pass.
+
+    `timeout_s` is the server's own limit; the result has the shorter of it and the client's.
+    """
+    has_id = has_body = False
+    length = b""
+    model_id = ""
+    for name, value in scope["headers"]:
+        if name in _READ:
+            if name == REQUEST_ID_HEADER:
+                has_id = True
+            elif name == b"content-length":
+                has_body = value != b"0"
+                length = value
+            elif name == b"transfer-encoding":
+                has_body = True
+            elif name == TIMEOUT_HEADER:
+                timeout_s = earlier(timeout_s, value)
+            else:
+                model_id = value.decode("latin-1")
+    return has_id, has_body, length, model_id, timeout_s
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the first valid id that the client sent, or a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return new_request_id()
