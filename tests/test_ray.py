@@ -167,8 +167,8 @@ class Policy: ...
     ("options", "message"),
     [
         (
-            {"request_router_config": {"request_router_class": "my.policies:Mine"}},
-            "request_router_class='my.policies:Mine' of deployment 'Plain' cannot run",
+            {"request_router_config": {"request_router_class": "ingress.replicas:Mine"}},
+            "request_router_class='ingress.replicas:Mine' of deployment 'Plain' cannot run",
         ),
         (
             {"autoscaling_config": {"policy": {"policy_function": "ingress:mine"}}},

@@ -259,7 +259,10 @@ class Router:
         for call in started:
             call.start(replica)
         for each in shed:
-            each.call.settle(error=self._refusal(each.reason, self._retry_after_s()))
+            if each.left_s <= 0:  # its timer is late
+                each.call.expire()
+            else:
+                each.call.settle(error=self._refusal(each.reason, self._retry_after_s()))
 
     def _retry_after_s(self) -> float:
         after_s = self._backpressure.retry_after_s
