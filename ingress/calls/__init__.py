@@ -1,7 +1,7 @@
 """One request from its submission to its answer, and the event loops it moves between.
 
     call         the request: its state, its answer, its cancellation; start here
-    loops        a thread with an event loop, and `Mailbox`, the one way to call into it
+    loops        a thread with an event loop, and `Mailbox`, for calls into it
     channel      a bounded stream from one loop or thread to another
     deadlines, deadlocks, cancel_scopes, retries
 

@@ -1,10 +1,11 @@
-"""Event loops, own and borrowed, and the one way to call into them.
+"""Event loops, own and borrowed, and calls into them from other threads.
 
     EventLoopThread   a loop in a thread of its own: user code on it cannot end it
     BorrowedLoop      a running loop of another owner, which is never stopped here
     Mailbox           calls into one loop from any thread: one wake-up per burst, none lost
+    run_on, start_on  a coroutine on a loop, and its result
 
-Only this module, `threads` and `channel` reach across threads.
+Only this module, `execution.threads` and `channel` use the thread-safe functions of loops.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ _last_used = _LastUsed()
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    """Return the loop's one mailbox for answers. Posts after the loop's end are dropped."""
+    """Return the loop's shared mailbox, for the answers to calls. Drops posts after its end."""
     last = _last_used
     if last.mailbox is not None and last.loop is not None and last.loop() is loop:
         return last.mailbox

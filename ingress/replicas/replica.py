@@ -2,7 +2,8 @@
 
     submit -> _begin -> a task that runs `call.work(user_code)` -> slot released, call settled
 
-Two threads meet here, the one that submits and the one of the user loop: in the mailbox only.
+Other threads submit and cancel calls by the mailbox of the user loop. The router writes its own
+fields here under its lock, the watchdog `stalls`, and `stop` the state: comments name those races.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Policies that choose a replica among those with a free slot. Pure: they change nothing."""
+"""Policies that choose a replica among those with a free slot, for a call that need not wait.
+
+The router calls them under its lock, from any thread: they must be quick and must not block.
+"""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
     release   take a slot back and hand it to the first waiting call, in one critical section
     reassign  `assign` for a call whose replica was gone before the call began; it is queued first
 
-A call never overtakes waiting calls, and a free slot goes to a waiting call at once, so calls are
-served in order of arrival. Under overload, calls with a deadline have another order, see
-`replicas.overload`. The lock is held for a few lines of arithmetic, never while another lock is
-taken, and no callback runs under it.
+A free slot goes to a waiting call at once, and calls are served in order of arrival. The exception
+is overload: `replicas.overload` gives calls with a deadline another order. The lock is held for a
+few lines, in which the routing policy chooses; never while another lock is taken. No callback of a
+call runs under it.
 
 A replica that begins calls late, because its event loop is busy or does not get the GIL, is held:
 it gets one call with a deadline at a time, the next when that one begins. The calls it cannot begin

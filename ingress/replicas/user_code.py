@@ -1,7 +1,7 @@
 """The user's class or function inside one replica.
 
     start: constructor -> ASGI app and its lifespan start-up -> reconfigure -> check_health
-    serve: call | stream | http
+    a call: `call`, `stream` or `http`
     stop:  lifespan shutdown -> __del__, once
 
 `execution` decides whether each of these runs on the loop or in a thread.
