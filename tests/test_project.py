@@ -31,6 +31,15 @@ def test_importing_it_imports_none_of_the_heavy_libraries() -> None:
     assert result.stdout.split() == []
 
 
+def test_a_worker_process_imports_none_of_the_commands() -> None:
+    script = "import ingress.cli.worker, sys; print(*{'httpx', 'rich', 'typer'} & {*sys.modules})"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.split() == []
+
+
 def test_its_version_is_that_of_the_installed_distribution() -> None:
     assert ingress.__version__ == version("fastapi-ingress")
 

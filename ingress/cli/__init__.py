@@ -7,6 +7,12 @@
 It may import every other folder; no folder imports it.
 """
 
-from ingress.cli.commands import main
+from __future__ import annotations
 
-__all__ = ["main"]
+
+def main() -> None:
+    """Run the command line: the console script `ingress`."""
+    # Not at import: worker processes import a module of this folder, and none of the commands.
+    from ingress.cli.commands import main as run
+
+    run()
