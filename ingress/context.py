@@ -20,29 +20,67 @@ from ingress.exceptions import RayServeException
 from ingress.execution.execution import ExecutionPlan, Role
 
 
-@dataclass(eq=False, slots=True)
 class ReplicaContext:
-    """The replica that runs the current code.
+    """The replica that runs the current code, as user code sees it.
 
-    `servable_object` is the user's instance, `None` while its constructor runs. The underscored
-    fields are the framework's: the replica's ASGI app, the plan of each callable of that app, the
-    user loop, the function that makes plans, the running batches, the limits that
+    `servable_object` is the user's instance, `None` while its constructor runs.
+    """
+
+    __slots__ = ("_replica",)
+
+    def __init__(self, replica: ReplicaRuntime) -> None:
+        self._replica = replica
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_member(self, name)
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext({self.replica_id})"
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return self._replica.replica_id
+
+    @property
+    def servable_object(self) -> Any:
+        return self._replica.servable_object
+
+    @property
+    def app_name(self) -> str:
+        return self._replica.app_name
+
+    @property
+    def deployment(self) -> str:
+        return self._replica.deployment
+
+    @property
+    def replica_tag(self) -> str:
+        return self._replica.replica_tag
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaRuntime:
+    """The parts of a replica that the code running in it needs. `public` is what user code gets.
+
+    The fields: the user's instance, the replica's ASGI app, the plan of each callable of that app,
+    the user loop, the function that makes plans, the running batches, the limits that
     `set_max_batch_size` and similar methods set on this replica, and the models that
     `@multiplexed` methods loaded.
     """
 
     replica_id: ReplicaID
     servable_object: Any = None
-    _asgi_app: Any = None
-    _plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
-    _loop: asyncio.AbstractEventLoop | None = None
-    _make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan] | None = None
-    _batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
-    _batch_limits: dict[Any, Any] = field(default_factory=dict)
-    _models: Any = None
+    asgi_app: Any = None
+    plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop | None = None
+    make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan] | None = None
+    batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
+    batch_limits: dict[Any, Any] = field(default_factory=dict)
+    models: Any = None
+    public: ReplicaContext = field(init=False)
 
-    def __getattr__(self, name: str) -> Any:
-        raise absent_member(self, name)
+    def __post_init__(self) -> None:
+        self.public = ReplicaContext(self)
 
     @property
     def app_name(self) -> str:
@@ -57,14 +95,14 @@ class ReplicaContext:
         return self.replica_id.unique_id
 
 
-REPLICA: ContextVar[ReplicaContext] = ContextVar("ingress_replica")
+REPLICA: ContextVar[ReplicaRuntime] = ContextVar("ingress_replica")
 
 
 def get_replica_context() -> ReplicaContext:
     """Return the replica the caller runs in. Raises `RayServeException` outside of a replica."""
     replica = REPLICA.get(None)
     if replica is not None:
-        return replica
+        return replica.public
     message = (
         "`serve.get_replica_context()` may only be called from within a deployment: in its "
         "constructor, in its methods and endpoints, and in what they call."

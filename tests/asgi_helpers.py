@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from ingress.asgi import BoundApp, IngressSpec, ReplicaApp
 from ingress.base.types import DeploymentID, ReplicaID
 from ingress.calls.loops import BorrowedLoop
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan, Role, plan
 from ingress.execution.threads import WorkerPool
 
@@ -31,7 +31,7 @@ class Replica:
     """One replica on the running loop. `asgi` is its ASGI app."""
 
     def __init__(self, cls: type, app: BoundApp, number: int = 0) -> None:
-        self.context = ReplicaContext(ReplicaID(str(number), DeploymentID("K")))
+        self.context = ReplicaRuntime(ReplicaID(str(number), DeploymentID("K")))
         self._cls = cls
         self._bound = app
         self._pool: WorkerPool | None = None

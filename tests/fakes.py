@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
 from ingress.calls.call import Call
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.declaration.declaration import Application
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class FakeReplica:
         raise AssertionError("a fake replica has no loop")
 
     @property
-    def context(self) -> ReplicaContext:
+    def context(self) -> ReplicaRuntime:
         raise AssertionError("a fake replica runs no user code")
 
     def gone_error(self) -> Exception:

@@ -59,7 +59,7 @@ KINDS = {
     *("DeploymentResponseGenerator", "BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
     *("Channel", "ClientReader", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
     *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn", "HTTPProxy"),
-    *("ReplicaContext", "ReplicaApp", "RouteIndex", "Lifted", "EventLoopThread", "LocalEngine"),
+    *("ReplicaRuntime", "ReplicaApp", "RouteIndex", "Lifted", "EventLoopThread", "LocalEngine"),
 }
 """Classes that the walk must find; otherwise it sees too little."""
 

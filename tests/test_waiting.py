@@ -90,7 +90,7 @@ class Engine:
             not self.engine.http.proxy._in_flight
             and not any(each.num_queued or each.num_ongoing or each._holders for each in routers)
             and not any(
-                each._calls or each.context._batches or each._models.in_use
+                each._calls or each.context.batches or each._models.in_use
                 for each in self.replicas()
             )
             and all(len(_tasks(loop)) <= self._tasks.get(loop, 0) for loop in self._loops())
@@ -688,7 +688,7 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     ending.join(PATIENCE_S)
     assert not ending.is_alive()
     assert runs == [[0]]
-    wait_until(lambda: not replica._calls and not replica.context._batches)
+    wait_until(lambda: not replica._calls and not replica.context.batches)
     assert replica.ongoing == 0
     if how == "replaced":
         assert serve.get_app_handle("default").remote(7).result(timeout_s=PATIENCE_S) == 7

@@ -32,7 +32,7 @@ from ingress.base.counters import Latency
 from ingress.base.settings import STALL_THRESHOLD_MS
 from ingress.base.types import DeploymentID, ReplicaID
 from ingress.calls.loops import EventLoopThread
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.watchdog import WATCHDOG, StallReason
 from ingress.watchdog.loop_probe import LoopProbe, Runner, Sample
 from ingress.watchdog.records import StallLog
@@ -553,7 +553,7 @@ class Owner:
     """A replica, as the watchdog sees it."""
 
     def __init__(self, name: str) -> None:
-        self.context = ReplicaContext(ReplicaID("0", DeploymentID(name)))
+        self.context = ReplicaRuntime(ReplicaID("0", DeploymentID(name)))
         self.ongoing = 1
         self.stalls: dict[str, Latency] = {}
 

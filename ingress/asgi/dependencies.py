@@ -64,7 +64,7 @@ class LiftedFunction(Lifted):
     """A function, run by the current replica's plan."""
 
     async def __call__(self, **values: Any) -> Any:
-        return await REPLICA.get()._plans[self._func].run(**values)
+        return await REPLICA.get().plans[self._func].run(**values)
 
 
 class LiftedGenerator(Lifted):
@@ -84,7 +84,7 @@ class LiftedPlacedGenerator(Lifted):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
     async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
-        plan = REPLICA.get()._plans[self._func]
+        plan = REPLICA.get().plans[self._func]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)
         try:

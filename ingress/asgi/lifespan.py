@@ -9,7 +9,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
 
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import contained
 
@@ -35,7 +35,7 @@ class Lifespan:
         "state",
     )
 
-    def __init__(self, context: ReplicaContext) -> None:
+    def __init__(self, context: ReplicaRuntime) -> None:
         self.state: dict[str, Any] = {}
         self._context = context
         self._task: asyncio.Task[None] | None = None
@@ -47,7 +47,7 @@ class Lifespan:
 
     async def startup(self) -> None:
         """Run the app's start-up; `REPLICA` must be set. Raises the error of the start-up."""
-        app = self._context._asgi_app
+        app = self._context.asgi_app
         self._answered = asyncio.get_running_loop().create_future()
         self._messages.put_nowait({"type": "lifespan.startup"})
         self._task = asyncio.create_task(self._run(app), name="lifespan")

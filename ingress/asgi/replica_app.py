@@ -11,7 +11,7 @@ from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
 from ingress.asgi.telemetry import TELEMETRY, Telemetry
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan, Role, contain
 
 ASGI = {"version": "3.0", "spec_version": "2.4"}
@@ -34,7 +34,7 @@ class ReplicaApp:
         cls: type,
         builder: Callable[[], ASGIApp] | None,
         routes: BoundRoutes | None,
-        context: ReplicaContext,
+        context: ReplicaRuntime,
         make_plan: MakePlan,
     ) -> None:
         self._cls = cls
@@ -46,16 +46,16 @@ class ReplicaApp:
         self._telemetry: Telemetry | None = None
         if routes is not None:
             # Before the constructor, so that `app.state` is the replica's inside it.
-            context._asgi_app = routes.clone()
+            context.asgi_app = routes.clone()
 
     async def attach(self, instance: Any) -> None:
         """Bind the endpoints to the instance; first build an app that is built per replica."""
         if self._routes is None:
             self._routes = BoundRoutes(await self._build(instance), self._cls)
-            self._context._asgi_app = self._routes.clone()
-        self._telemetry = Telemetry.of(self._context._asgi_app)
+            self._context.asgi_app = self._routes.clone()
+        self._telemetry = Telemetry.of(self._context.asgi_app)
         for target in self._routes.targets:
-            self._context._plans[target.func] = self._make_plan(
+            self._context.plans[target.func] = self._make_plan(
                 target.bound_to(instance), Role.ENDPOINT
             )
 
@@ -75,7 +75,7 @@ class ReplicaApp:
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:
-            await self._context._asgi_app(scope, receive, answer.send)
+            await self._context.asgi_app(scope, receive, answer.send)
         except BaseException as error:
             contain(error, "the ASGI app")
             raise

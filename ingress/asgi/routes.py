@@ -136,12 +136,12 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
 
         def endpoint(**values: Any) -> Iterator[Any]:
             # Runs in the worker thread of `take_over_stream`.
-            yield from REPLICA.get()._plans[func].items(**values)
+            yield from REPLICA.get().plans[func].items(**values)
 
     elif streams is Kind.ASYNC_GENERATOR:
 
         async def endpoint(**values: Any) -> AsyncGenerator[Any, None]:  # type: ignore[misc]
-            async with aclosing(REPLICA.get()._plans[func].stream(**values)) as items:
+            async with aclosing(REPLICA.get().plans[func].stream(**values)) as items:
                 _OPENED.get().append(items)
                 async for item in items:
                     yield item
@@ -149,7 +149,7 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
     else:
 
         async def endpoint(**values: Any) -> Any:  # type: ignore[misc]
-            plan = REPLICA.get()._plans[func]
+            plan = REPLICA.get().plans[func]
             result = await plan.run(**values)
             if isinstance(result, Response):
                 take_over_stream(result, plan.pool)
@@ -349,7 +349,7 @@ def _closing(base: Any) -> Any:
                 # Pushed first, so it runs last: FastAPI's tasks, which iterate, have ended by then.
                 request.scope["fastapi_inner_astack"].push_async_callback(_close, opened)
                 response: Response = await handler(request)
-                take_over_stream(response, REPLICA.get()._plans[func].pool)
+                take_over_stream(response, REPLICA.get().plans[func].pool)
                 return response
 
             return handle

@@ -30,7 +30,7 @@ from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.asgi.routes import RouteInfo, check_routes
 from ingress.asgi.template import RouteTemplates
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.execution.execution import Role, kind
 
 C = TypeVar("C", bound=type)
@@ -70,7 +70,7 @@ class BoundApp:
         self._builder = builder
         self._routes = routes
 
-    def for_replica(self, context: ReplicaContext, make_plan: MakePlan) -> ReplicaApp:
+    def for_replica(self, context: ReplicaRuntime, make_plan: MakePlan) -> ReplicaApp:
         """Make the app of a replica whose constructor has not run yet."""
         return ReplicaApp(self._cls, self._builder, self._routes, context, make_plan)
 

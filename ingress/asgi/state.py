@@ -24,7 +24,7 @@ class StateView(State):
     @property
     def _state(self) -> dict[str, Any]:  # type: ignore[override]
         replica = REPLICA.get(None)
-        app = None if replica is None else replica._asgi_app
+        app = None if replica is None else replica.asgi_app
         state = app.state if isinstance(app, Starlette) else None
         # A replica may use the app of another deployment, which has no state of this replica.
         if isinstance(state, ReplicaState) and state._view is self:

@@ -63,7 +63,7 @@ def stream_renderer(route: Any, steps: Steps) -> Any:
         given = response_arguments(shared, route.status_code)
         if not has_status:
             given.pop("status_code", None)
-        chunks = _chunks(REPLICA.get()._plans[func], values, partial(encode, scope))
+        chunks = _chunks(REPLICA.get().plans[func], values, partial(encode, scope))
         response = response_class(chunks, **given)
         add_written_headers(response, shared)
         return response

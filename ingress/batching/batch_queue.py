@@ -23,7 +23,7 @@ from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.batching.batch_item import Item, fail
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import BorrowedLoop, mailbox_of
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import (
     RayServeException,
     UserCodeExit,
@@ -83,7 +83,7 @@ class BatchQueue:
         self,
         handler: Handler,
         instance: Any,
-        replica: ReplicaContext | None,
+        replica: ReplicaRuntime | None,
         loop: asyncio.AbstractEventLoop,
         limits: Callable[[], Limits],
         on_idle: Callable[[BatchQueue], None],
@@ -104,8 +104,8 @@ class BatchQueue:
         self._own_pool: WorkerPool | None = None
         if replica is not None:
             self._context.run(REPLICA.set, replica)
-        if replica is not None and replica._make_plan is not None and replica._loop is loop:
-            self._plan = replica._make_plan(handler.func, Role.BATCH)
+        if replica is not None and replica.make_plan is not None and replica.loop is loop:
+            self._plan = replica.make_plan(handler.func, Role.BATCH)
         else:  # outside of a replica, or on a loop that user code has made
             home = BorrowedLoop(f"{handler.name}-batch", loop)
             pool = self._own_pool = WorkerPool(home, handler.max_concurrent_batches)
@@ -241,7 +241,7 @@ class BatchQueue:
         task = self.loop.create_task(self._run(items, batch), context=context)
         self._runs[task] = batch, items
         if replica is not None:
-            replica._batches[task] = batch
+            replica.batches[task] = batch
         task.add_done_callback(self._ended, context=self._context)
 
     async def _run(self, items: list[Item], batch: Call) -> None:
@@ -323,8 +323,8 @@ class BatchQueue:
         batch, items = self._runs.pop(task)
         batch.settle()
         if self._replica is not None:
-            self._replica._batches.pop(task, None)
-            models = self._replica._models
+            self._replica.batches.pop(task, None)
+            models = self._replica.models
             if models is not None and models.loop is self.loop:
                 models.end(batch)
             elif models is not None:

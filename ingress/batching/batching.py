@@ -21,7 +21,7 @@ from ingress.batching.batch_item import Item
 from ingress.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import Channel, EndOfStream
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.execution import execution
 from ingress.execution.execution import Kind
 from ingress.logs import logger
@@ -180,10 +180,10 @@ class Batcher:
         """The decorated function, and its options that do not change."""
         return self._handler
 
-    def limits(self, replica: ReplicaContext | None = None) -> Limits:
+    def limits(self, replica: ReplicaRuntime | None = None) -> Limits:
         """Return the limits of a replica, by default of the current one."""
         replica = replica or REPLICA.get(None)
-        return self._limits if replica is None else replica._batch_limits.get(self, self._limits)
+        return self._limits if replica is None else replica.batch_limits.get(self, self._limits)
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
         """Set the size of the next batches. Raises `TypeError` or `ValueError`."""
@@ -201,7 +201,7 @@ class Batcher:
             if replica is None:
                 self._limits = limits
             else:
-                replica._batch_limits[self] = limits
+                replica.batch_limits[self] = limits
 
     async def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the caller's own part of the result of its batch."""

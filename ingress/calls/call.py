@@ -21,7 +21,7 @@ from ingress.calls.loops import Wakeup
 from ingress.exceptions import RayServeException, RequestCancelledError, RequestTimeoutError
 
 if TYPE_CHECKING:
-    from ingress.context import ReplicaContext
+    from ingress.context import ReplicaRuntime
 
 
 class Queue(Protocol):
@@ -46,7 +46,7 @@ class Runner(Protocol):
     def is_ending(self) -> bool: ...
 
     @property
-    def context(self) -> ReplicaContext: ...
+    def context(self) -> ReplicaRuntime: ...
 
     def gone_error(self) -> Exception: ...
 

@@ -32,7 +32,7 @@ from ingress.check.write_recording import (
     traced_class,
     traced_state,
 )
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan, Kind, Role
 from ingress.replicas.user_code import MakePlan, UserCode
 
@@ -110,7 +110,7 @@ class RehearsingUserCode(UserCode):
         self,
         func_or_class: Callable[..., Any],
         bound_app: BoundApp | None,
-        context: ReplicaContext,
+        context: ReplicaRuntime,
         make_plan: MakePlan,
     ) -> None:
         self._recordings: dict[str, _Recording] = {}

@@ -22,7 +22,7 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import CURRENT_CALL, Call, current_users
 from ingress.calls.deadlocks import check_deadlock
 from ingress.calls.loops import mailbox_of, run_on
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.execution.execution import Role
 from ingress.logs import logger
@@ -45,7 +45,7 @@ class Models:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        replica: ReplicaContext,
+        replica: ReplicaRuntime,
         make_plan: MakePlan,
         running: Collection[Call],
     ) -> None:
@@ -55,7 +55,7 @@ class Models:
         self.is_stopped, self._running = False, running
         self._caches: dict[tuple[Any, ...], _Cache] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        replica._models = self
+        replica.models = self
 
     async def get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
         """Return a model, loaded if necessary. On any loop. Raises the error of the load."""

@@ -73,12 +73,12 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
                     "handle.options(multiplexed_model_id=...)."
                 )
             replica = REPLICA.get(None)
-            if replica is None or replica._models is None:
+            if replica is None or replica.models is None:
                 raise RuntimeError(
                     "`@serve.multiplex` can only be used within a deployment (failed to retrieve "
                     f"Serve replica context): {name_of(func)} was called outside of one."
                 )
-            models: Models = replica._models
+            models: Models = replica.models
             return await models.get(func, owner, model_id, limit)
 
         load.__ingress_loader__ = func  # type: ignore[attr-defined]  # for `inspection`

@@ -25,7 +25,7 @@ from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
 from ingress.calls.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
 from ingress.execution import execution
 from ingress.execution.lane_pools import ReplicaPools
@@ -135,7 +135,7 @@ class Replica:
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
         # The calls that run here, each with its task once that has begun.
         self._calls: dict[Call, asyncio.Task[Any] | None] = {}
-        self.context = ReplicaContext(replica_id, _loop=self.loop, _make_plan=make_plan)
+        self.context = ReplicaRuntime(replica_id, loop=self.loop, make_plan=make_plan)
         self._models = Models(self.loop, self.context, make_plan, self._calls)
         try:
             self.user_code = UserCode(func_or_class, bound_app, self.context, make_plan)
@@ -388,11 +388,11 @@ class Replica:
         for call, task in running:
             task.cancel()
             call.interrupt()
-        for task in list(self.context._batches):
+        for task in list(self.context.batches):
             if task.get_loop() is self.loop:  # a batch on a loop of the user's ends with that loop
                 task.cancel()
                 tasks.append(task)
-            if (batch := self.context._batches.get(task)) is not None:
+            if (batch := self.context.batches.get(task)) is not None:
                 batch.interrupt()
         if tasks:
             await asyncio.wait(tasks)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import BoundApp
 from ingress.asgi.responses import send_stream, send_value
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ExecutionPlan, Kind, Role, is_generator
 
@@ -43,7 +43,7 @@ class UserCode:
         self,
         func_or_class: Callable[..., Any],
         bound_app: BoundApp | None,
-        context: ReplicaContext,
+        context: ReplicaRuntime,
         make_plan: MakePlan,
     ) -> None:
         self._func_or_class = func_or_class

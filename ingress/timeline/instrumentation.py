@@ -78,8 +78,8 @@ class TracedReplica(Replica):
             threads = self._executor._ingress_threads
             self._executor._ingress_threads = TracedThreads(recorder, threads)
         # Only batches use the context's `_make_plan`.
-        assert self.context._make_plan is not None
-        self.context._make_plan = partial(_batch_plan, self, self.context._make_plan)
+        assert self.context.make_plan is not None
+        self.context.make_plan = partial(_batch_plan, self, self.context.make_plan)
 
     async def serve(self, call: Call) -> Any:
         recorder, work = self._recorder, call.work

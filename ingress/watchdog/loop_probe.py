@@ -14,7 +14,7 @@ from typing import Protocol
 from ingress.base.counters import Latency
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import mailbox_of, running_loop
-from ingress.context import REPLICA, ReplicaContext
+from ingress.context import REPLICA, ReplicaRuntime
 from ingress.watchdog import stacks
 from ingress.watchdog.records import Holder, Stall, StallReason
 from ingress.watchdog.stacks import Stack
@@ -23,7 +23,7 @@ from ingress.watchdog.stacks import Stack
 class Owner(Protocol):
     """A replica as the watchdog sees it: its context, its requests and its counts of stalls."""
 
-    context: ReplicaContext
+    context: ReplicaRuntime
     ongoing: int
     stalls: dict[str, Latency]
 
@@ -163,7 +163,7 @@ class LoopProbe:
         stack = stacks.read(frame, self.replica_of(context))
         self.samples.append(Sample(stack, task, context))
 
-    def replica_of(self, context: Context | None) -> ReplicaContext | None:
+    def replica_of(self, context: Context | None) -> ReplicaRuntime | None:
         """Return the replica whose code runs in a context, or else the loop's only replica."""
         replica = None if context is None else context.get(REPLICA)
         owners = list(self.owners)

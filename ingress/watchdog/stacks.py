@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ingress.calls.loops import Mailbox
-from ingress.context import ReplicaContext
+from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan
 from ingress.execution.threads import Work, WorkerThreads
 
@@ -113,7 +113,7 @@ class Stack:
 EMPTY = Stack()
 
 
-def read(frame: FrameType | None, replica: ReplicaContext | None = None) -> Stack:
+def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stack:
     """Return the stack of the thread whose innermost frame is `frame`.
 
     `replica` gives the user's package, which may be installed like any library.
@@ -205,7 +205,7 @@ def _context_of(task: asyncio.Task[Any]) -> Context | None:
     return next((each for each in gc.get_referents(task) if isinstance(each, Context)), None)
 
 
-def _package_of(replica: ReplicaContext | None) -> str:
+def _package_of(replica: ReplicaRuntime | None) -> str:
     servable = None if replica is None else replica.servable_object
     module = getattr(servable, "__module__", None)
     return module.partition(".")[0] if isinstance(module, str) else ""

@@ -248,7 +248,7 @@ def left_behind(root: Any) -> dict[str, Any]:
             found[f"calls of {replica}"] = dict(replica._calls)
             found[f"models asked of {replica}"] = dict(replica.requested)
             found[f"models used of {replica}"] = dict(replica._models.in_use)
-            found[f"batches of {replica}"] = dict(replica.context._batches)
+            found[f"batches of {replica}"] = dict(replica.context.batches)
     return {what: there for what, there in found.items() if there}
 
 

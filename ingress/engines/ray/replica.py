@@ -261,7 +261,7 @@ class HTTPReplica(RayReplica):
                 await receive()
                 await send({"type": f"lifespan.{what}.complete"})
 
-        routes = getattr(self._replica.context._asgi_app, "routes", None)
+        routes = getattr(self._replica.context.asgi_app, "routes", None)
         if routes is not None:  # for the labels of Ray's logs and metrics
             app.routes = routes  # type: ignore[attr-defined]
         return app
