@@ -618,6 +618,22 @@ def test_many_short_waits_for_the_gil_are_no_queue() -> None:
     assert pressure.is_high
 
 
+def test_pressure_stays_high_while_one_thread_computes_and_no_longer() -> None:
+    """Calls that are held back leave one thread to compute; the others only wait for a slot."""
+    pressure = GILPressure()
+    pressure.adapts = False
+    turn = sys.getswitchinterval()
+    pressure.note(8, 8 * turn, 0.0)
+
+    for now in (0.9, 1.8, 2.7):
+        pressure.note(1, turn, now)
+        assert pressure.is_high
+    pressure.note(0, 0.0, 3.6)
+    assert pressure.is_high
+    pressure.note(50, 0.1 * turn, 3.8)
+    assert not pressure.is_high
+
+
 def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

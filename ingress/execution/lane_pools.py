@@ -53,6 +53,11 @@ class ReplicaPools:
             if has_serial or name != SERIAL_LANE
         }
 
+    @property
+    def were_used(self) -> bool:
+        """Whether calls of the replica have run in worker threads lately. Thread-safe."""
+        return any(pool.threads.were_used for pool in self._all)
+
     def shutdown(self) -> None:
         for pool in self._all:
             pool.shutdown()

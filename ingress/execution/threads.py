@@ -72,6 +72,11 @@ class WorkerThreads:
         self._started = 0
         self._closed = False
 
+    @property
+    def were_used(self) -> bool:
+        """Whether a call was submitted in the last `idle_s`."""
+        return bool(self._threads)
+
     def submit(self, call: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:

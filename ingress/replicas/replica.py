@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
@@ -34,6 +34,7 @@ from ingress.execution.loop_executor import LoopExecutor
 from ingress.replicas.models import Models
 from ingress.replicas.user_code import MakePlan, UserCode
 from ingress.watchdog import WATCHDOG
+from ingress.watchdog.pressure import GIL_PRESSURE
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
@@ -72,11 +73,11 @@ class Replica:
     """
 
     __slots__ = (
-        "_anyio_threads", "_borrows", "_calls", "_executor", "_home", "_in_time", "_is_checking",
-        "_models", "_reassign", "_release", "_resume", "_stall_threshold_s", "begun", "context",
-        "given", "is_late", "latencies", "loop", "max_ongoing", "ongoing", "pools", "position",
-        "replica_id", "requested", "stalls", "state", "thread", "unhealthy_reason",
-        "user_code",
+        "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
+        "_is_checking", "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
+        "begun", "context", "given", "is_late", "latencies", "loop", "max_ongoing", "ongoing",
+        "pools", "position", "replica_id", "requested", "stalls", "state", "thread",
+        "unhealthy_reason", "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +107,7 @@ class Replica:
         self.begun = 0
         self.is_late = False
         self._in_time = 0
+        self._clocks = 0.0, 0.0  # time, and CPU time of the user loop, when a call last began late
         self._release = release
         self._resume = resume
         self._reassign = reassign
@@ -243,12 +245,27 @@ class Replica:
         call.has_begun = True
         self.begun += 1
         if monotonic() - call.assigned_at > LATE_S:
-            self.is_late, self._in_time = True, 0
+            self.is_late, self._in_time = self._delays_calls(), 0
         elif self.is_late:
             self._in_time += 1
             self.is_late = self._in_time < CALLS_IN_TIME
         if self.position == HELD:  # after the call was counted: see `Router._settle_position`
             self._resume(self)
+
+    def _delays_calls(self) -> bool:
+        """Return whether calls begin late because of other calls of this replica.
+
+        While threads queue for the GIL, the replicas beside them begin late as well. To give those
+        one call at a time would only add to their delay.
+        """
+        now, ran_s = monotonic(), thread_time()
+        before, ran_before_s = self._clocks
+        self._clocks = now, ran_s
+        return (
+            not GIL_PRESSURE.is_high
+            or ran_s - ran_before_s >= (now - before) / 2
+            or self.pools.were_used
+        )
 
     def _turn_away(self, call: Call) -> None:
         """Give back the slot of a call that will not run here, and send the call elsewhere.

@@ -39,12 +39,17 @@ class GILPressure:
         A turn is a switch interval. Threads that do little give the GIL back at once, so many short
         waits for them are not pressure.
         """
-        turns = min(waits, late_s / sys.getswitchinterval() + 1)
+        turn_s = sys.getswitchinterval()
+        turns = min(waits, late_s / turn_s + 1)
         if turns >= WAITS:
             self._calm_at = now + CALM_S
             self.is_high = True
             if self.adapts:
                 self._shorten(max(SHORTEST_S, ROUND_S / turns))
+        elif self.is_high and late_s >= turn_s / 2:
+            # A thread computes, perhaps one only because calls are held back: without that it
+            # would be many again.
+            self._calm_at = now + CALM_S
         elif self.is_high and now >= self._calm_at:
             self.relax()
 
