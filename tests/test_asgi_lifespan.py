@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import ingress
-from ingress.context import REPLICA, get_replica_context
+from ingress.context import REPLICA
 from ingress.exceptions import RayServeException, UserCodeExit
 from tests.asgi_helpers import Deployment, Replica, bound, serve
 
@@ -57,7 +57,7 @@ async def test_start_up_and_shutdown_are_one_task_in_the_replica() -> None:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         token, task = variable.set("x"), asyncio.current_task()
-        assert get_replica_context()._asgi_app is app
+        assert REPLICA.get().asgi_app is app
         async with anyio.create_task_group():
             yield
         assert asyncio.current_task() is task
