@@ -55,7 +55,7 @@ class ReplicaPools:
 
     @property
     def were_used(self) -> bool:
-        """Whether calls of the replica have run in worker threads lately. Thread-safe."""
+        """True if a worker thread of the replica is alive: calls ran there lately. Thread-safe."""
         return any(pool.threads.were_used for pool in self._all)
 
     def shutdown(self) -> None:

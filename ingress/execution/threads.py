@@ -74,7 +74,7 @@ class WorkerThreads:
 
     @property
     def were_used(self) -> bool:
-        """Whether a call was submitted in the last `idle_s`."""
+        """True if a thread is alive: a call ran in the last `idle_s`."""
         return bool(self._threads)
 
     def submit(self, call: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
@@ -162,6 +163,7 @@ class HTTPProxy:
         inner = _inner_scope(scope, request_id, has_id=has_id)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
+        of_body: Any = {"has_body": has_body, "length": length, "limits": limits.http}
         following: Exchange | None
         if is_listed:
             following = Attempt(
@@ -170,25 +172,14 @@ class HTTPProxy:
                 inner,
                 receive,
                 send,
-                has_body=has_body,
-                length=length,
-                limits=limits.http,
+                **of_body,
                 timeout_s=limits.timeout_s,
                 budget=self._budget,
                 last_deadline=client_deadline(inner, now),
             )
         else:
             kind = Exchange if scope["type"] == "http" else WebSocketExchange
-            following = kind(
-                metadata,
-                router,
-                inner,
-                receive,
-                send,
-                has_body=has_body,
-                length=length,
-                limits=limits.http,
-            )
+            following = kind(metadata, router, inner, receive, send, **of_body)
         if has_body and following.body is not None and following.body.error is not None:
             send = _with_request_id(send, request_id)
             await answer_and_close(refusal(following.body.error), scope, receive, send)

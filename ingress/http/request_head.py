@@ -26,9 +26,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 RequestHead: TypeAlias = tuple[bool, bool, bytes, str, float | None]
-"""Whether the client sent a request id, which may be invalid or one of several, and a body; the
-value of content-length; the model id; the timeout in seconds, `None` for none. A plain tuple:
-making a named one takes as long as reading the headers."""
+"""The flags "has a request id", which may be invalid or one of several, and "has a body"; the value
+of content-length; the model id; the timeout in seconds, `None` for none."""
 
 
 def read_head(scope: Scope, timeout_s: float | None) -> RequestHead:
