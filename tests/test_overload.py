@@ -634,6 +634,20 @@ def test_pressure_stays_high_while_one_thread_computes_and_no_longer() -> None:
     assert not pressure.is_high
 
 
+def test_pressure_ends_although_threads_wake_a_little_late(switch_interval: None) -> None:
+    """Half of an interval that 32 threads have made short is no sign of a thread that computes."""
+    sys.setswitchinterval(0.005)
+    pressure = GILPressure()
+    pressure.note(32, 0.16, 0.0)
+    assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
+
+    for now in (0.1, 0.2, 1.3):
+        pressure.note(1, 0.0004, now)
+
+    assert not pressure.is_high
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
 def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -44,12 +44,12 @@ class GILPressure:
         if turns >= WAITS:
             self._calm_at = now + CALM_S
             self.is_high = True
-            if self.adapts:
-                self._shorten(max(SHORTEST_S, ROUND_S / turns))
+            self._set(max(SHORTEST_S, ROUND_S / turns))
         elif self.is_high and late_s >= turn_s / 2:
-            # A thread computes, perhaps one only because calls are held back: without that it
-            # would be many again.
+            # One thread computes, perhaps only because the others' calls are held back. The
+            # interval grows again: after half of a very short one, any thread wakes late.
             self._calm_at = now + CALM_S
+            self._set(ROUND_S / WAITS)
         elif self.is_high and now >= self._calm_at:
             self.relax()
 
@@ -60,15 +60,17 @@ class GILPressure:
             sys.setswitchinterval(self._given_s)
         self._set_s = 0.0
 
-    def _shorten(self, interval_s: float) -> None:
+    def _set(self, interval_s: float) -> None:
+        """Set the switch interval, to no more than the process's own."""
+        if not self.adapts:
+            return
         now_s = sys.getswitchinterval()
         if not self._set_s:
             self._given_s = now_s
         elif now_s != self._set_s:
             return  # user code has set an interval meanwhile
-        if interval_s < now_s:
-            sys.setswitchinterval(interval_s)
-            self._set_s = sys.getswitchinterval()  # in whole microseconds
+        sys.setswitchinterval(min(interval_s, self._given_s))
+        self._set_s = sys.getswitchinterval()  # in whole microseconds
 
 
 GIL_PRESSURE = GILPressure()
