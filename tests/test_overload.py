@@ -466,7 +466,7 @@ class Shop:
             inside.count_down()
             await go
         else:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1)
         return item
 
     @app.get("/fast")
@@ -536,11 +536,12 @@ def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> No
         assert [each.result().status_code for each in samples] == [200] * MIN_SAMPLES
         holders = [get("/slow/wait", 60) for _ in range(8)]
         inside.wait()
+        time.sleep(0.5)  # so that they hold their slots as long as others of their kind do
         # Their remaining time falls below the estimate; one of them passes as a probe.
-        impatient = [get(f"/slow/{item}", 1) for item in "abcd"]
-        fast = get("/fast", 1)
+        impatient = [get(f"/slow/{item}", 1.5) for item in "abcd"]
+        fast = get("/fast", 1.5)
         wait_until_queued(5)
-        time.sleep(0.5)  # of their deadline of one second
+        time.sleep(0.7)  # 0.8 s of 1.5 s are left
         go.count_down()
         answers = [each.result() for each in impatient]
 
@@ -548,7 +549,7 @@ def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> No
         for answer in answers:
             if answer.status_code == 503:
                 assert answer.headers["retry-after"] == "1"
-                assert re.search(r"usually take 0\.[56]\d+ s", answer.text)
+                assert re.search(r"usually take [01]\.\d+ s", answer.text)
         assert fast.result().status_code == 200, "its route is a quick one"
         assert [each.result().status_code for each in holders] == [200] * 8
 
