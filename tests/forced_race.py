@@ -20,9 +20,7 @@ import weakref
 from typing import Any
 
 from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.calls.retries import RetryBudget
 from ingress.http.exchange import Exchange
-from ingress.http.retrying import Attempt
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.router import Router
 
@@ -31,8 +29,7 @@ DEPLOYMENT = DeploymentID("A", "default")
 
 # An attribute that the server's loop writes late, and one that the user loop writes.
 FIELDS = {
-    "Exchange": ("_cut_by", "has_answer"),
-    "Attempt": ("_cut_by", "has_answer"),
+    "Exchange": ("cut_by", "has_answer"),
     "WebSocketExchange": ("_is_accepted", "is_heard"),
 }
 
@@ -47,8 +44,6 @@ def make(kind: str) -> Exchange:
     metadata = RequestMetadata("id", DEPLOYMENT, route="/")
     unused: Any = None
     common = (metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
-    if kind == "Attempt":
-        return Attempt(*common, timeout_s=None, budget=RetryBudget())
     cls = WebSocketExchange if kind == "WebSocketExchange" else Exchange
     return cls(*common)
 
@@ -68,7 +63,7 @@ async def race(kind: str) -> None:
 
     for _ in range(200):  # each instance uses up one of the class's shared keys
         make(kind)._event = None
-    make(kind)._ended = True  # the last one
+    make(kind)._is_ended = True  # the last one
     threading.Thread(target=user_loop, daemon=True).start()
     gc.disable()
     gc.set_threshold(1)

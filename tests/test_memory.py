@@ -55,7 +55,7 @@ BEGUN = {
 """The requests and calls that wait for the latch once all have begun."""
 
 KINDS = {
-    *("Exchange", "Attempt", "WebSocketExchange", "Call", "Invocation", "DeploymentResponse"),
+    *("Exchange", "Attempts", "WebSocketExchange", "Call", "Invocation", "DeploymentResponse"),
     *("DeploymentResponseGenerator", "BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
     *("Channel", "ClientReader", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
     *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn", "HTTPProxy"),

@@ -13,11 +13,11 @@ the server's task must be free to answer on time while a worker thread runs on.
 from __future__ import annotations
 
 import asyncio
-import sys
+from collections.abc import Awaitable
 from contextvars import copy_context
 from threading import get_ident
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,9 +27,19 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
-from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
+from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
+from ingress.http.exchange_state import (
+    CALLED,
+    COMPLETE,
+    CUT,
+    GONE,
+    LEFT,
+    READING,
+    STARTED,
+    ExchangeState,
+)
 from ingress.http.messages import joined, with_request_id
 from ingress.http.transport import CrossLoopTransport, SameLoopTransport
 from ingress.replicas.router import Router
@@ -37,37 +47,42 @@ from ingress.replicas.user_code import UserCode
 from ingress.watchdog.pressure import GIL_PRESSURE
 
 
+class Retries(Protocol):
+    """The attempts at one request, as one of them sees them."""
+
+    async def again(self, failed: Exchange, error: Exception) -> Exchange | None: ...
+
+
 class Exchange(Call):
     """The call of one HTTP request or WebSocket, and the sending of its response.
 
     The fields below belong to the HTTP loop; docs/concurrency.md lists the exceptions. Other
-    threads call in by `_post` only, in order: a response arrives before the end of its call.
+    threads call in by `_post` only, in order: a response arrives before the end of its call. User
+    code's part lives on the user loop, in a `Transport`.
+
+    A WebSocket differs in `deadline`, `pass_on`, `deliver`, `cut_late`, `on_gone` and `conclude`.
     """
 
     __slots__ = (
-        "_assigned_here",
         "_client_reader",
-        "_cut_by",
         "_disconnect_code",
-        "_disconnected",
-        "_ended",
         "_event",
         "_expects_more",
         "_first",
-        "_has_left",
         "_is_closed",
-        "_is_complete",
-        "_is_forwarding",
-        "_is_stopped",
+        "_is_ended",
         "_kind",
+        "_news",
         "_outbound",
         "_receive",
-        "_response",
         "_send",
+        "_stopped_by",
         "_task",
         "_template",
         "_thread",
+        "attempts",
         "body",
+        "cut_by",
         "has_answer",
         "is_heard",
         "is_http",
@@ -75,6 +90,7 @@ class Exchange(Call):
         "router",
         "scope",
         "started",
+        "state",
     )  # fmt: skip
 
     def __init__(
@@ -104,15 +120,16 @@ class Exchange(Call):
         self._first: Message | None = NO_BODY if self.is_http else None
         self._expects_more = self.body is not None or not self.is_http
         # Set now, although most requests never use them: two threads write, docs/concurrency.md.
-        self.started = self._is_complete = False  # the response
-        self.has_answer = False  # user code on a loop of its own has sent the whole response
-        self._assigned_here = self._ended = self._is_forwarding = False
-        self._is_stopped = self._is_closed = self._has_left = False
-        self._cut_by: RayServeException | None = None
-        self._disconnected = self.is_heard = False  # the client has left; user code was told
+        self.state = READING
+        self.started = False  # the client has a message of the response
+        self.has_answer = self.is_heard = False  # set on the user loop, see `Client`
+        self.attempts: Retries | None = None
+        self.cut_by: RayServeException | None = None
+        self._stopped_by: RayServeException | None = None
+        self._news: Runner | tuple[Message, Message] | Channel | None = None
+        self._is_ended = self._is_closed = False
         self._template = self._kind = ""
         self._event: asyncio.Future[None] | None = None
-        self._response: tuple[Message, Message] | None = None
         self._client_reader: ClientReader | None = None
         self._outbound: Channel | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -135,12 +152,12 @@ class Exchange(Call):
     @property
     def is_stream(self) -> bool:
         """Return whether the response has begun and is not complete: a stream or a WebSocket."""
-        return self.started and not self._is_complete
+        return self.started and self.state is not COMPLETE
 
     @property
     def deadline(self) -> float | None:
         """The deadline of calls made in this request; `None` for those of a background task."""
-        return None if self.has_answer or self._is_complete else self.metadata.deadline
+        return None if self.has_answer else self.metadata.deadline
 
     async def respond(self) -> None:
         """Read the body, submit the call and send the response. Raises the error of the call."""
@@ -154,79 +171,95 @@ class Exchange(Call):
                 self._expects_more = body.is_open
                 if not body.is_open and self.metadata.deadline is None:
                     self._task = None  # the call may run in the server's task
+            self.state = CALLED
             self.router.assign(self)
             await self._send_until_ended()
         except asyncio.CancelledError:
             self.cancel()
-            if self._cut_by is not None:
+            if self.state is CUT:
                 assert self._task is not None
                 if self._task.uncancel():  # the server has cancelled it too
                     raise
-            elif not self._disconnected and not self._is_stopped:  # else `cancel` did that
+            elif self.state is not GONE and self._stopped_by is None:  # else `cancel` did that
                 raise
         except BaseException as error:
             # The server refused a message, or reading the body failed: the work did not fail.
-            self._disconnected = isinstance(error, OSError)
+            if isinstance(error, OSError):
+                self.state = GONE
             self.cancel()
-            if not self._disconnected:
+            if self.state is not GONE:
                 raise
         finally:
-            self._has_left = True
-            if self._assigned_here and self.runner is not None:
+            state, self.state = self.state, LEFT
+            if self.runner is not None and self._news is self.runner:
                 self.runner.release(self)  # cancelled after it got a slot, before it began
             if self._client_reader is not None:
                 self._client_reader.stop()
-        await self._conclude()
+        await self.conclude(state)
 
-    async def _conclude(self) -> None:
-        """Raise the error that the client has yet to be told, once everything is sent."""
-        if not self._disconnected:
-            self._raise(self.error)
+    async def conclude(self, state: ExchangeState) -> None:
+        """Raise the error that the client has yet to be told. `state` is the one before LEFT."""
+        if state is not GONE:
+            self._raise(self.error, state)
 
-    def _raise(self, failure: BaseException | None) -> None:
-        is_stopped = self._is_stopped and self._cut_by is None
-        if is_stopped and isinstance(failure, RequestCancelledError):
-            if self._is_complete:
-                return  # only a background task was cancelled
-            raise DeploymentUnavailableError(
-                f"{self.metadata.deployment} was stopped before it answered; send the request "
-                "again if that is safe."
-            )
-        if failure is not None:
-            raise failure
-        if self._cut_by is not None:  # the work had ended, its response was still being sent
-            raise self._cut_by
+    def _raise(self, failure: BaseException | None, state: ExchangeState) -> None:
+        if failure is None:
+            failure = self.cut_by  # the work had ended, its response was still being sent
+        if failure is None or (state is COMPLETE and failure is self._stopped_by):
+            return  # the stop has cancelled a background task
+        raise failure
 
     def was_ended_by(self, error: Exception) -> bool:
         """Return whether `error` comes from `_cut` or from the stop of the application.
 
         Neither is a fault of user code.
         """
-        if self._cut_by is not None:
-            return isinstance(error, type(self._cut_by))
-        return self._is_stopped and isinstance(error, DeploymentUnavailableError)
+        cause = self.cut_by or self._stopped_by
+        return cause is not None and isinstance(error, type(cause))
 
     async def again(self, error: Exception) -> Exchange | None:
         """Return the next attempt, after a pause, or `None` if this failure is final."""
-        return None
+        return None if self.attempts is None else await self.attempts.again(self, error)
+
+    @property
+    def has_whole_body(self) -> bool:
+        """Return whether the whole request is here, so that it can be sent to user code again."""
+        return not self._expects_more
+
+    async def is_abandoned_within(self, seconds: float) -> bool:
+        """Wait, after the whole body was read, and return whether the client leaves meanwhile."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            return False
+        return True
+
+    def repeated(self, scope: Scope, deadline: float | None) -> Exchange:
+        """Return another exchange for the same request, with its body, for another replica."""
+        metadata = self.metadata._replace(deadline=deadline)
+        other = Exchange(metadata, self.router, scope, self._receive, self._send)
+        other._first = self._first
+        other.attempts = self.attempts
+        other.runner = self.runner  # the router prefers another replica
+        return other
 
     async def _send_until_ended(self) -> None:
         """Send the response as it arrives from the replica, until the call has ended."""
         while True:
-            if self._assigned_here:
-                self._assigned_here = False
-                await self._serve_here()
-            elif self._response is not None:
-                (start, body), self._response = self._response, None
-                await self.send_response(start, body)
-            elif self._outbound is not None and not self._is_forwarding:
-                self._is_forwarding = True
-                await self._forward(self._outbound)
-            elif self._ended:
-                return
-            else:
+            news, self._news = self._news, None
+            if news is None:
+                if self._is_ended:
+                    return
                 self._event = self.loop.create_future()
                 await self._event
+            elif isinstance(news, tuple):
+                await self.send_response(*news)
+            elif isinstance(news, Channel):
+                await self._forward(news)
+            else:
+                await self._serve_here(news)
 
     def start(self, runner: Runner) -> None:
         """Begin on the replica whose slot the call has. Thread-safe; called once for each slot."""
@@ -264,22 +297,28 @@ class Exchange(Call):
 
     def stop(self) -> None:
         """Cancel the call, because the application stops. Thread-safe."""
-        self._is_stopped = True
-        self.cancel()
+        if self._stopped_by is None:
+            self._stopped_by = DeploymentUnavailableError(
+                f"{self.metadata.deployment} was stopped before it answered; send the request "
+                "again if that is safe."
+            )
+        self.cancel(self._stopped_by)
 
     def expire(self) -> None:
         """Answer that the deadline has passed, or cut a response that has begun. Thread-safe."""
-        self._post(self._expire)
+        self._post(self.cut_late)
 
-    def _expire(self) -> None:
+    def cut_late(self) -> None:
+        """Cut the request, because its deadline has passed."""
         self._cut(self._timeout())
 
     def _cut(self, error: RayServeException) -> None:
-        """End the request with this error, wherever it is."""
-        if self._is_complete or self._has_left or self._cut_by is not None:
-            return  # complete in time, over, or cut already
+        """End the request with this error, unless it is complete or over."""
+        if self.state >= COMPLETE:
+            return
         assert self._task is not None
-        self._cut_by = error
+        self.state = CUT
+        self.cut_by = error
         # The task may wait for the body, for the client to take a chunk, or for the call's end.
         self._task.cancel()
         self.cancel(error)
@@ -295,10 +334,10 @@ class Exchange(Call):
             self._event.set_result(None)
 
     def _assign_here(self) -> None:
-        if self._has_left and self.runner is not None:
+        if self.state is LEFT and self.runner is not None:
             self.runner.release(self)
             return
-        self._assigned_here = True
+        self._news = self.runner
         self._wake()
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
@@ -308,15 +347,15 @@ class Exchange(Call):
         return True
 
     def _end(self) -> None:
-        self._ended = True
+        self._is_ended = True
         self._wake()
 
     def complete(self, start: Message, body: Message) -> None:
-        self._response = start, body
+        self._news = start, body
         self._wake()
 
     def open(self, outbound: Channel) -> None:
-        self._outbound = outbound
+        self._news = self._outbound = outbound
         if self._is_closed:
             outbound.close()
         # The client of a stream may leave at any time: read on from the server to notice it.
@@ -330,32 +369,44 @@ class Exchange(Call):
                 messages = await outbound.get_many()
             except EndOfStream:
                 return
-            await self._deliver(messages)
+            await self.deliver(messages)
 
-    async def _deliver(self, messages: list[Message]) -> None:
+    async def deliver(self, messages: list[Message]) -> None:
+        """Send messages of a stream."""
         for message in joined(messages):
             await self.pass_on(message)
 
     async def pass_on(self, message: Message) -> None:
         """Send one message of a response to the client."""
-        self.started = True
+        self._note_start()
         if message["type"] == "http.response.start":
             await self._send(with_request_id(message, self.metadata.request_id))
             return
         if not message.get("more_body"):
-            self._complete_now()
+            self._note_complete()
         await self._send(message)
 
     async def send_response(self, start: Message, body: Message) -> None:
         """Send the start of a response, and its body or the first part of its body."""
-        self.started = True
+        self.started = True  # as the two helpers below do: a call of each costs every request
+        if self.state is CALLED:
+            self.state = STARTED
         await self._send(with_request_id(start, self.metadata.request_id))
         if not body.get("more_body"):
-            self._complete_now()
+            if self.state is STARTED:
+                self.state = COMPLETE
+            if self.metadata.deadline is not None:
+                self.answered_at = monotonic()
         await self._send(body)
 
-    def _complete_now(self) -> None:
-        self._is_complete = True
+    def _note_start(self) -> None:
+        self.started = True
+        if self.state is CALLED:
+            self.state = STARTED
+
+    def _note_complete(self) -> None:
+        if self.state is STARTED:
+            self.state = COMPLETE
         if self.metadata.deadline is not None:
             self.answered_at = monotonic()
 
@@ -364,38 +415,33 @@ class Exchange(Call):
     @property
     def is_gone(self) -> bool:
         """Return whether the client has left or the response is over: `send` must fail."""
-        return self._disconnected or self._has_left
+        return self.state >= GONE
 
     def watch(self, now: float) -> None:
         """Check whether the client has left or its body has stalled. Called at every sweep."""
         if self.body and (late := self.body.timeout(now, self.metadata.request_id)):
             self._cut(late)
-        elif self.queue is not None and not self._ended:
+        elif self.queue is not None and not self._is_ended:
             self.client_reader.watch()  # before it has a queue, `respond` reads the body
 
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to notice the client's disconnect."""
-        if not self._ended:
+        if not self._is_ended:
             self.client_reader.start()
-
-    async def take(self) -> Message:
-        """Return the next message for user code; after the last, always the disconnect."""
-        message = await self.client_reader.take()
-        if message["type"].endswith(".disconnect"):
-            self.is_heard = True
-        return message
 
     def _on_disconnect(self) -> None:
         """Stop a request whose client has left. A background task after the response runs on."""
-        if self._ended or self._is_complete or self._disconnected:
+        if self._is_ended or self.state >= COMPLETE:
             return
         if self.body and self.body.error:
             self._cut(self.body.error)
             return
-        self._disconnected = self.is_interrupted = True
-        self._stop_work()
+        self.state = GONE
+        self.is_interrupted = True
+        self.on_gone()
 
-    def _stop_work(self) -> None:
+    def on_gone(self) -> None:
+        """Stop the work, because the client has left."""
         self.cancel()
 
     def interrupt(self) -> None:
@@ -411,48 +457,47 @@ class Exchange(Call):
             self._outbound.close()
 
     def _disconnect(self, code: int) -> None:
-        if self._disconnect_code is None and not self._ended:
+        if self._disconnect_code is None and not self._is_ended:
             self._disconnect_code = code
             self.client_reader.end(code)
 
     # Serving on the HTTP loop itself.
 
-    async def _serve_here(self) -> None:
-        assert self.runner is not None
-        if not self.runner.admit(self):
+    async def _serve_here(self, runner: Runner) -> None:
+        if not runner.admit(self):
             return
         try:
-            await self.runner.serve(self)
+            await runner.serve(self)
         except asyncio.CancelledError:
             # Cancelled by `cancel`, by the server, or by the replica: when it ends, it cancels the
             # tasks that its calls run in, here the server's.
-            if not self.runner.is_ending or not self.settle(error=self.runner.gone_error()):
+            if not runner.is_ending or not self.settle(error=runner.gone_error()):
                 raise
             task = asyncio.current_task()
             assert task is not None
             if task.uncancel():
                 raise  # not by the replica alone
         except Exception as error:
-            self.runner.fail(self, error)
+            runner.fail(self, error)
         else:
             self.settle()
 
     # On the user loop.
 
-    async def _work(self, user_code: UserCode) -> None:
+    def _work(self, user_code: UserCode) -> Awaitable[None]:
         """Serve the request with user code. The replica runs this in a task on its user loop."""
         if runs_here(self.loop, self._thread):
-            side: CrossLoopTransport | SameLoopTransport = SameLoopTransport(self, self._first)
-        else:
-            side = CrossLoopTransport(self, mailbox_of(self.loop), self._first)
-        try:
-            await user_code.http(self.scope, side.receive, side.send)
-        finally:
-            # The scope is dropped: every copy of the request's context holds the call, also that
-            # of the server's keep-alive timer, and must not hold what frameworks keep in a scope.
-            if self.is_interrupted or sys.exception() is not None:
-                self.current_route()  # kept for the log record
-            if self.metadata.deadline is not None:
-                self.kind()  # kept for the estimate of later calls of this kind
-            self.scope = {}
-            side.finish()
+            return SameLoopTransport(self, self._first).serve(user_code)
+        return CrossLoopTransport(self, self._first, mailbox_of(self.loop)).serve(user_code)
+
+    def drop_scope(self, failure: BaseException | None) -> None:
+        """Drop the scope, once user code has ended.
+
+        Every copy of the request's context holds the call, also that of the server's keep-alive
+        timer, and must not hold what frameworks keep in a scope.
+        """
+        if failure is not None or self.is_interrupted:
+            self.current_route()  # kept for the log record
+        if self.metadata.deadline is not None:
+            self.kind()  # kept for the estimate of later calls of this kind
+        self.scope = {}

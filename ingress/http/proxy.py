@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
@@ -43,7 +42,7 @@ from ingress.http.request_head import (
     read_head,
     request_id_of,
 )
-from ingress.http.retrying import Attempt, RequestLimits, client_deadline
+from ingress.http.retrying import Attempts, RequestLimits, client_deadline
 from ingress.http.websocket import WebSocketExchange
 from ingress.logs import log_failure, logger
 from ingress.replicas.router import Router
@@ -163,29 +162,35 @@ class HTTPProxy:
         inner = _inner_scope(scope, request_id, has_id=has_id)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
-        of_body: Any = {"has_body": has_body, "length": length, "limits": limits.http}
-        following: Exchange | None
+        attempts: Attempts | None = None
         if is_listed:
-            following = Attempt(
-                metadata,
-                router,
+            last_deadline = client_deadline(inner, now)
+            attempts = Attempts(
                 inner,
-                receive,
-                send,
-                **of_body,
                 timeout_s=limits.timeout_s,
                 budget=self._budget,
-                last_deadline=client_deadline(inner, now),
+                last_deadline=last_deadline,
             )
-        else:
-            kind = Exchange if scope["type"] == "http" else WebSocketExchange
-            following = kind(metadata, router, inner, receive, send, **of_body)
-        if has_body and following.body is not None and following.body.error is not None:
+            inner = attempts.scope()
+        kind = Exchange if scope["type"] == "http" else WebSocketExchange
+        exchange = kind(
+            metadata,
+            router,
+            inner,
+            receive,
+            send,
+            has_body=has_body,
+            length=length,
+            limits=limits.http,
+        )
+        exchange.attempts = attempts
+        if has_body and exchange.body is not None and exchange.body.error is not None:
             send = _with_request_id(send, request_id)
-            await answer_and_close(refusal(following.body.error), scope, receive, send)
+            await answer_and_close(refusal(exchange.body.error), scope, receive, send)
             return
         if deadline is not None:
-            following.started_at = now
+            exchange.started_at = now
+        following: Exchange | None = exchange
         while following is not None:
             exchange, following = following, None
             self._in_flight.add(exchange)

@@ -1,30 +1,26 @@
 """One HTTP request, attempt after attempt.
 
-    Exchange.respond -> failed -> Attempt.again -> another Attempt, or None: the failure is final
+    Exchange.respond -> failed -> Attempts.again -> another Exchange, or None: the failure is final
 
-Only requests whose method is in `HTTPOptions.retry_started_methods` are `Attempt`s. All others are
-`Exchange`s, and are never sent again once user code may have seen them. `Router.reassign` sends
-calls again that no user code has seen, for any method and for handles too.
+Only requests whose method is in `HTTPOptions.retry_started_methods` have `Attempts`. No other is
+ever sent again once user code may have seen it. `Router.reassign` sends calls again that no user
+code has seen, for any method and for handles too.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from random import random
 from time import monotonic
-from typing import Any
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from ingress.base.settings import HTTPLimits
-from ingress.base.types import RequestMetadata
 from ingress.calls import retries
 from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
 from ingress.calls.retries import RetryBudget
 from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
 from ingress.http.exchange import Exchange
-from ingress.replicas.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,62 +35,46 @@ class RequestLimits:
     http: HTTPLimits = field(default_factory=HTTPLimits)
 
 
-class Attempt(Exchange):
-    """One attempt at a request whose method may be tried again. Owned by the HTTP loop.
+class Attempts:
+    """The attempts at one request whose method may be tried again. Owned by the HTTP loop.
 
     `timeout_s` and `metadata.deadline` bound one attempt; `last_deadline` is the client's, and
     bounds the whole request.
     """
 
-    __slots__ = (
-        "_began_at",
-        "_body",
-        "_budget",
-        "_last_deadline",
-        "_number",
-        "_scope",
-        "_timeout_s",
-    )
+    __slots__ = ("_began_at", "_budget", "_last_deadline", "_number", "_scope", "_timeout_s")
 
     def __init__(
         self,
-        metadata: RequestMetadata,
-        router: Router,
         scope: Scope,
-        receive: Receive,
-        send: Send,
         *,
         timeout_s: float | None,
         budget: RetryBudget,
-        number: int = 1,
-        last_deadline: float | None = None,
-        **of_body: Any,
+        last_deadline: float | None,
     ) -> None:
-        # Copies for user code, which writes into its scope.
-        inner = {**scope, "state": dict(scope["state"])} if "state" in scope else dict(scope)
-        super().__init__(metadata, router, inner, receive, send, **of_body)
         self._scope = scope
         self._timeout_s = timeout_s
         self._budget = budget
         self._last_deadline = last_deadline
-        self._number = number
-        self._began_at = 0.0  # when the request began; 0 for the first attempt
-        self._body: Message | None = None  # set when user code begins
+        self._number = 1
+        self._began_at = 0.0  # when the request began; 0 until it is tried again
 
-    async def _work(self, user_code: Any) -> None:
-        self._body = self._first
-        await super()._work(user_code)
+    def scope(self) -> Scope:
+        """Return a copy of the scope for one attempt: user code writes into its scope."""
+        scope = self._scope
+        return {**scope, "state": dict(scope["state"])} if "state" in scope else dict(scope)
 
-    async def again(self, error: Exception) -> Attempt | None:
-        if not self._is_ours(error):
+    async def again(self, failed: Exchange, error: Exception) -> Exchange | None:
+        """Return the next attempt, after a pause, or `None` if this failure is final."""
+        if not _is_ours(failed, error):
             return None
         pause_s = retries.pause_s(
             retries.Failure(
                 self._number,
                 may_have_started=True,
                 is_listed=True,
-                has_answered=self.started,
-                is_replayable=not self._expects_more,
+                has_answered=failed.started,
+                is_replayable=failed.has_whole_body,
             ),
             max_retries=0,
             deadline=self._last_deadline,
@@ -102,52 +82,35 @@ class Attempt(Exchange):
             chance=random(),
             withdraw=self._budget.withdraw,
         )
-        if pause_s is None:
+        if pause_s is None or await failed.is_abandoned_within(pause_s):
             return None
-        try:
-            async with asyncio.timeout(pause_s):
-                # The whole body has been read: only the disconnect is left to receive.
-                while (await self._receive())["type"] != "http.disconnect":
-                    pass
-        except TimeoutError:
-            return self._next()
-        return None
+        return self._next(failed)
 
-    def _is_ours(self, error: Exception) -> bool:
-        """Return whether the replica is gone, or the time of this attempt is up.
-
-        User code may raise the same types, of its own or a child's: then that is its answer.
-        """
-        if isinstance(error, RequestTimeoutError):
-            deadline = self.metadata.deadline  # the replica may have been the first to notice
-            return self._cut_by is not None or (deadline is not None and monotonic() >= deadline)
-        if isinstance(error, ReplicaUnavailableError):
-            return self.runner is not None and self.runner.is_ending
-        return False
-
-    def _next(self) -> Attempt:
+    def _next(self, failed: Exchange) -> Exchange:
         now = monotonic()
         deadline = self._last_deadline
         if self._timeout_s is not None:
             own = now + self._timeout_s
             deadline = own if deadline is None else min(own, deadline)
-        attempt = Attempt(
-            self.metadata._replace(deadline=deadline),
-            self.router,
-            self._scope,
-            self._receive,
-            self._send,
-            timeout_s=self._timeout_s,
-            budget=self._budget,
-            number=self._number + 1,
-            last_deadline=self._last_deadline,
-        )
-        attempt._began_at = self._began_at or self.started_at
+        self._number += 1
+        self._began_at = self._began_at or failed.started_at
+        attempt = failed.repeated(self.scope(), deadline)
         # A 408 names the time from here to the deadline: the limit that was passed.
-        attempt.started_at = attempt._began_at if deadline == self._last_deadline else now
-        attempt._first = self._body or self._first
-        attempt.runner = self.runner  # the router prefers another replica
+        attempt.started_at = self._began_at if deadline == self._last_deadline else now
         return attempt
+
+
+def _is_ours(failed: Exchange, error: Exception) -> bool:
+    """Return whether the replica is gone, or the time of this attempt is up.
+
+    User code may raise the same types, of its own or a child's: then that is its answer.
+    """
+    if isinstance(error, RequestTimeoutError):
+        deadline = failed.metadata.deadline  # the replica may have been the first to notice
+        return failed.cut_by is not None or (deadline is not None and monotonic() >= deadline)
+    if isinstance(error, ReplicaUnavailableError):
+        return failed.runner is not None and failed.runner.is_ending
+    return False
 
 
 def client_deadline(scope: Scope, now: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The `receive` and `send` that user code calls.
+"""User code's side of a request: it runs user code, which calls its `receive` and `send`.
 
     the user loop                              the HTTP loop
     send()     one complete response           -> Exchange.complete, start and body together
@@ -12,29 +12,37 @@ HTTP loop.
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Protocol
 
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from ingress.calls.channel import YIELD_EVERY, Channel
 from ingress.calls.loops import Mailbox
 from ingress.exceptions import StreamClosedError
+from ingress.http.client_reader import ClientReader
 from ingress.http.messages import channel_for, size_of
+from ingress.replicas.user_code import UserCode
 
 
 class Client(Protocol):
-    """The exchange, as a transport sees it. From another loop, all calls but `take` are posted.
+    """The exchange, as a transport sees it.
 
-    A transport sets `has_answer` once user code has sent the whole response: what still runs is a
-    background task. It sets `is_heard` once user code was told that the client is gone.
+    From another loop, all calls are posted but `drop_scope` and the reader's `take`. A transport
+    sets `has_answer` once user code has sent the whole response: what still runs is a background
+    task. It sets `is_heard` once user code was told that the client is gone.
     """
 
     is_http: bool
-    is_heard: bool
     has_answer: bool
+    is_heard: bool
+    scope: Scope
 
     @property
     def is_gone(self) -> bool: ...
+
+    @property
+    def client_reader(self) -> ClientReader: ...
 
     def complete(self, start: Message, body: Message) -> None: ...
 
@@ -42,34 +50,62 @@ class Client(Protocol):
 
     def pump(self) -> None: ...
 
-    async def take(self) -> Message: ...
-
     async def pass_on(self, message: Message) -> None: ...
 
     async def send_response(self, start: Message, body: Message) -> None: ...
 
+    def drop_scope(self, failure: BaseException | None) -> None: ...
 
-class CrossLoopTransport:
-    """The transport of user code on a loop of its own. Owned by the user loop."""
 
-    __slots__ = ("_client", "_first", "_is_pumping", "_mailbox", "_outbound", "_start")
+class Transport:
+    """User code's side of an exchange. Owned by the user loop."""
 
-    def __init__(self, client: Client, mailbox: Mailbox, first: Message | None) -> None:
+    __slots__ = ("_client", "_first", "_start")
+
+    def __init__(self, client: Client, first: Message | None) -> None:
         self._client = client
-        self._mailbox = mailbox
         self._first = first
-        self._is_pumping = False
-        self._outbound: Channel | None = None
         self._start: Message | None = None
+
+    async def serve(self, user_code: UserCode) -> None:
+        """Serve the request with user code."""
+        client = self._client
+        try:
+            await user_code.http(client.scope, self.receive, self.send)
+        finally:
+            client.drop_scope(sys.exception())
+            self._finish()
 
     async def receive(self) -> Message:
         if self._first is not None:
             message, self._first = self._first, None
             return message
-        if not self._is_pumping:
-            self._is_pumping = True
-            self._mailbox.post(self._client.pump)
-        return await self._client.take()
+        self._pump()
+        message = await self._client.client_reader.take()
+        if message["type"].endswith(".disconnect"):
+            self._client.is_heard = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def _pump(self) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Note that user code sends no more."""
+
+
+class CrossLoopTransport(Transport):
+    """The transport of user code on a loop of its own. Owned by the user loop."""
+
+    __slots__ = ("_is_pumping", "_mailbox", "_outbound")
+
+    def __init__(self, client: Client, first: Message | None, mailbox: Mailbox) -> None:
+        super().__init__(client, first)
+        self._mailbox = mailbox
+        self._is_pumping = False
+        self._outbound: Channel | None = None
 
     async def send(self, message: Message) -> None:
         if self._outbound is not None:
@@ -89,7 +125,12 @@ class CrossLoopTransport:
             await self._stream()
             await self._put(message)
 
-    def finish(self) -> None:
+    def _pump(self) -> None:
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._mailbox.post(self._client.pump)
+
+    def _finish(self) -> None:
         if self._outbound is not None:
             self._outbound.finish()
 
@@ -109,23 +150,16 @@ class CrossLoopTransport:
             raise
 
 
-class SameLoopTransport:
+class SameLoopTransport(Transport):
     """The transport of user code on the HTTP loop. Owned by that loop."""
 
-    __slots__ = ("_chunks", "_client", "_first", "_start")
+    __slots__ = ("_chunks",)
 
     def __init__(self, client: Client, first: Message | None) -> None:
         self._client = client
         self._first = first
+        self._start = None
         self._chunks = 0
-        self._start: Message | None = None
-
-    async def receive(self) -> Message:
-        if self._first is not None:
-            message, self._first = self._first, None
-            return message
-        self._client.pump()
-        return await self._client.take()
 
     async def send(self, message: Message) -> None:
         if self._client.is_gone:
@@ -136,6 +170,8 @@ class SameLoopTransport:
             self._chunks += 1
             if self._chunks % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
+        else:
+            self._client.has_answer = message["type"] != "http.response.start"
         if message["type"] == "http.response.start" and _has_length(message):
             self._start = message  # kept: an error before the body can still be answered as one
         elif self._start is None:
@@ -144,8 +180,8 @@ class SameLoopTransport:
             start, self._start = self._start, None
             await self._client.send_response(start, message)
 
-    def finish(self) -> None:
-        """Do nothing: no message is on its way."""
+    def _pump(self) -> None:
+        self._client.pump()
 
 
 def _has_length(start: Message) -> bool:

@@ -18,6 +18,7 @@ from starlette.types import Message
 
 from ingress.exceptions import is_cancellation
 from ingress.http.exchange import Exchange
+from ingress.http.exchange_state import COMPLETE, GONE, STARTED, ExchangeState
 from ingress.http.messages import INTERNAL_ERROR, NORMAL
 
 # For a handler whose client is gone, to notice and to clean up.
@@ -39,37 +40,39 @@ class WebSocketExchange(Exchange):
         """The deadline of calls that its handler makes: they have none."""
         return None
 
-    def _expire(self) -> None:
+    def cut_late(self) -> None:
         if not self.started:
-            super()._expire()
+            super().cut_late()
 
-    async def _conclude(self) -> None:
+    async def conclude(self, state: ExchangeState) -> None:
         failure = self.error
-        is_over = self._disconnected or self._disconnect_code is not None
-        if failure is not None and is_over and is_cancellation(failure):
+        is_over = state is GONE or self._disconnect_code is not None
+        is_stopped = failure is self._stopped_by
+        if failure is not None and is_over and (is_stopped or is_cancellation(failure)):
             failure = None  # its reaction to the disconnect, or it was cancelled after that
-        if self._is_accepted and not self._is_complete and not self._disconnected:
+        if self._is_accepted and state < COMPLETE:
             code = self._disconnect_code or (NORMAL if failure is None else INTERNAL_ERROR)
             try:
                 await self._send({"type": "websocket.close", "code": code})
             except OSError:
                 pass  # the client has left first
-        self._raise(failure)
+        self._raise(failure, state)
 
     async def pass_on(self, message: Message) -> None:
-        self.started = True
+        self._note_start()
         if message["type"] == "websocket.accept":
             self._is_accepted = True
-        self._is_complete = message["type"] == "websocket.close"
+        elif message["type"] == "websocket.close" and self.state is STARTED:
+            self.state = COMPLETE
         await self._send(message)
 
-    async def _deliver(self, messages: list[Message]) -> None:
+    async def deliver(self, messages: list[Message]) -> None:
         try:
-            await super()._deliver(messages)
+            await super().deliver(messages)
         except OSError:
             self._on_disconnect()  # its handler notices when it sends or receives
 
-    def _stop_work(self) -> None:
+    def on_gone(self) -> None:
         self._close()
         self.loop.call_later(HEARING_S, self._cancel_unless_heard)
 
@@ -79,7 +82,7 @@ class WebSocketExchange(Exchange):
         Race with a handler that notices on its own loop just now: it is cancelled while it cleans
         up, as the handler of a request always is.
         """
-        if not self._ended:
+        if not self._is_ended:
             if self.is_heard:
                 self.loop.call_later(CLEANUP_S, self.cancel)
             else:
