@@ -2,6 +2,10 @@
 
 A bar is a median; its whisker goes from the least to the greatest run. The axis is never
 truncated. The picture has its own background, as a page may not know the reader's preference.
+
+No library shortens this. matplotlib draws the same bars, but in one colour scheme: with the second
+one patched into its output it took 188 lines instead of 165, three times the bytes, and 80 MB more
+in each test environment. pygal's axis ends before the whiskers.
 """
 
 from __future__ import annotations

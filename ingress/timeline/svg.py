@@ -1,4 +1,8 @@
-"""The elements of a timeline's picture: bars, texts, and their styles for light and dark pages."""
+"""The elements of a timeline's picture: bars, texts, and their styles for light and dark pages.
+
+No library draws it as well: matplotlib's has one colour scheme, no tooltips and no data for
+programs, and would add 140 MB to each server that `ingress` is installed on.
+"""
 
 from __future__ import annotations
 
