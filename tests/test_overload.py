@@ -642,8 +642,11 @@ def test_pressure_ends_although_threads_wake_a_little_late(switch_interval: None
     pressure.note(32, 0.16, 0.0)
     assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
 
-    for now in (0.1, 0.2, 1.3):
-        pressure.note(1, 0.0004, now)
+    for look in range(1, 40):  # the next burst of calls meets short turns
+        pressure.note(1, 0.0004, look * 0.025)
+        assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
+    for look in range(40, 100):
+        pressure.note(1, 0.0004, look * 0.025)
 
     assert not pressure.is_high
     assert sys.getswitchinterval() == pytest.approx(0.005)

@@ -3,7 +3,7 @@
 CPython hands the GIL on in turns of `sys.getswitchinterval()`, 5 ms by default. With 32 threads
 that compute, a loop waits 160 ms for each turn of its own. While the pressure is high,
 
-    turns get shorter     with N threads before a loop, to 15 ms / N, at least 0.5 ms
+    turns get shorter     with N threads before a loop, to 15 ms / N, at least 0.5 ms; for a second
     calls start later     a request that gets a slot begins by way of its server's loop, see
                           `Exchange.start`: that loop has a turn between two calls that compute
 
@@ -24,7 +24,7 @@ CALM_S = 1.0
 class GILPressure:
     """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread."""
 
-    __slots__ = ("_calm_at", "_given_s", "_set_s", "adapts", "is_high")
+    __slots__ = ("_calm_at", "_given_s", "_grows_at", "_set_s", "adapts", "is_high")
 
     def __init__(self) -> None:
         self.is_high = False
@@ -32,6 +32,7 @@ class GILPressure:
         self._calm_at = 0.0
         self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
         self._set_s = 0.0
+        self._grows_at = 0.0
 
     def note(self, waits: int, late_s: float, now: float) -> None:
         """Take in how often the watchdog has just waited for the GIL, and how late it is.
@@ -44,14 +45,25 @@ class GILPressure:
         if turns >= WAITS:
             self._calm_at = now + CALM_S
             self.is_high = True
-            self._set(max(SHORTEST_S, ROUND_S / turns))
+            self._shorten(max(SHORTEST_S, ROUND_S / turns), turn_s, now)
         elif self.is_high and late_s >= turn_s / 2:
             # One thread computes, perhaps only because the others' calls are held back. The
             # interval grows again: after half of a very short one, any thread wakes late.
             self._calm_at = now + CALM_S
-            self._set(ROUND_S / WAITS)
+            self._shorten(min(2 * turn_s, ROUND_S / WAITS), turn_s, now)
         elif self.is_high and now >= self._calm_at:
             self.relax()
+
+    def _shorten(self, interval_s: float, turn_s: float, now: float) -> None:
+        """Set the switch interval; a longer one only a second after the last shorter one.
+
+        The queue for the GIL is short each time that a burst of calls has ended, and the next burst
+        would meet long turns.
+        """
+        if interval_s <= turn_s:
+            self._grows_at = now + CALM_S
+        if interval_s <= turn_s or now >= self._grows_at:
+            self._set(interval_s)
 
     def relax(self) -> None:
         """Restore the process's own switch interval, unless user code has set another."""
