@@ -294,8 +294,9 @@ def test_without_the_option_the_plugin_does_nothing(folder: Path) -> None:
     write_module(
         folder,
         "test_app",
-        "from ingress.replicas import replica\nfrom ingress.replicas.user_code import UserCode\n"
-        "def test_this():\n    assert replica.UserCode is UserCode\n",
+        "from ingress.control.factories import Factories\n"
+        "from ingress.engines import local_engine\n"
+        "def test_this():\n    assert local_engine().factories == Factories()\n",
     )
 
     result = subprocess.run(

@@ -9,7 +9,9 @@ import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import ingress as serve
 from ingress.calls.call import Call
 from ingress.engines import local_engine
 from ingress.testing import Latch
+from ingress.timeline.instrumentation import record
 from ingress.timeline.recorder import Recorder
 from tests.forced_race import FIELDS
 from tests.servers import PATIENCE_S, ROOT, Connection, bind, set_flags, wait_until
@@ -274,8 +277,9 @@ def test_what_requests_in_flight_share_has_no_dict(
 ) -> None:
     set_flags(monkeypatch, separate)
     everything = Everything()
+    recording = ExitStack()
     if is_recorded:
-        local_engine().recorder = Recorder()
+        recording.enter_context(local_engine().instrumented(partial(record, Recorder())))
     try:
         serve.start({"port": 0, "retry_started_methods": ["PUT"]})
         serve.run(everything.application())
@@ -294,7 +298,7 @@ def test_what_requests_in_flight_share_has_no_dict(
         got_late = {type(each).__name__ for each, names in before if set(vars(each)) != names}
     finally:
         serve.shutdown()
-        local_engine().recorder = None
+        recording.close()
 
     assert all(answered)
     kinds = {each.__name__ for thing in held for each in type(thing).__mro__}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import tomllib
+from collections.abc import AsyncIterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from textwrap import dedent
@@ -529,14 +531,51 @@ def test_calls_that_are_there_at_once_are_counted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_afterwards_nothing_is_observed() -> None:
-    from ingress.execution import execution
-    from ingress.handle import DeploymentHandle
-    from ingress.http.proxy import HTTPProxy
+    @serve.deployment
+    class Greeter:
+        def __call__(self) -> str:
+            return "hello"
 
-    before = (execution.plan, HTTPProxy.__call__, DeploymentHandle.remote)
-    with Observer().installed():
-        assert (execution.plan, HTTPProxy.__call__, DeploymentHandle.remote) != before
-    assert (execution.plan, HTTPProxy.__call__, DeploymentHandle.remote) == before
+    observer = Observer()
+    with observer.installed():
+        pass
+    with TestClient(bind(Greeter)) as client:
+        assert client.get("/").text == client.handle.remote().result() == "hello"
+
+    assert observer.seen.as_dict() == {"answers": {}, "ran": {}}
+
+
+def test_a_stream_that_is_dropped_is_cancelled_and_one_that_is_kept_goes_on() -> None:
+    """An observed stream stands for the call's own, which would be cancelled when collected."""
+
+    @serve.deployment
+    class Numbers:
+        async def __call__(self) -> AsyncIterator[int]:
+            try:
+                yield 1
+                await asyncio.Event().wait()
+            finally:
+                ended.count_down()
+
+        async def two(self) -> AsyncIterator[int]:
+            yield 1
+            yield 2
+
+    ended, observer = Latch(), Observer()
+    with observer.installed(), TestClient(bind(Numbers)) as client:
+        handle = client.handle.options(stream=True)
+        kept = handle.two.remote()
+        gc.collect()
+        assert isinstance(kept, serve.handle.DeploymentResponseGenerator)
+        assert list(kept) == [1, 2]
+        dropped = handle.remote()
+        assert next(dropped) == 1
+        del dropped
+        gc.collect()
+        ended.wait()
+
+    answers = observer.seen.as_dict()["answers"]
+    assert answers["Numbers.two() item"] == {"1": 1, "2": 1}
 
 
 # Differences.

@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
 )
 from ingress.cli.trace_command import Session, TraceError
+from ingress.control.factories import Factories
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
 from ingress.execution.threads import WorkerThreads
@@ -29,6 +32,7 @@ from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 from ingress.timeline.chrome import as_json
 from ingress.timeline.client import Wanted, wanted
+from ingress.timeline.instrumentation import record as record_with
 from ingress.timeline.picture import SHOWN, as_svg
 from ingress.timeline.recorder import Journey, Recorder, Timeline, Track, loops_of
 from ingress.timeline.waits import WaitKind, rows, waits_of
@@ -45,15 +49,15 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture
 def record() -> Iterator[Callable[..., Recorder]]:
     """Set the recorder of later applications; stop everything at the end of the test."""
-    engine = local_engine()
+    with ExitStack() as in_use:
 
-    def set_recorder(**limits: int) -> Recorder:
-        engine.recorder = Recorder(**limits)
-        return engine.recorder
+        def set_recorder(**limits: int) -> Recorder:
+            recorder = Recorder(**limits)
+            in_use.enter_context(local_engine().instrumented(partial(record_with, recorder)))
+            return recorder
 
-    yield set_recorder
-    engine.recorder = None
-    serve.shutdown()
+        in_use.callback(serve.shutdown)
+        yield set_recorder
 
 
 class Held:
@@ -111,7 +115,7 @@ def test_a_session_leaves_nothing_running(tmp_path: Path, starts: bool) -> None:
             list(session.run(application))
     assert out.exists() == starts
     assert serve.status().applications == {}
-    assert local_engine().recorder is None
+    assert local_engine().factories == Factories()
 
 
 def test_without_a_recorder_nothing_of_it_is_there() -> None:

@@ -5,7 +5,8 @@
     Mailbox           calls into one loop from any thread: one wake-up per burst, none lost
     run_on, start_on  a coroutine on a loop, and its result
 
-Only this module, `execution.threads` and `channel` use the thread-safe functions of loops.
+Only this module uses the thread-safe functions of loops, and `testing.clock`, whose loops override
+them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 try:
-    from uvloop import new_event_loop
+    from uvloop import new_event_loop as new_event_loop
 except ImportError:  # Windows, or installed without the extra
-    from asyncio import new_event_loop  # type: ignore[assignment,unused-ignore]
+    from asyncio import new_event_loop as new_event_loop  # type: ignore[assignment,unused-ignore]
 
 if sys.platform != "win32":  # Windows has no limit of open files
     import resource

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ingress import api
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, WatchedCalls
-from ingress.replicas import replica
-from ingress.replicas.user_code import UserCode
+from ingress.control.factories import Factories
+from ingress.engines import local_engine
 
 WATCHED = "watched.json"
-
-_REPLICA = vars(replica)
-"""The namespace in which a new replica looks up `UserCode`."""
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -32,35 +32,43 @@ def pytest_addoption(parser: Any) -> None:
 def pytest_configure(config: Any) -> None:
     folder = config.getoption("--ingress-rehearsal")
     if folder is not None:
-        watched = json.loads(Path(folder, WATCHED).read_text())
-        RehearsingUserCode.watched = tuple(
-            WatchedCalls(tuple(each["functions"]), each["attribute"]) for each in watched
+        config.pluginmanager.register(Rehearsals(Path(folder)), "ingress-rehearsals")
+
+
+class Rehearsals:
+    """The plugin while tests run. One per process that runs tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._watched = tuple(
+            WatchedCalls(tuple(each["functions"]), each["attribute"])
+            for each in json.loads((folder / WATCHED).read_text())
         )
-        RehearsingUserCode.outcome = Outcome()
-        _REPLICA["UserCode"] = RehearsingUserCode
+        self._outcome = Outcome()
+        self._in_use = ExitStack()
+        self._in_use.enter_context(local_engine().instrumented(self._instrument))
 
+    def _instrument(self, factories: Factories) -> Factories:
+        user_code = partial(RehearsingUserCode, self._watched, self._outcome)
+        return replace(factories, user_code=user_code)
 
-def pytest_unconfigure(config: Any) -> None:
-    folder = config.getoption("--ingress-rehearsal")
-    if folder is None or _REPLICA["UserCode"] is UserCode:
-        return
-    api.shutdown()  # instances that the tests left running are rehearsed now
-    _REPLICA["UserCode"] = UserCode
-    outcome = RehearsingUserCode.outcome
-    writes = [
-        {
-            "path": path,
-            "line": line,
-            "attribute": attribute,
-            "count": seen.count,
-            "lost": seen.lost,
-            "threads": len(seen.threads),
-        }
-        for (path, line, attribute), seen in outcome.writes.items()
-    ]
-    errors = [
-        {"path": path, "line": line, "text": error}
-        for (path, line), error in outcome.errors.items()
-    ]
-    text = json.dumps({"writes": writes, "errors": errors})
-    Path(folder, f"outcome-{os.getpid()}.json").write_text(text)
+    def pytest_unconfigure(self) -> None:
+        api.shutdown()  # instances that the tests left running are rehearsed now
+        self._in_use.close()
+        writes = [
+            {
+                "path": path,
+                "line": line,
+                "attribute": attribute,
+                "count": seen.count,
+                "lost": seen.lost,
+                "threads": len(seen.threads),
+            }
+            for (path, line, attribute), seen in self._outcome.writes.items()
+        ]
+        errors = [
+            {"path": path, "line": line, "text": error}
+            for (path, line), error in self._outcome.errors.items()
+        ]
+        text = json.dumps({"writes": writes, "errors": errors})
+        (self._folder / f"outcome-{os.getpid()}.json").write_text(text)

@@ -100,19 +100,21 @@ class _Recording:
 class RehearsingUserCode(UserCode):
     """A `UserCode` with a rehearsal before it stops. Owned by the replica's user loop."""
 
-    __slots__ = ("_deadline", "_recordings", "_state")
+    __slots__ = ("_deadline", "_outcome", "_recordings", "_state", "_watched")
 
-    watched: ClassVar[tuple[WatchedCalls, ...]] = ()
-    outcome: ClassVar[Outcome] = Outcome()
     _turn: ClassVar[threading.Lock] = threading.Lock()  # the switch interval is the process's
 
     def __init__(
         self,
+        watched: tuple[WatchedCalls, ...],
+        outcome: Outcome,
         func_or_class: Callable[..., Any],
         bound_app: BoundApp | None,
         context: ReplicaRuntime,
         make_plan: MakePlan,
     ) -> None:
+        self._watched = watched
+        self._outcome = outcome
         self._recordings: dict[str, _Recording] = {}
         self._state: dict[str, Any] = {}
         self._deadline = 0.0
@@ -136,7 +138,7 @@ class RehearsingUserCode(UserCode):
             called = [
                 each
                 for name, each in self._recordings.items()
-                if each.samples and self.outcome.wants(name)
+                if each.samples and self._outcome.wants(name)
             ]
             if called:
                 self._deadline = monotonic() + BUDGET_S
@@ -149,7 +151,7 @@ class RehearsingUserCode(UserCode):
 
     def _recorded(self, plan: ExecutionPlan, role: Role) -> ExecutionPlan:
         """Return the plan of a function; a watched `def` gets one that records its calls."""
-        is_watched = any(_names(each.functions, plan.name) for each in self.watched)
+        is_watched = any(_names(each.functions, plan.name) for each in self._watched)
         if not is_watched or plan.kind.is_async or role not in (Role.METHOD, Role.ENDPOINT):
             return plan
         samples: deque[Any] = deque(maxlen=_SAMPLES)
@@ -169,7 +171,7 @@ class RehearsingUserCode(UserCode):
             self._rehearse_alone(instance, recordings)
 
     def _rehearse_alone(self, instance: Any, recordings: list[_Recording]) -> None:
-        trace = Trace(frozenset(each.attribute for each in self.watched))
+        trace = Trace(frozenset(each.attribute for each in self._watched))
         cls, state = type(instance), getattr(instance, "__dict__", None)
         before = None if state is None else dict(state)
         interval = sys.getswitchinterval()
@@ -195,7 +197,7 @@ class RehearsingUserCode(UserCode):
             if state is not None and before is not None:
                 state.clear()
                 state.update(before)
-        self.outcome.add(trace)
+        self._outcome.add(trace)
 
     def _round(self, recording: _Recording, trace: Trace) -> None:
         """Make calls from all threads at once."""
@@ -235,7 +237,7 @@ class RehearsingUserCode(UserCode):
                 result.close()
         except BaseException as error:
             # Often only because its request, and with it an argument, has ended.
-            self.outcome.add_error(error)
+            self._outcome.add_error(error)
 
 
 def _copied(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ingress import api
@@ -14,6 +15,7 @@ from ingress.engines import local_engine
 from ingress.inspection import explain
 from ingress.timeline.chrome import as_json
 from ingress.timeline.client import Answer, Wanted, ask, wanted
+from ingress.timeline.instrumentation import record
 from ingress.timeline.picture import as_svg
 from ingress.timeline.recorder import Recorder, Timeline
 from ingress.timeline.window import check_writable
@@ -84,22 +86,22 @@ class Session:
     def _record(self, application: Application) -> tuple[Timeline, list[Answer]]:
         """Serve the application on a free port until the requests end; Ctrl-C ends them early."""
         engine = local_engine()
-        recorder = engine.recorder = Recorder()
+        recorder = Recorder()
         answers: list[Answer] = []
         cut: Timeline | None = None
-        try:
+        with engine.instrumented(partial(record, recorder)):
             try:
-                api.start(HTTPOptions(host="127.0.0.1", port=0), engine="local")
-                api.run(application)
-            except Exception as error:
-                raise TraceError(f"{error}; `ingress run` shows where") from None
-            try:
-                ask(str(engine.url()), self._requests, self._concurrency, answers)
-            except KeyboardInterrupt:
-                cut = recorder.timeline()  # before the remaining requests are cancelled
-        finally:
-            engine.recorder = None
-            engine.shutdown(None if cut is None else 0.0)
+                try:
+                    api.start(HTTPOptions(host="127.0.0.1", port=0), engine="local")
+                    api.run(application)
+                except Exception as error:
+                    raise TraceError(f"{error}; `ingress run` shows where") from None
+                try:
+                    ask(str(engine.url()), self._requests, self._concurrency, answers)
+                except KeyboardInterrupt:
+                    cut = recorder.timeline()  # before the remaining requests are cancelled
+            finally:
+                engine.shutdown(None if cut is None else 0.0)
         # Not earlier: background tasks and the watchdog's last look have ended now.
         return cut or recorder.timeline(), answers
 

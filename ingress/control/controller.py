@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from ingress.asgi import BoundApp
@@ -23,6 +22,7 @@ from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID, ReplicaID
 from ingress.batching.batching import warn_of_capacity
 from ingress.calls.loops import mailbox_of, reserve_descriptors
+from ingress.control.factories import Factories
 from ingress.declaration.build import BuiltApplication, BuiltDeployment, fill
 from ingress.handle import DeploymentHandle
 from ingress.http.proxy import HTTPProxy
@@ -36,8 +36,6 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ReplicaDetails,
 )
-from ingress.timeline.instrumentation import TracedReplica, TracedRouter
-from ingress.timeline.recorder import Recorder
 
 LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
 
@@ -134,26 +132,22 @@ class RunningApplication:
 class Controller:
     """The starter and stopper of replicas. Owned by the control loop; any thread reads `routers`.
 
-    With a `recorder` all requests are recorded; without one the request path has no code for it.
+    `factories` returns those of an application that starts now.
     """
 
-    __slots__ = ("_make_handle", "_make_replica", "_make_router", "_routers", "_settings")
+    __slots__ = ("_factories", "_make_handle", "_routers", "_settings")
 
     def __init__(
         self,
         settings: Settings,
         routers: dict[DeploymentID, Router],
         make_handle: MakeHandle,
-        recorder: Recorder | None = None,
+        factories: Callable[[], Factories],
     ) -> None:
         self._settings = settings
         self._routers = routers
         self._make_handle = make_handle
-        self._make_router: Callable[..., Router] = Router
-        self._make_replica: Callable[..., Replica] = Replica
-        if recorder is not None:
-            self._make_router = partial(TracedRouter, recorder)
-            self._make_replica = partial(TracedReplica, recorder)
+        self._factories = factories
 
     async def deploy(
         self,
@@ -170,11 +164,12 @@ class Controller:
         if self._settings.run_user_code_in_separate_thread:
             counts = (each.deployment.config.replica_count for each in application.deployments)
             reserve_descriptors(sum(counts), may_raise=self._settings.raise_file_limit)
+        factories = self._factories()
         for built in application.deployments:  # all at once, so that the status shows all
-            running.deployments[built.name] = self._declared(built, running.name)
+            running.deployments[built.name] = self._declared(built, running.name, factories)
         for deployment in running.deployments.values():
             try:
-                await self._start(deployment, serving_loop)
+                await self._start(deployment, serving_loop, factories)
             except Exception as error:
                 raise RuntimeError(
                     f"Deploying application '{running.name}' failed: deployment "
@@ -185,10 +180,12 @@ class Controller:
             self._routers[deployment.router.deployment_id] = deployment.router
             deployment.health = asyncio.get_running_loop().create_task(self._watch(deployment))
 
-    def _declared(self, built: BuiltDeployment, app_name: str) -> RunningDeployment:
+    def _declared(
+        self, built: BuiltDeployment, app_name: str, factories: Factories
+    ) -> RunningDeployment:
         """Return a deployment without replicas."""
         config = built.deployment.config
-        router = self._make_router(
+        router = factories.router(
             DeploymentID(built.name, app_name),
             config.max_queued_requests,
             backpressure=config.backpressure_config,
@@ -199,7 +196,10 @@ class Controller:
         return RunningDeployment(built, router, built.bound_app)
 
     async def _start(
-        self, deployment: RunningDeployment, serving_loop: asyncio.AbstractEventLoop
+        self,
+        deployment: RunningDeployment,
+        serving_loop: asyncio.AbstractEventLoop,
+        factories: Factories,
     ) -> None:
         config = deployment.built.deployment.config
         cls = deployment.built.deployment.func_or_class
@@ -208,7 +208,7 @@ class Controller:
         warn_of_capacity(deployment.built.name, cls, config.max_ongoing_requests)
         for number in range(config.replica_count):
             deployment.replicas.append(
-                self._make_replica(
+                factories.replica(
                     ReplicaID(str(number), router.deployment_id),
                     cls,
                     deployment.bound_app,
@@ -221,6 +221,7 @@ class Controller:
                     resume=router.resume,
                     borrowed=None if separate else serving_loop,
                     stall_threshold_s=self._settings.stall_threshold_s,
+                    factories=factories,
                 )
             )
         create_task = asyncio.get_running_loop().create_task

@@ -26,6 +26,7 @@ _LIVE_OPTIONS = frozenset(
 class EngineHTTP:
     """The HTTP side of an engine. Changed only under the lock of the engine's operations.
 
+    The engine sets the `proxy` when its threads start, before an application can use it.
     `is_kept` says that the server stays without applications, until `reset`.
     """
 
@@ -91,7 +92,7 @@ class EngineHTTP:
         self.server = None
         run_blocking(threads.control.loop, server.stop())
 
-    def reset(self) -> None:
-        """Restore the initial options and proxy, for the next `start`."""
+    def reset(self, proxy: HTTPProxy) -> None:
+        """Restore the initial options, and take a new proxy, for the next `start`."""
         self.options = HTTPOptions()
-        self.proxy = HTTPProxy()
+        self.proxy = proxy

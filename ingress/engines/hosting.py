@@ -55,7 +55,7 @@ class Hosted:
         self._engine = engine
         self._application = application
         self._lock = Lock()
-        self._proxy = HTTPProxy()
+        self._proxy = engine.factories.proxy()
         self._running: RunningApplication | None = None
         self._starting: Future[None] | None = None
         self._start_of: Start | None = None
@@ -164,7 +164,7 @@ class Hosted:
         engine = self._engine
         if previous is not None:  # its loop was closed without a stop, so it cannot drain
             await engine.apps.stop(previous, timeout_s=0.0)
-        self._proxy = HTTPProxy()
+        self._proxy = engine.factories.proxy()
         self._proxy.limits = engine.request_limits()
         name = engine.apps.free_name()
         built = build(self._application, name)

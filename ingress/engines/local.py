@@ -17,6 +17,7 @@ from ingress.calls.call import Call, when_all_settled
 from ingress.calls.loops import run_blocking
 from ingress.config import HTTPOptions
 from ingress.control.controller import Controller, RunningApplication
+from ingress.control.factories import Factories, Instrument
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.engines.applications import INTERRUPTED, Applications, Start
@@ -30,7 +31,7 @@ from ingress.http.retrying import RequestLimits
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus
-from ingress.timeline.recorder import Recorder
+from ingress.timeline.instrumentation import record
 
 logger = logging.getLogger("ingress")
 
@@ -39,18 +40,20 @@ class LocalEngine:
     """The engine of this process, a `handle.Directory`. One per process. Thread-safe.
 
     The tables of routers and applications are changed on the control loop; any thread reads them.
-    `_lock` guards the threads and the count of their users. `_operations` guards the HTTP server:
-    `shutdown` holds it throughout, other operations while a server starts or stops. No thread that
-    holds it waits for a constructor.
+    `_lock` guards the threads, the count of their users, and the instruments. `_operations` guards
+    the HTTP server: `shutdown` holds it throughout, other operations while a server starts or
+    stops. No thread that holds it waits for a constructor.
     """
 
     __slots__ = (
-        "_lock", "_operations", "_threads", "_users", "apps", "http", "recorder", "routers",
+        "_instruments", "_lock", "_operations", "_threads", "_users", "apps", "factories", "http",
+        "routers",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.routers: dict[DeploymentID, Router] = {}
-        self.recorder: Recorder | None = None  # may be set before the first start
+        self.factories = Factories()  # of the applications that start now
+        self._instruments: list[Instrument] = []
         self._lock = threading.Lock()
         self._operations = threading.RLock()
         self._users = 0
@@ -75,9 +78,14 @@ class LocalEngine:
         with self._lock:
             if self._threads is None:
                 self._threads = EngineThreads(Settings.from_environment())
-                settings, recorder = self._threads.settings, self.recorder or self._threads.recorder
+                self._apply_instruments()
+                # Not earlier: instruments may have come since the last threads ended.
+                self.http.proxy = self.factories.proxy()
+                settings = self._threads.settings
                 self.apps.freezes_gc = settings.freeze_gc
-                self.apps.controller = Controller(settings, self.routers, self.handle, recorder)
+                self.apps.controller = Controller(
+                    settings, self.routers, self.handle, lambda: self.factories
+                )
             self._users += 1
             return self._threads
 
@@ -88,8 +96,31 @@ class LocalEngine:
             if self._users:
                 return
             threads, self._threads = self._threads, None
+            self._apply_instruments()
         if threads is not None:
             threads.stop()
+
+    @contextmanager
+    def instrumented(self, instrument: Instrument) -> Iterator[None]:
+        """Make applications that start meanwhile with an instrument's factories."""
+        with self._lock:
+            self._instruments.append(instrument)
+            self._apply_instruments()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._instruments.remove(instrument)
+                self._apply_instruments()
+
+    def _apply_instruments(self) -> None:
+        """Set the factories. The caller holds `_lock`."""
+        factories = Factories()
+        if self._threads is not None and self._threads.recorder is not None:
+            factories = record(self._threads.recorder, factories)
+        for instrument in self._instruments:
+            factories = instrument(factories)
+        self.factories = factories
 
     def request_limits(self) -> RequestLimits:
         """Return the limits of HTTP requests and the retried methods."""
@@ -211,7 +242,7 @@ class LocalEngine:
                 self.http.is_kept = False
                 self.release()
             self.http.stop_if_unused(threads)
-            self.http.reset()
+            self.http.reset(self.factories.proxy())
 
     def _proxies(self) -> list[HTTPProxy]:
         return [self.http.proxy, *(each.proxy for each in list(self.applications.values()))]
@@ -244,7 +275,7 @@ class LocalEngine:
     # Handles.
 
     def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
-        return DeploymentHandle(deployment_id, self)
+        return self.factories.handle(deployment_id, self)
 
     def app_handle(self, name: str) -> DeploymentHandle:
         running = self.applications.get(name)

@@ -23,7 +23,7 @@ from ingress.calls import deadlocks
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import Home
 from ingress.execution.execution import SERIAL_LANE, Lanes
-from ingress.execution.threads import IDLE_S, Work, WorkerPool
+from ingress.execution.threads import IDLE_S, MakeThreads, Work, WorkerPool, WorkerThreads
 
 _ABSENT = object()
 _END = object()
@@ -34,10 +34,15 @@ class ReplicaPools:
 
     __slots__ = ("_all", "_named", "default", "lanes")
 
-    def __init__(self, home: Home, declared: Lanes) -> None:
-        self.default = WorkerPool(home, declared.limit)
-        self._named = {name: LanePool(home, limit, name) for name, limit in declared.limits.items()}
-        self._named[SERIAL_LANE] = SerialPool(home)
+    def __init__(
+        self, home: Home, declared: Lanes, make_threads: MakeThreads = WorkerThreads
+    ) -> None:
+        self.default = WorkerPool(home, declared.limit, make_threads=make_threads)
+        self._named = {
+            name: LanePool(home, limit, name, make_threads=make_threads)
+            for name, limit in declared.limits.items()
+        }
+        self._named[SERIAL_LANE] = SerialPool(home, make_threads)
         self.lanes = replace(declared, pools=self._named)
         self._all = [self.default, *self._named.values()]
 
@@ -77,8 +82,16 @@ class LanePool(WorkerPool):
 
     __slots__ = ("_behind", "_inside", "_lane", "_limit", "_open", "_turns")
 
-    def __init__(self, home: Home, limit: int, lane: str, *, idle_s: float | None = IDLE_S) -> None:
-        super().__init__(home, limit, lane, idle_s=idle_s)
+    def __init__(
+        self,
+        home: Home,
+        limit: int,
+        lane: str,
+        *,
+        idle_s: float | None = IDLE_S,
+        make_threads: MakeThreads = WorkerThreads,
+    ) -> None:
+        super().__init__(home, limit, lane, idle_s=idle_s, make_threads=make_threads)
         self._lane = lane
         self._limit = limit
         self._inside: dict[_LaneWork, Call | None] = {}
@@ -172,8 +185,8 @@ class SerialPool(LanePool):
 
     __slots__ = ()
 
-    def __init__(self, home: Home) -> None:
-        super().__init__(home, 1, SERIAL_LANE, idle_s=None)
+    def __init__(self, home: Home, make_threads: MakeThreads = WorkerThreads) -> None:
+        super().__init__(home, 1, SERIAL_LANE, idle_s=None, make_threads=make_threads)
 
     async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
         """Yield what an iterable yields, one item at a time; other calls may run in between.

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from ingress.execution.threads import WorkerThreads
+from ingress.execution.threads import IDLE_S, MakeThreads, WorkerThreads
 
 T = TypeVar("T")
 
@@ -24,8 +24,14 @@ class LoopExecutor(ThreadPoolExecutor):
     because asyncio requires it.
     """
 
-    def __init__(self, name: str, limit: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._ingress_threads = WorkerThreads(name, limit, loop)
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        loop: asyncio.AbstractEventLoop,
+        make_threads: MakeThreads = WorkerThreads,
+    ) -> None:
+        self._ingress_threads = make_threads(name, limit, loop, IDLE_S)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()

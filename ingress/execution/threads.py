@@ -159,6 +159,9 @@ class WorkerThreads:
             return True
 
 
+MakeThreads = Callable[[str, int, asyncio.AbstractEventLoop, float | None], WorkerThreads]
+
+
 class WorkerPool:
     """The worker threads of one replica, or of one of its lanes, as seen from the user loop.
 
@@ -168,13 +171,19 @@ class WorkerPool:
     __slots__ = ("loop", "mailbox", "threads")
 
     def __init__(
-        self, home: Home, limit: int, lane: str = "", *, idle_s: float | None = IDLE_S
+        self,
+        home: Home,
+        limit: int,
+        lane: str = "",
+        *,
+        idle_s: float | None = IDLE_S,
+        make_threads: MakeThreads = WorkerThreads,
     ) -> None:
         self.loop = home.loop
         # A mailbox for the answers alone, so that one wake-up delivers a burst of answers.
         self.mailbox = Mailbox(home.loop)
         name = f"{home.name}-{lane}" if lane else home.name
-        self.threads = WorkerThreads(name, limit, home.loop, idle_s)
+        self.threads = make_threads(name, limit, home.loop, idle_s)
 
     async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T:
         """Run `func` in a worker thread, in a copy of the current context.

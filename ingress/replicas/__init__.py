@@ -5,6 +5,7 @@
     overload        the policy that orders, sheds and turns away calls under overload
     replica         one replica: its loop, its threads, its running calls
     user_code       the user's class or function in a replica
+    factories       what a replica makes its parts with
     models, multiplex
 
 It imports `declaration`, `asgi` and what is below them; it knows nothing of HTTP servers.

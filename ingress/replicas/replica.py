@@ -31,8 +31,9 @@ from ingress.execution import execution
 from ingress.execution.lane_pools import ReplicaPools
 from ingress.execution.lanes import lanes_of
 from ingress.execution.loop_executor import LoopExecutor
+from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
-from ingress.replicas.user_code import MakePlan, UserCode
+from ingress.replicas.user_code import MakePlan
 from ingress.watchdog import WATCHDOG
 from ingress.watchdog.pressure import GIL_PRESSURE
 
@@ -66,6 +67,7 @@ class Replica:
         release            gives the slot of a call back to the router
         reassign           gives the router a call back that no user code has seen
         resume             asks the router for the next call
+        factories          make its parts
 
     Written under the router's lock: `ongoing`, `max_ongoing`, `position`, `given`, which counts the
     calls that got a slot, and `requested`, which counts them by the model they name. Written on the
@@ -95,6 +97,7 @@ class Replica:
         resume: Callable[[Replica], Any] = lambda replica: None,
         borrowed: asyncio.AbstractEventLoop | None = None,
         stall_threshold_s: float | None = None,
+        factories: ReplicaFactories = UNOBSERVED,
     ) -> None:
         self.replica_id = replica_id
         self.state = ReplicaState.STARTING
@@ -116,15 +119,16 @@ class Replica:
         name = str(replica_id)
         on_dead: OnDead = self._on_dead
         self._home = (
-            EventLoopThread(name, on_dead)
+            EventLoopThread(name, on_dead, factories.new_loop)
             if borrowed is None
             else BorrowedLoop(name, borrowed, on_dead)
         )
         self.loop = self._home.loop
         self.thread = self._home.ident  # `None` if the loop is borrowed
-        self.pools = ReplicaPools(self._home, lanes_of(func_or_class, max_ongoing, lanes or {}))
+        declared = lanes_of(func_or_class, max_ongoing, lanes or {})
+        self.pools = ReplicaPools(self._home, declared, factories.threads)
         make_plan: MakePlan = partial(
-            execution.plan,
+            factories.plan,
             sync_in_threadpool=sync_in_threadpool,
             pool=self.pools.default,
             lanes=self.pools.lanes,
@@ -133,14 +137,14 @@ class Replica:
         if borrowed is None:  # a borrowed loop keeps its owner's executor, see `LocalEngine`
             # Source: Ray 2.60.0, replica.py: 5 threads for the default of one CPU.
             workers = min(32, max(1, math.ceil(num_cpus)) + 4)
-            self._executor = LoopExecutor(f"{name}-executor", workers, self.loop)
+            self._executor = LoopExecutor(f"{name}-executor", workers, self.loop, factories.threads)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
         # The calls that run here, each with its task once that has begun.
         self._calls: dict[Call, asyncio.Task[Any] | None] = {}
         self.context = ReplicaRuntime(replica_id, loop=self.loop, make_plan=make_plan)
         self._models = Models(self.loop, self.context, make_plan, self._calls)
         try:
-            self.user_code = UserCode(func_or_class, bound_app, self.context, make_plan)
+            self.user_code = factories.user_code(func_or_class, bound_app, self.context, make_plan)
         except BaseException:  # of cloning the user's app: the caller has no replica to stop
             self._home.stop(1.0)
             raise

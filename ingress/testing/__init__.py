@@ -10,8 +10,8 @@
     observation   the answers of one test, and the threads that its code ran in
     comparison    the differences between two runs of a test
 
-No other module of ingress imports this package, and its import patches nothing. `observation` and
-`clock` patch ingress while they are in use, and restore it afterwards.
+No other module of ingress imports this package, and its import changes nothing. `observation` and
+`clock` hand the engine factories of their own while they are in use (`control.factories`).
 """
 
 from __future__ import annotations

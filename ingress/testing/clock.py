@@ -20,22 +20,22 @@ import math
 import selectors
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import Context
-from functools import partial
+from dataclasses import replace
 from time import monotonic
-from typing import Any, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
 
 from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
-from ingress.calls.loops import EventLoopThread, running_loop
+from ingress.calls.loops import new_event_loop, running_loop
 from ingress.engines import local_engine
-from ingress.replicas import replica
+
+if TYPE_CHECKING:  # pytest imports this package in every test run
+    from ingress.control.factories import Factories
 
 Ts = TypeVarTuple("Ts")
 
 TIMEOUT_S = 10.0
-
-_REPLICA = vars(replica)
-"""The namespace in which a new replica looks up `EventLoopThread`."""
 
 
 class VirtualClock:
@@ -53,7 +53,7 @@ class VirtualClock:
     loops go on in real time. `timeout_s`, in real time, limits the test's wait for a loop.
     """
 
-    __slots__ = ("_before", "_changed", "_loops", "_moved_s", "_now", "_timeout_s")
+    __slots__ = ("_changed", "_in_use", "_loops", "_moved_s", "_now", "_timeout_s")
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -62,7 +62,7 @@ class VirtualClock:
         # Guards all below, and the state that each loop reports.
         self._changed = threading.Condition(threading.RLock())
         self._loops: list[_Loop] = []
-        self._before: Any = None
+        self._in_use = ExitStack()
 
     @property
     def elapsed_s(self) -> float:
@@ -75,19 +75,20 @@ class VirtualClock:
                 "VirtualClock moves the event loops that replicas have for themselves, and with "
                 f"{USER_CODE_IN_SEPARATE_THREAD}=0 they have none; set it to 1 for this test"
             )
-        if running := sorted(local_engine().applications):
+        engine = local_engine()
+        if running := sorted(engine.applications):
             raise RuntimeError(
                 f"VirtualClock moves what is started after it, and {running} runs already; enter "
                 "it first: with VirtualClock() as clock, TestClient(app) as client:"
             )
-        if _REPLICA["EventLoopThread"] is not EventLoopThread:
+        if engine.factories.new_loop is not new_event_loop:
             raise RuntimeError("one VirtualClock at a time; leave the other one first")
         self._now = monotonic()
-        _REPLICA["EventLoopThread"] = partial(EventLoopThread, new_loop=self._new_loop)
+        self._in_use.enter_context(engine.instrumented(self._instrument))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _REPLICA["EventLoopThread"] = EventLoopThread
+        self._in_use.close()
         for loop in list(self._loops):
             loop.let_go()
 
@@ -131,6 +132,9 @@ class VirtualClock:
                 f"have {count} timers",
             )
 
+    def _instrument(self, factories: Factories) -> Factories:
+        return replace(factories, new_loop=self._new_loop)
+
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         with self._changed:
             loop = _Loop(self)
@@ -141,7 +145,7 @@ class VirtualClock:
         self._now = now
         for loop in self._loops:
             if loop.due <= now:
-                loop.call_soon_threadsafe(_nothing)
+                loop.wake()
 
     def _are_idle(self) -> bool:
         return all(loop.is_idle for loop in self._loops)
@@ -218,8 +222,14 @@ class _Loop(asyncio.SelectorEventLoop):
                 self.is_real = True
                 self.clock._loops.remove(self)
                 self.clock._changed.notify_all()
-                if not self.is_closed():
-                    self.call_soon_threadsafe(_nothing)
+                self.wake()
+
+    def wake(self) -> None:
+        """Make the loop check the time. No effect once it is closed."""
+        # Not by the loop's mailbox: its post is silent if another thread is about to wake the loop,
+        # and until then the loop still counts as idle.
+        if not self.is_closed():
+            self.call_soon_threadsafe(_nothing)
 
     def call_at(
         self,
@@ -254,5 +264,4 @@ class _Loop(asyncio.SelectorEventLoop):
         super().close()
 
 
-def _nothing() -> None:
-    """Do nothing: the callback makes a loop check the time."""
+def _nothing() -> None: ...

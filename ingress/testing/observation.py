@@ -3,26 +3,27 @@
     answers   of the proxy, to any client; and of handles, to calls from outside
     ran       each `def` that a replica calls for a request: its own thread tells its place
 
-`Observer.installed` patches the request path while it is in use, and restores it afterwards.
+While `Observer.installed` is in use, the engine makes the parts of applications with its factories.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import running_loop
+from ingress.control.factories import Factories
+from ingress.engines import local_engine
 from ingress.exceptions import RequestCancelledError
 from ingress.execution import execution
 from ingress.execution.execution import ExecutionMode, ExecutionPlan, Kind, Role
@@ -76,108 +77,124 @@ class Seen:
 class Observer:
     """The observer of requests and calls. The runner of the tests sets a new `seen` for each."""
 
-    __slots__ = ("_streams", "seen")
+    __slots__ = ("seen",)
 
     def __init__(self) -> None:
         self.seen = Seen()
-        # For each stream of a call by handle: the observations, and its name in them.
-        self._streams: WeakKeyDictionary[Any, tuple[Seen, str]] = WeakKeyDictionary()
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Observe all calls meanwhile, of replicas that are created meanwhile."""
-        wraps: list[tuple[Any, str, Any]] = [
-            (execution, "plan", self._plan),
-            (HTTPProxy, "__call__", self._respond),
-            (DeploymentHandle, "remote", self._remote),
-            (DeploymentResponseGenerator, "__next__", self._next),
-            (DeploymentResponseGenerator, "__anext__", self._anext),
-        ]
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in wraps]
-        try:
-            for (owner, name, wrap), (_, _, original) in zip(wraps, originals, strict=True):
-                setattr(owner, name, wrap(original))
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
+    def installed(self) -> AbstractContextManager[None]:
+        """Observe the applications that start meanwhile."""
+        return local_engine().instrumented(self._instrument)
 
-    def _plan(self, original: Callable[..., ExecutionPlan]) -> Any:
-        def plan(func: Callable[..., Any], role: Role, **given: Any) -> ExecutionPlan:
-            made = original(func, role, **given)
-            if role in _ROLES and not made.kind.is_async:
-                made.func = self._noted(made)
+    def _instrument(self, factories: Factories) -> Factories:
+        return replace(
+            factories,
+            proxy=partial(_ObservedProxy, self),
+            handle=partial(_ObservedHandle, self),
+            plan=partial(self._plan, factories.plan),
+        )
+
+    def _plan(
+        self,
+        make_plan: Callable[..., ExecutionPlan],
+        func: Callable[..., Any],
+        role: Role,
+        **given: Any,
+    ) -> ExecutionPlan:
+        made = make_plan(func, role, **given)
+        if role not in _ROLES or made.kind.is_async:
             return made
-
-        return plan
+        return replace(made, func=self._noted(made))
 
     def _noted(self, plan: ExecutionPlan) -> Callable[..., Any]:
         func, name = plan.func, plan.name
         if plan.kind is Kind.GENERATOR:  # its body runs when it is iterated
 
-            @functools.wraps(func)
+            @wraps(func)
             def iterate(*args: Any, **kwargs: Any) -> Any:
                 with self.seen.running(name):
                     return (yield from func(*args, **kwargs))
 
             return iterate
 
-        @functools.wraps(func)
+        @wraps(func)
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.seen.running(name):
                 return func(*args, **kwargs)
 
         return call
 
-    def _respond(self, original: Callable[..., Any]) -> Any:
-        async def respond(proxy: Any, scope: Scope, receive: Receive, send: Send) -> None:
-            seen, answer = self.seen, _Answer()
 
-            async def noted_receive() -> Message:
-                message = await receive()
-                answer.is_over |= message["type"].endswith(".disconnect")
-                return message
+class _ObservedProxy(HTTPProxy):
+    """A proxy that records its answers."""
 
-            async def noted_send(message: Message) -> None:
-                answer.add(message)
-                await send(message)
+    __slots__ = ("_observer",)
 
-            try:
-                await original(proxy, scope, noted_receive, noted_send)
-            finally:
-                seen.answered(_request(scope), str(answer))
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
 
-        return respond
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seen, answer = self._observer.seen, _Answer()
 
-    def _remote(self, original: Callable[..., Any]) -> Any:
-        def remote(handle: DeploymentHandle, *args: Any, **kwargs: Any) -> Any:
-            response = original(handle, *args, **kwargs)
-            if CURRENT_CALL.get(None) is None:  # not part of another answer
-                method = handle._options.method_name
-                observed = self.seen, f"{handle.deployment_name}.{method}()"
-                response._call.when_settled(functools.partial(_settled, *observed))
-                self._streams[response] = observed
+        async def noted_receive() -> Message:
+            message = await receive()
+            answer.is_over |= message["type"].endswith(".disconnect")
+            return message
+
+        async def noted_send(message: Message) -> None:
+            answer.add(message)
+            await send(message)
+
+        try:
+            await super().__call__(scope, noted_receive, noted_send)
+        finally:
+            seen.answered(_request(scope), str(answer))
+
+
+class _ObservedHandle(DeploymentHandle):
+    """A handle that records the answers to calls from outside."""
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, observer: Observer, *args: Any) -> None:
+        super().__init__(*args)
+        self._observer = observer
+
+    def options(self, **given: Any) -> DeploymentHandle:
+        made = super().options(**given)
+        return _ObservedHandle(self._observer, self._id, self._directory, made._options)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        response = super().remote(*args, **kwargs)
+        if CURRENT_CALL.get(None) is not None:  # part of another answer
             return response
+        seen, request = self._observer.seen, f"{self.deployment_name}.{self._options.method_name}()"
+        response._call.when_settled(partial(_settled, seen, request))
+        if isinstance(response, DeploymentResponseGenerator):
+            return _ObservedStream(response, seen, request)
+        return response
 
-        return remote
 
-    def _next(self, original: Callable[..., Any]) -> Any:
-        def next_item(response: Any) -> Any:
-            return self._item(response, original(response))
+class _ObservedStream(DeploymentResponseGenerator):
+    """A stream that records the items its consumer takes. It shares the state of `_original`."""
 
-        return next_item
+    __slots__ = ("_original", "_request", "_seen")
 
-    def _anext(self, original: Callable[..., Any]) -> Any:
-        async def next_item(response: Any) -> Any:
-            return self._item(response, await original(response))
+    def __init__(self, original: DeploymentResponseGenerator, seen: Seen, request: str) -> None:
+        self._original = original  # its `__del__` would cancel the call
+        self._seen, self._request = seen, request
+        self._call, self._turn = original._call, original._turn
+        self._channel, self._directory = original._channel, original._directory
 
-        return next_item
+    def __next__(self) -> Any:
+        return self._noted(super().__next__())
 
-    def _item(self, response: Any, item: Any) -> Any:
-        observed = self._streams.get(response)
-        if observed is not None:
-            seen, request = observed
-            seen.answered(f"{request} item", _text_of(item))
+    async def __anext__(self) -> Any:
+        return self._noted(await super().__anext__())
+
+    def _noted(self, item: Any) -> Any:
+        self._seen.answered(f"{self._request} item", _text_of(item))
         return item
 
 

@@ -2,11 +2,13 @@
 
     recorder   the last requests, and each time span that a request ran in a thread
     instrumentation
-               the router, replica and worker threads that feed a recorder, used only with one
+               the router, replica and worker threads that feed a recorder; the engine makes them
+               while `record` is among its instruments
     chrome     a timeline as Chrome Trace Event JSON, for Perfetto and chrome://tracing
     picture    a timeline as SVG
     client     the requests that `ingress trace` sends
     window     the recent requests of a running server, in a file: `INGRESS_TRACE`
 
-The request path has none of this code unless an application is started with a recorder.
+The request path has none of this code unless an application is started with a recorder. It imports
+`control` and the folders below it.
 """

@@ -3,28 +3,41 @@
     Router.assign -> _reserve | _next -> Replica.serve -> WorkerThreads.submit -> Router.release
     arrives          has a slot          begins           waits for a thread      ends
 
-An application that starts with a recorder uses these in place of their base classes. Any other
-application has none of this code.
+An application that starts with `record` among the engine's instruments uses these in place of their
+base classes. Any other application has none of this code.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
 from ingress.asgi import route_template
 from ingress.calls.call import CURRENT_CALL, Call
+from ingress.context import REPLICA
+from ingress.control.factories import Factories
 from ingress.execution.execution import ExecutionPlan, Role
-from ingress.execution.threads import WorkerPool, WorkerThreads
+from ingress.execution.threads import WorkerThreads
 from ingress.http.exchange import Exchange
 from ingress.replicas.overload import Shed
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 from ingress.timeline.recorder import Journey, Recorder
+
+
+def record(recorder: Recorder, factories: Factories) -> Factories:
+    """Return the factories of applications whose requests are recorded."""
+    return replace(
+        factories,
+        router=partial(TracedRouter, recorder),
+        replica=partial(TracedReplica, recorder),
+        threads=partial(TracedThreads, recorder),
+        plan=partial(_plan, recorder, factories.plan),
+    )
 
 
 class TracedRouter(Router):
@@ -70,16 +83,6 @@ class TracedReplica(Replica):
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
-        # Before the first call, while the pools have no threads yet.
-        for pool in (self.pools.default, *self.pools.lanes.pools.values()):
-            assert isinstance(pool, WorkerPool)
-            pool.threads = TracedThreads(recorder, pool.threads)
-        if self._executor is not None:
-            threads = self._executor._ingress_threads
-            self._executor._ingress_threads = TracedThreads(recorder, threads)
-        # Only batches use the context's `_make_plan`.
-        assert self.context.make_plan is not None
-        self.context.make_plan = partial(_batch_plan, self, self.context.make_plan)
 
     async def serve(self, call: Call) -> Any:
         recorder, work = self._recorder, call.work
@@ -100,12 +103,12 @@ class TracedReplica(Replica):
 
 
 class TracedThreads(WorkerThreads):
-    """Worker threads that record their runs, in place of unstarted `threads`. Thread-safe."""
+    """Worker threads that record their runs. Thread-safe."""
 
     __slots__ = ("_recorder",)
 
-    def __init__(self, recorder: Recorder, threads: WorkerThreads) -> None:
-        super().__init__(threads.name, threads.limit, threads._loop, threads._idle_s)
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._recorder = recorder
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -121,16 +124,18 @@ class TracedThreads(WorkerThreads):
             self._recorder.leave(run)
 
 
+@dataclass
 class _BatchPlan(ExecutionPlan):
     """The plan of a function under `@batch`: each of its runs is recorded like a request."""
 
-    __slots__ = ("replica",)
+    __slots__ = ("recorder",)  # by hand: `super()` fails in a class that `dataclass` makes again
 
-    replica: TracedReplica
+    _: KW_ONLY
+    recorder: Recorder
 
     async def run(self, /, *args: Any, **kwargs: Any) -> Any:
         with self._recorded() as journey:
-            return await _Steps(super().run(*args, **kwargs), journey, self.replica._recorder)
+            return await _Steps(super().run(*args, **kwargs), journey, self.recorder)
 
     async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         with self._recorded():  # its steps on the loop are not recorded
@@ -140,10 +145,10 @@ class _BatchPlan(ExecutionPlan):
 
     @contextmanager
     def _recorded(self) -> Iterator[Journey]:
-        recorder, batch = self.replica._recorder, CURRENT_CALL.get()
+        recorder, replica, batch = self.recorder, REPLICA.get(), CURRENT_CALL.get()
         name = f"{self.name} x {len(batch.members or ())}"
-        journey = recorder.arrive(batch, "batch", name, self.replica.context.deployment)
-        journey.replica = str(self.replica.replica_id)
+        journey = recorder.arrive(batch, "batch", name, replica.deployment)
+        journey.replica = str(replica.replica_id)
         journey.loop = recorder.track(is_loop=True)
         journey.slot_at = journey.began_at = journey.arrived_at
         try:
@@ -152,16 +157,18 @@ class _BatchPlan(ExecutionPlan):
             recorder.end(batch)
 
 
-def _batch_plan(
-    replica: TracedReplica,
-    make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan],
+def _plan(
+    recorder: Recorder,
+    make_plan: Callable[..., ExecutionPlan],
     func: Callable[..., Any],
     role: Role,
+    **given: Any,
 ) -> ExecutionPlan:
-    made = make_plan(func, role)
-    plan = _BatchPlan(**{each.name: getattr(made, each.name) for each in fields(made)})
-    plan.replica = replica
-    return plan
+    made = make_plan(func, role, **given)
+    if role is not Role.BATCH:
+        return made
+    given = {each.name: getattr(made, each.name) for each in fields(ExecutionPlan)}
+    return _BatchPlan(**given, recorder=recorder)
 
 
 class _Steps:
