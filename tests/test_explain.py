@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,10 +18,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import fastapi
 import pytest
 from anyio.to_thread import current_default_thread_limiter
-from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI
+from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request, Response, WebSocket
 from fastapi.responses import StreamingResponse
+from fastapi.routing import run_endpoint_function
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -33,6 +36,7 @@ from ingress.base.settings import (
     Settings,
 )
 from ingress.cli import commands as cli
+from ingress.exceptions import CompiledRoutesOffWarning
 from ingress.execution.execution import code_of
 from ingress.inspection import Explanation, Level, Row, explain
 from ingress.inspection.sources import Use, mentions
@@ -292,6 +296,82 @@ def test_an_app_that_is_no_starlette_is_one_row() -> None:
         pass
 
     assert list(rows_of(K)) == ["ASGI app"]
+
+
+# Compiled routes.
+
+
+def is_run_by_fastapi() -> bool:
+    """Return whether FastAPI's own handler runs the endpoint that calls this."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not run_endpoint_function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.fixture
+def mixed() -> Any:
+    """Return an application with routes of every kind, most of which tell who ran them."""
+    app, router, mounted = FastAPI(), APIRouter(), FastAPI()
+
+    def yields() -> Iterator[int]:
+        yield 1
+
+    @mounted.get("/own")
+    async def own() -> bool:
+        return is_run_by_fastapi()
+
+    async def page(request: Request) -> Response:
+        return Response("a page")
+
+    class K:
+        @app.get("/plain")
+        async def plain(self) -> bool:
+            return is_run_by_fastapi()
+
+        @app.get("/teardown")
+        async def teardown(self, value: int = Depends(yields)) -> bool:
+            return is_run_by_fastapi()
+
+        @router.get("/included")
+        async def included(self) -> bool:
+            return is_run_by_fastapi()
+
+        @app.websocket("/socket")
+        async def socket(self, socket: WebSocket) -> None: ...
+
+    app.include_router(router, prefix="/v1")
+    app.mount("/mounted", mounted)
+    app.add_route("/page", page)
+    return bind(serve.deployment(serve.ingress(app)(K)))
+
+
+def test_the_column_compiled_says_which_routes_fastapis_own_handler_answers(mixed: Any) -> None:
+    explanation = explain(mixed, Settings())
+    compiled = {row.what: row.is_compiled for row in explanation.rows}
+    answered = ("/plain", "/teardown", "/v1/included", "/mounted/own")
+
+    with served(mixed) as it:
+        by_fastapi = {path: it.get(path).json() for path in answered}
+
+    assert by_fastapi == {path: not compiled[f"GET {path}"] for path in answered}
+    assert set(by_fastapi.values()) == {True, False}
+    others = [compiled[what] for what in ("GET HEAD /page", "WS /socket", "dependency")]
+    assert others == [None] * 3
+    table = printed(explanation)
+    assert re.search(r"^GET /plain .*K\.plain +async def +yes ", table, re.MULTILINE)
+    assert re.search(r"^GET /teardown .*K\.teardown +async def +no ", table, re.MULTILINE)
+
+
+def test_with_a_fastapi_that_is_newer_the_column_says_that_no_route_is_compiled(
+    mixed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastapi, "__version__", "0.9999.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompiledRoutesOffWarning)  # once in a process
+        rows = explain(mixed, Settings()).rows
+
+    assert {row.is_compiled for row in rows if row.what.startswith("GET /")} == {False}
 
 
 # Rows.

@@ -51,6 +51,11 @@ def compiled_app(route: Any) -> ASGIApp:
         return full
 
 
+def is_compiled(app: ASGIApp) -> bool:
+    """Return whether this is the compiled `app` of a route."""
+    return getattr(app, "__module__", None) == __name__
+
+
 def _compiled(route: Any) -> ASGIApp:
     _check(route)
     full: ASGIApp = route.app

@@ -21,9 +21,10 @@ from starlette.endpoints import HTTPEndpoint
 from starlette.routing import BaseRoute, Host, Mount, Router, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
+from ingress.asgi.compiled import is_compiled
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
-from ingress.asgi.routes import served_routes
+from ingress.asgi.routes import served_routes, with_app
 from ingress.execution.execution import Role, kind
 
 _FRAMEWORKS = ("fastapi", "starlette", "ingress")
@@ -34,12 +35,14 @@ class Part:
     """One callable of the user's: its description, and its role in `execution`.
 
     `at_once` is the number of its concurrent calls, if something other than threads limits it.
+    `is_compiled` says of a FastAPI route whether it is compiled; `None` for all other callables.
     """
 
     what: str
     func: Callable[..., Any]
     role: Role
     at_once: int | None = None
+    is_compiled: bool | None = None
 
 
 def app_parts(app: Any, router: Router, targets: Iterable[Target]) -> list[Part]:
@@ -81,16 +84,18 @@ class _Routes:
         path = prefix + served.path
         methods = " ".join(sorted(getattr(served, "methods", None) or ())) or "any"
         what = f"{'WS' if isinstance(original, WebSocketRoute) else methods} {path}"
+        route = with_app(served)
+        compiled = None if route is None else is_compiled(route.app)
         func = getattr(endpoint, "__ingress_func__", None)
         if func is not None:
-            yield Part(what, func, Role.ENDPOINT)
+            yield Part(what, func, Role.ENDPOINT, is_compiled=compiled)
         elif inspect.isclass(endpoint) and issubclass(endpoint, HTTPEndpoint):
             for name in ("get", "head", "post", "put", "patch", "delete", "options"):
                 if hasattr(endpoint, name):
                     yield Part(f"{name.upper()} {path}", getattr(endpoint, name), Role.FRAMEWORK)
         else:
             called = getattr(endpoint, "dispatch", endpoint)  # of Starlette's `WebSocketEndpoint`
-            yield Part(what, called, Role.FRAMEWORK)
+            yield Part(what, called, Role.FRAMEWORK, is_compiled=compiled)
         if (dependant := getattr(served, "dependant", None)) is not None:
             yield from self._dependencies(dependant)
 

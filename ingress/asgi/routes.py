@@ -85,10 +85,8 @@ class RouteTree:
         for served in served_routes(cloned.routes):
             if (dependant := getattr(served, "dependant", None)) is not None:
                 self._dependencies.lift(dependant)
-            route = getattr(served, "_route_context", None) or getattr(served, "route", served)
             # FastAPI 0.137 makes the app of an included route anew for each request.
-            is_ours = isinstance(getattr(route, "original_route", route), APIRoute)
-            if is_ours and getattr(route, "app", None) is not None:
+            if (route := with_app(served)) is not None and route.app is not None:
                 route.app = compiled_app(route)
         return cloned
 
@@ -246,6 +244,16 @@ def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
     for served in iter_route_contexts(routes):
         # FastAPI 0.137 wraps an included route that is not an `APIRoute` once more.
         yield getattr(served, "starlette_route", None) or served
+
+
+def with_app(served: Any) -> Any:
+    """Return the object whose `app` answers a route of FastAPI; `None` for another kind of route.
+
+    FastAPI keeps the app of an included route apart from the route itself.
+    """
+    route = getattr(served, "_route_context", None) or getattr(served, "route", served)
+    is_fastapi_s = isinstance(getattr(route, "original_route", route), APIRoute)
+    return route if is_fastapi_s and hasattr(route, "app") else None
 
 
 def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:

@@ -69,6 +69,7 @@ class Row:
     """One callable: its role, its kind of function, and its places at flag 0 and at 1.
 
     `func` is `None` if it is known only at run time. `findings` are for the current flag.
+    `is_compiled` says of a FastAPI route whether it is compiled; `None` for all other callables.
     """
 
     deployment: str
@@ -80,6 +81,7 @@ class Row:
     line: int
     places: tuple[Place, Place]
     findings: tuple[Finding, ...]
+    is_compiled: bool | None = None
 
     @property
     def is_route(self) -> bool:
@@ -199,6 +201,7 @@ class _Planner:
             line,
             (self._place(plans[0], part), self._place(plans[1], part)),
             () if part.what == "teardown" else tuple(self._findings(plans[self._flag], kind)),
+            part.is_compiled,
         )
 
     def _unknown(self, what: str, text: str, role: Role) -> Row:

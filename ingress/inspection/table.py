@@ -20,6 +20,10 @@ from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
 READABLE = 100
 """Longest line of prose, in characters."""
 
+_LEFT_OUT = ((), ("why",), ("why", "compiled"), ("why", "compiled", "findings"))
+"""The columns that a narrow terminal does without, in the order of the attempts."""
+
+_COMPILED = {True: Text("yes"), False: Text("no", "yellow"), None: Text()}
 _STYLE_OF = {Level.NOTE: "dim", Level.WARN: "red"}
 _STYLES = {"event loop": "cyan", "threadpool": "green", "AnyIO thread": "yellow"}
 
@@ -80,6 +84,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "what": row.what,
         "name": row.name,
         "kind": row.kind,
+        "compiled": row.is_compiled,
         "file": row.file,
         "line": row.line,
         "places": {str(flag): _place_as_json(place) for flag, place in enumerate(row.places)},
@@ -105,7 +110,7 @@ def _print_table(
 ) -> None:
     columns = _columns(rows, explanation, diff=diff)
     unlimited = console.options.update(width=10_000)
-    for left_out in ((), ("why",), ("why", "findings")):
+    for left_out in _LEFT_OUT:
         table = Table(box=None, pad_edge=False)
         shown = {head: cells for head, cells in columns.items() if head not in left_out}
         for head in shown:
@@ -136,6 +141,7 @@ def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[s
         "what": [Text(row.what) for row in rows],
         "code": [Text(row.name, "bold") for row in rows],
         "written": [Text(row.kind) for row in rows],
+        "compiled": [_COMPILED[row.is_compiled] for row in rows],
         **places,
         "threads": [Text("-" if each.threads is None else str(each.threads)) for each in here],
         "why": [Text(each.reason, "dim") for each in here],
@@ -144,7 +150,8 @@ def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[s
             for row in rows
         ],
     }
-    return {head: cells for head, cells in columns.items() if head != "findings" or any(cells)}
+    if_any = ("compiled", "findings")
+    return {head: cells for head, cells in columns.items() if head not in if_any or any(cells)}
 
 
 def _where(place: Place) -> Text:
