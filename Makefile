@@ -1,16 +1,25 @@
 # Every target makes what it needs first, in .venv; nothing outside this folder is touched.
 PYTHON ?= python3
 BIN := .venv/bin
-FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest
+FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest pre
 PEERS := ray litserve bentoml
 RAY := .venv-ray/bin/python
 PACKAGE_ray := ray[serve]==2.60.0
 PACKAGE_litserve := litserve
 PACKAGE_bentoml := bentoml
 
+define IS_PRE_RELEASE
+from importlib.metadata import version
+from packaging.version import Version
+found = [Version(version(name)) for name in ("fastapi", "starlette")]
+print("FastAPI {}, Starlette {}".format(*found))
+raise SystemExit(not any(each.is_prerelease for each in found))
+endef
+export IS_PRE_RELEASE
+
 .DEFAULT_GOAL := help
 .PHONY: help run test coverage test-python test-reliability test-ray check bench bench-handles bench-peers \
-	bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends clean
+	bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -72,13 +81,21 @@ bench-overload: .venv/.test ## Goodput under overload, against another checkout:
 bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there
 	@$(BIN)/python -m benchmarks.document
 
-test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions
+test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions, and a pre-release
 
 test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the oldest and the newest
 
 test-fastapi-%: .venv-fastapi/%/.test
 	@echo "FastAPI $*: $$(.venv-fastapi/$*/bin/python -c 'import fastapi; print(fastapi.__version__)')"
 	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py
+
+# A pre-release shows a break before it is a release. Mostly there is none, and that is no error.
+test-fastapi-pre: .venv-fastapi/pre/.test
+	@.venv-fastapi/pre/bin/python -m pip install -qq --disable-pip-version-check --upgrade --pre \
+		fastapi starlette
+	@if .venv-fastapi/pre/bin/python -c "$$IS_PRE_RELEASE"; \
+		then .venv-fastapi/pre/bin/python -m pytest -q tests/test_asgi_*.py; \
+		else echo "There is no pre-release of either"; fi
 
 clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-fastapi .venv-python .venv-peers .venv-ray .mypy_cache .pytest_cache .ruff_cache \
@@ -107,7 +124,7 @@ clean: ## Remove the environments and caches
 	@echo "Making .venv-fastapi/$* ..."
 	@$(PYTHON) -m venv .venv-fastapi/$*
 	@.venv-fastapi/$*/bin/python -m pip install -qq --disable-pip-version-check \
-		-e ".[test]" "fastapi$(if $(filter-out newest,$*),==$(subst .x,.*,$*))"
+		-e ".[test]" "fastapi$(if $(filter-out newest pre,$*),==$(subst .x,.*,$*))"
 	@touch $@
 
 .venv-ray/.made: pyproject.toml

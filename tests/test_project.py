@@ -6,11 +6,15 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import ingress
+from ingress.asgi import compat as asgi
+from ingress.calls import compat as calls
+from ingress.http import compat as http
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "ingress").rglob("*.py"))
@@ -42,6 +46,16 @@ def test_a_worker_process_imports_none_of_the_commands() -> None:
 
 def test_its_version_is_that_of_the_installed_distribution() -> None:
     assert ingress.__version__ == version("fastapi-ingress")
+
+
+def test_pip_takes_the_versions_that_the_error_for_a_missing_name_calls_supported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pattern = re.compile(r"([\w-]+)(?:\[\w+\])?(.*)")
+    parts = [pattern.fullmatch(each) for each in project["dependencies"]]
+    taken = {part[1]: part[2] for part in parts if part is not None}
+
+    assert (taken["anyio"], taken["uvicorn"]) == (calls.SUPPORTED, http.SUPPORTED)
+    assert (taken["fastapi"], taken["starlette"]) == (asgi.SUPPORTED, asgi.SUPPORTED_STARLETTE)
 
 
 def test_the_package_is_the_command_line() -> None:
