@@ -237,6 +237,14 @@ def get(port: int, path: str, headers: str = "") -> Answer:
         return connection.answer()
 
 
+def is_ready(port: int) -> bool:
+    """Return whether a server's health check succeeds; its address is known before it listens."""
+    try:
+        return get(port, "/-/healthz").status == 200
+    except ConnectionRefusedError:
+        return False
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -253,9 +261,11 @@ def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
     return application
 
 
-def served(target: Application, name: str = "default", route_prefix: str | None = "/") -> int:
+def served(
+    target: Any, name: str = "default", route_prefix: str | None = "/", **http_options: Any
+) -> int:
     """Serve an application in this process and return the port."""
-    serve.start({"port": 0})
+    serve.start({"port": 0, **http_options})
     serve.run(target, name=name, route_prefix=route_prefix)
     (url,) = serve.status().proxies
     return int(url.rpartition(":")[2])

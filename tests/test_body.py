@@ -29,6 +29,7 @@ from tests.servers import (
     environment,
     get,
     process,
+    served,
     set_flags,
     wait_until,
     write_module,
@@ -44,13 +45,6 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     set_flags(monkeypatch, request.param, sync="1")
     yield
     serve.shutdown()
-
-
-def served(target: Application, **options: Any) -> int:
-    serve.start(serve.HTTPOptions(port=0, **options))
-    serve.run(target)
-    (url,) = serve.status().proxies
-    return int(url.rpartition(":")[2])
 
 
 def ongoing() -> int:

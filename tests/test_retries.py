@@ -35,7 +35,7 @@ from ingress.exceptions import (
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, make_call
-from tests.servers import PATIENCE_S, ROUNDS, Connection, get, set_flags, wait_until
+from tests.servers import PATIENCE_S, ROUNDS, Connection, get, served, set_flags, wait_until
 
 D = DeploymentID("D")
 CHANCE = st.floats(0, 1, exclude_max=True)
@@ -589,13 +589,6 @@ def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     set_flags(monkeypatch, request.param, sync="1")
     yield request.param
     serve.shutdown()
-
-
-def served(target: Any, **options: Any) -> int:
-    serve.start({"port": 0, **options})
-    serve.run(target)
-    (url,) = serve.status().proxies
-    return int(url.rpartition(":")[2])
 
 
 def ongoing() -> int:

@@ -28,6 +28,7 @@ from tests.servers import (
     ServerProcess,
     environment,
     get,
+    is_ready,
     process,
     served,
     set_flags,
@@ -138,15 +139,8 @@ def server(tmp_path: Path, command: list[str], separate: str) -> Iterator[Server
     write_module(tmp_path, "app", APP)
     write_module(tmp_path, "blocking", BLOCKING)
     with process(command, tmp_path, environment(tmp_path, separate=separate)) as running:
-        wait_until(lambda: _is_ready(running))
+        wait_until(lambda: is_ready(running.port))
         yield running
-
-
-def _is_ready(server: ServerProcess) -> bool:
-    try:
-        return get(server.port, "/-/healthz").status == 200
-    except ConnectionRefusedError:  # the address is known before a worker listens
-        return False
 
 
 def test_a_stop_with_nothing_to_do_is_quick_and_clean(server: ServerProcess) -> None:

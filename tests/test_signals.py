@@ -17,7 +17,7 @@ from tests.servers import (
     ServerProcess,
     environment,
     free_port,
-    get,
+    is_ready,
     process,
     wait_until,
     write_module,
@@ -81,13 +81,6 @@ def folder(tmp_path: Path) -> Path:
 def command(how: str, app: str) -> list[str]:
     *words, last = COMMANDS[how]
     return [*words, last + app]
-
-
-def is_ready(port: int) -> bool:
-    try:
-        return get(port, "/-/healthz").status == 200
-    except ConnectionRefusedError:
-        return False
 
 
 @pytest.mark.reliability("B15")

@@ -36,7 +36,7 @@ from ingress.http.exchange import Exchange
 from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
 from tests.fakes import FakeReplica, make_call
-from tests.servers import PATIENCE_S, Connection, bind, get, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
 SHORT_S = 0.15
 
@@ -46,14 +46,6 @@ def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     set_flags(monkeypatch, request.param, sync="1")
     yield request.param
     serve.shutdown()
-
-
-def served(target: Any, **options: Any) -> int:
-    """Serve an application under these HTTP options and return the port."""
-    serve.start({"port": 0, **options})
-    serve.run(target)
-    (url,) = serve.status().proxies
-    return int(url.rpartition(":")[2])
 
 
 def asking(timeout_s: object) -> str:

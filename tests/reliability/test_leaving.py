@@ -19,7 +19,7 @@ from tests.servers import (
     UVICORN,
     environment,
     free_port,
-    get,
+    is_ready,
     process,
     wait_until,
     write_module,
@@ -119,13 +119,6 @@ def cut_at_sigterm(folder: Path, command: list[str], clients: int, path: str) ->
             each.join(PATIENCE_S)
         assert server.wait() in (0, -signal.SIGTERM)
     return len(asking.cuts)
-
-
-def is_ready(port: int) -> bool:
-    try:
-        return get(port, "/-/healthz").status == 200
-    except ConnectionRefusedError:
-        return False
 
 
 @pytest.mark.reliability("B15")

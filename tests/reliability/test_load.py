@@ -27,6 +27,7 @@ from tests.servers import (
     ServerProcess,
     environment,
     get,
+    is_ready,
     process,
     wait_until,
     write_module,
@@ -57,15 +58,8 @@ def serving(
     environ = environment(folder, separate=separate)
     environ |= {f"LOAD_{name.upper()}": str(value) for name, value in load.items()}
     with process(command, folder, environ) as server:
-        wait_until(lambda: is_ready(server))
+        wait_until(lambda: is_ready(server.port))
         yield server
-
-
-def is_ready(server: ServerProcess) -> bool:
-    try:
-        return get(server.port, "/-/healthz").status == 200
-    except ConnectionRefusedError:
-        return False
 
 
 def seen(server: ServerProcess) -> Any:
@@ -413,7 +407,7 @@ def test_slow_readers_suspend_only_their_own_streams(
     command = [*INGRESS, "run", "streams:app", "--port", "0"]
     try:
         with process(command, tmp_path, environment(tmp_path)) as server:
-            wait_until(lambda: is_ready(server))
+            wait_until(lambda: is_ready(server.port))
             (control,) = load(server.port, quick)
             before = rss_kb(server)
             for _ in range(100):
