@@ -25,6 +25,8 @@ from ingress.execution.execution import Containment, contained, raise_instead
 ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""
 
+_CONTAINMENT = Containment("the ASGI app")
+
 
 class Answer:
     """The response to one request. Owned by the task of the request.
@@ -121,7 +123,7 @@ class OutermostGuard:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with Containment("the ASGI app"):
+        with _CONTAINMENT:
             await self.app(scope, receive, send)
 
 

@@ -340,8 +340,9 @@ def call_inline(func: Callable[..., T], /, *args: Any) -> T:
 class Containment:
     """A context that user code runs in: an error that must not leave it as it is, is replaced.
 
-    `where` is the name of the code, or the code itself; the rest is as for `contain`. It costs
-    0.4 us. So the code that all requests and all streams pass has an `except` clause instead:
+    `where` is the name of the code, or the code itself; the rest is as for `contain`. It keeps
+    nothing of a run, so it may be entered again. To make it costs 0.2 us, to enter it 0.2 us. So
+    the code that all requests and all streams pass has an `except` clause instead:
     `ExecutionPlan.run`, `items` and `iterate`, `Replica.serve` and `ReplicaApp`.
     """
 
