@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
 from tests.servers import INGRESS, PATIENCE_S, environment, get, process, write_module
 
@@ -216,6 +218,48 @@ def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
     }
     for word in options.get(arguments[0] if len(arguments) == 2 else "", []):
         assert word in text
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["run", "-h"], ["explain", "-h"]])
+def test_h_is_help(folder: Path, arguments: list[str]) -> None:
+    result = ingress(folder, *arguments)
+
+    assert "Usage: ingress" in result.stdout
+    assert result.returncode == 0
+
+
+def test_the_version_is_printed_as_that_of_the_package(folder: Path) -> None:
+    assert ingress(folder, "--version").stdout == f"ingress {serve.__version__}\n"
+
+
+def test_a_shell_completes_the_commands_and_their_options(folder: Path) -> None:
+    shown = ingress(folder, "--show-completion", "bash")
+    assert "_INGRESS_COMPLETE=complete_bash" in shown.stdout
+
+    def completions(words: str) -> list[str]:
+        number = str(len(words.split(" ")) - 1)
+        asked = {"_INGRESS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
+        return ingress(folder, **asked).stdout.split()
+
+    assert completions("ingress ex") == ["explain"]
+    assert completions("ingress run --rel") == ["--reload"]
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_json_is_asked_for_by_the_same_option(folder: Path, command: str) -> None:
+    result = ingress(folder, command, "app:hello", "--json")
+
+    assert "findings" in json.loads(result.stdout)
+
+
+def test_build_prints_what_it_writes_to_a_file(folder: Path) -> None:
+    printed = ingress(folder, "build", "app:hello")
+    written = ingress(folder, "build", "app:hello", "-o", "serve.yaml")
+
+    assert (folder / "serve.yaml").read_text() == printed.stdout
+    (application,) = yaml.safe_load(printed.stdout)["applications"]
+    assert application["args"] == {"target": "app:hello"}
+    assert (printed.returncode, written.returncode, written.stdout) == (0, 0, "")
 
 
 def test_openapi_writes_the_schema_and_starts_nothing(folder: Path) -> None:

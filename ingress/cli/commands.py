@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from ingress import __version__
 from ingress.base.settings import LIMIT_CONNECTIONS, TRACE_FILE, export
 from ingress.base.standard_streams import make_lossy
 from ingress.check.findings import CheckError, Report
@@ -40,18 +41,39 @@ from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
 
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Write to this file.  [default: standard output]", dir_okay=False
+    ),
+]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 app = typer.Typer(
     name="ingress",
     help="FastAPI classes on a pool of replicas, in one process.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"ingress {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """FastAPI classes on a pool of replicas, in one process."""
 
 
@@ -147,9 +169,7 @@ def run(
 @app.command()
 def openapi(
     target: Target,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file.", dir_okay=False)
-    ] = None,
+    output: Output = None,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Write the OpenAPI schema of an application, without starting it."""
@@ -158,26 +178,21 @@ def openapi(
         schema = json.dumps(application.openapi(), indent=2)
     except TypeError as error:
         raise _error(str(error)) from None
-    if output is None:
-        typer.echo(schema)
-    else:
-        write(output, schema + "\n")
+    write(output, schema + "\n")
 
 
 @app.command("build")
 def build_command(
     target: Target,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write to this file.", dir_okay=False)
-    ],
+    output: Output = None,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Write an application's configuration for Ray: `serve deploy`, KubeRay.
 
-    [dim]ingress build main:hello -o serve.yaml[/dim]
+    [dim]ingress build main:hello > serve.yaml[/dim]
 
-    The file names the application and does not contain it: the cluster must be able to import its
-    modules, and ingress. Nothing is started, and Ray need not be installed.
+    The configuration names the application and does not contain it: the cluster must be able to
+    import its modules, and ingress. Nothing is started, and Ray need not be installed.
     """
     application = _load(target, app_dir)
     try:
@@ -190,9 +205,7 @@ def build_command(
 @app.command("explain")
 def explain_command(
     target: Target,
-    as_json_: Annotated[
-        bool, typer.Option("--json", help="Print JSON; its keys are in docs/explain.md.")
-    ] = False,
+    as_json_: AsJSON = False,
     diff: Annotated[
         bool,
         typer.Option("--diff", help="Only what moves when RAY_SERVE_RUN_SYNC_IN_THREADPOOL does."),
@@ -254,7 +267,10 @@ def check(
             show_default=False,
         ),
     ] = None,
-    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.TEXT,
+    as_json_: AsJSON = False,
+    format: Annotated[
+        Format, typer.Option(help="How to print it; --json is short for --format json.")
+    ] = Format.TEXT,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Find code that blocks an event loop, and with --migrate code that is not safe in threads.
@@ -265,7 +281,7 @@ def check(
     findings of its line.
     """
     report = _check(target, migrate, tests, app_dir)
-    typer.echo(rendered(report, format))
+    typer.echo(rendered(report, Format.JSON if as_json_ else format))
     if report.failure:
         _error(report.failure)
         raise typer.Exit(2)
@@ -332,8 +348,8 @@ def trace(
 
 
 def main() -> None:
-    """Run the command line: the console script `ingress`."""
-    app()
+    """Run the command line: the console script `ingress`, or `python -m ingress`."""
+    app(prog_name="ingress")  # completion and help are those of the script
 
 
 def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:

@@ -10,6 +10,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
+import typer
 import uvicorn
 from rich.console import Console
 from rich.control import Control
@@ -35,8 +36,11 @@ JOIN_S = 1.0
 _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
 
-def write(output: Path, text: str) -> None:
-    """Write a file. Ends the program with one line if it cannot be written."""
+def write(output: Path | None, text: str) -> None:
+    """Write a file, or standard output. Ends the program with one line if it cannot be written."""
+    if output is None:
+        typer.echo(text, nl=False)
+        return
     try:
         output.write_text(text)
     except OSError as error:
