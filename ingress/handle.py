@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
 from ingress.base.options import is_number
 from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
 from ingress.base.unsupported import absent_member, absent_method, refuse, teller
-from ingress.calls.call import CURRENT_CALL, Call, Queue
+from ingress.calls.call import CURRENT_CALL, Call, Queue, begin_wait, end_wait
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import running_loop
 from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
@@ -318,7 +318,7 @@ class DeploymentResponseGenerator(_Response):
 
     async def __anext__(self) -> Any:
         self._take_turn()
-        waiter = self._call.begin_wait()
+        waiter = begin_wait(self._call)
         try:
             return await self._channel.get()
         except EndOfStream:
@@ -327,7 +327,7 @@ class DeploymentResponseGenerator(_Response):
             self._call.cancel()
             raise
         finally:
-            self._call.end_wait(waiter)
+            end_wait(self._call, waiter)
             self._turn.release()
 
     def __iter__(self) -> Iterator[Any]:
@@ -336,13 +336,13 @@ class DeploymentResponseGenerator(_Response):
     def __next__(self) -> Any:
         _refuse_in_loop("`async for` or `await response.__anext__()`", quote=False)
         self._take_turn()
-        waiter = self._call.begin_wait()
+        waiter = begin_wait(self._call)
         try:
             return self._channel.get_blocking()
         except EndOfStream:
             raise StopIteration from None
         finally:
-            self._call.end_wait(waiter)
+            end_wait(self._call, waiter)
             self._turn.release()
 
     def _take_turn(self) -> None:

@@ -630,6 +630,28 @@ class Cascade:
         return model + str(await child)
 
 
+@serve.deployment
+class Nested:
+    """A deployment with a model that loads another one."""
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def model(self, model_id: str) -> str:
+        return "outer of " + await self.model("inner") if model_id == "outer" else model_id
+
+    async def __call__(self, model_id: str) -> str:
+        return await self.model(model_id)
+
+
+def test_a_load_that_needs_the_room_of_its_own_model_is_told_so() -> None:
+    handle = serve.run(bind(Nested), route_prefix=None)
+    try:
+        with pytest.raises(RequestCycleError, match="Model 'inner' can never be loaded"):
+            answer(handle.remote("outer"))
+        assert answer(handle.remote("inner")) == "inner", "the room is free again"
+    finally:
+        serve.shutdown()
+
+
 def test_a_request_whose_child_needs_its_room_is_told_so() -> None:
     handle = serve.run(bind(Cascade), route_prefix=None)
     try:

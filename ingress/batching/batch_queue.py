@@ -21,7 +21,7 @@ from typing import Any
 
 from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.batching.batch_item import Item, fail
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.loops import BorrowedLoop, mailbox_of
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import (
@@ -251,7 +251,7 @@ class BatchQueue:
             args.insert(0, self._instance)
         members = batch.members or ()
         for member in members:
-            batch.begin_wait(member)
+            begin_wait(batch, member)
         try:
             if self._handler.streams:
                 await self._stream(items, args, kwargs)
@@ -269,7 +269,7 @@ class BatchQueue:
             fail(items, UserCodeExit(error, self._handler.name))
         finally:
             for member in members:
-                batch.end_wait(member)
+                end_wait(batch, member)
             del items  # an error's traceback holds this frame, which must not hold the error too
 
     async def _stream(self, items: list[Item], args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -11,29 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, ContextVar
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ingress.base.types import RequestMetadata
+from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import Wakeup
-from ingress.exceptions import RayServeException, RequestCancelledError, RequestTimeoutError
+from ingress.exceptions import (
+    RayServeException,
+    RequestCancelledError,
+    RequestCycleError,
+    RequestTimeoutError,
+)
 
 if TYPE_CHECKING:
     from ingress.context import ReplicaRuntime
 
 
 class Queue(Protocol):
-    """The router or model cache that a call waits in, as the call sees it."""
+    """The router that a call waits in, as the call sees it."""
 
     def withdraw(self, call: Call) -> bool: ...
 
     def holders(self, call: Call) -> frozenset[Call] | None: ...
 
-    def check_deadlock(self, call: Call) -> None: ...
-
-    def describe_deadlock(self, call: Call, chain: str) -> str: ...
+    def describe_deadlock(self, chain: str) -> str: ...
 
 
 class Runner(Protocol):
@@ -63,13 +67,12 @@ class Runner(Protocol):
     def release(self, call: Call) -> None: ...
 
 
-class Call:
-    """The state of one call, and its answer. Thread-safe.
+class Call(Node):
+    """One call: a request, a batch, or the load of a model; its state and its answer. Thread-safe.
 
     work            `work(user_code)` is run by the replica, in `context`
     queue, runner   the router the call waits in, the replica it runs on
-    waits_for       the calls that its user code waits for now, or that it needs to begin
-    is_awaited      becomes true when the user code of another call waits for this call
+    waits_for       the nodes that its user code waits for now, or the calls that it needs to begin
     members         the calls of a batch, which runs as a call of its own; else `None`
     retries         times it was sent on, because its replica was gone before it began
     is_interrupted  becomes true when its answer is not wanted any more, or its replica stops
@@ -88,7 +91,6 @@ class Call:
         "context",
         "error",
         "has_begun",
-        "is_awaited",
         "is_interrupted",
         "members",
         "metadata",
@@ -99,7 +101,6 @@ class Call:
         "settled",
         "started_at",
         "value",
-        "waits_for",
         "work",
     )
 
@@ -117,7 +118,7 @@ class Call:
         self.context = context
         self.queue: Queue | None = None
         self.runner: Runner | None = None
-        self.waits_for: Set[Call] = _NOBODY
+        self.waits_for = NO_NODES
         self.is_awaited = False
         self.retries = 0
         self.is_interrupted = False
@@ -252,6 +253,18 @@ class Call:
         """The application that the original request came to."""
         return self.metadata.app_name or self.metadata.deployment.app_name
 
+    @property
+    def deployment_name(self) -> str:
+        return self.metadata.deployment.name
+
+    def holders(self) -> frozenset[Node] | None:
+        """Return the calls with the slots that this call waits for; `None` if it is not queued."""
+        return None if self.queue is None else self.queue.holders(self)
+
+    def break_deadlock(self, chain: str) -> None:
+        if self.queue is not None and self.queue.withdraw(self):
+            self.settle(error=RequestCycleError(self.queue.describe_deadlock(chain)))
+
     def kind(self) -> str:
         """Return the kind of this call; calls of a kind take about as long. "" for none."""
         return self.metadata.method_name
@@ -280,11 +293,11 @@ class Call:
         if not self.settled:
             wakeup = Wakeup(asyncio.get_running_loop())
             self.when_settled(wakeup.wake)
-            waiter = self.begin_wait()
+            waiter = begin_wait(self)
             try:
                 await wakeup.wait()
             finally:
-                self.end_wait(waiter)
+                end_wait(self, waiter)
 
     def wait_blocking(self, timeout_s: float | None = None) -> bool:
         """Wait for the answer in a thread without a loop. Returns False after `timeout_s`."""
@@ -295,39 +308,41 @@ class Call:
                 event.set()
 
             self.when_settled(wake)
-            waiter = self.begin_wait()
+            waiter = begin_wait(self)
             try:
                 if not event.wait(timeout_s):
                     self._forget(wake)  # repeated waits must not collect callbacks here
                     return False
             finally:
-                self.end_wait(waiter)
+                end_wait(self, waiter)
         return True
 
-    def begin_wait(self, waiter: Call | None = None) -> Call | None:
-        """Note that `waiter`, by default the current call, waits for this call; return it."""
-        waiter = waiter or CURRENT_CALL.get(None)
-        if waiter is not None:
-            with waiter._lock:  # its user code may wait in several threads
-                if not isinstance(waiter.waits_for, set):
-                    waiter.waits_for = set()
-                waiter.waits_for.add(self)
-            # Race with `Router.assign`, for a call that waits for its arguments: `assign` reads
-            # this flag after it has queued the call, so one of the two sees both.
-            self.is_awaited = True
-            if self.queue is not None:
-                self.queue.check_deadlock(self)
-        return waiter
 
-    def end_wait(self, waiter: Call | None) -> None:
-        if waiter is not None:
-            with waiter._lock:
-                assert isinstance(waiter.waits_for, set)
-                waiter.waits_for.discard(self)
-                other = next(iter(waiter.waits_for), None)
-            # This call may have been the only one of them that could still be answered.
-            if other is not None and other.queue is not None:
-                other.queue.check_deadlock(other)
+def begin_wait(node: Node, waiter: Call | None = None) -> Call | None:
+    """Note that `waiter`, by default the current call, waits for a node; return the waiter."""
+    waiter = waiter or CURRENT_CALL.get(None)
+    if waiter is not None:
+        with waiter._lock:  # its user code may wait in several threads
+            if not isinstance(waiter.waits_for, set):
+                waiter.waits_for = set()
+            waiter.waits_for.add(node)
+        # Race with `Router.assign`, for a call that waits for its arguments: `assign` reads this
+        # flag after it has queued the call, so one of the two sees both.
+        node.is_awaited = True
+        check_deadlock(node)
+    return waiter
+
+
+def end_wait(node: Node, waiter: Call | None) -> None:
+    """Note that `waiter`, from `begin_wait`, waits for the node no longer."""
+    if waiter is not None:
+        with waiter._lock:
+            assert isinstance(waiter.waits_for, set)
+            waiter.waits_for.discard(node)
+            other = next(iter(waiter.waits_for), None)
+        # This node may have been the only one of them that could still end.
+        if other is not None:
+            check_deadlock(other)
 
 
 def when_all_settled(calls: Sequence[Call], then: Callable[[], Any]) -> None:
@@ -401,4 +416,3 @@ def current_users() -> tuple[Call, ...]:
 
 
 _NO_CONTEXT = Context()
-_NOBODY: frozenset[Call] = frozenset()

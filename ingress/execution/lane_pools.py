@@ -4,24 +4,25 @@
                      -> else behind, in order
 
 A cancelled call that has not begun is withdrawn at once: a stuck lane holds only the slots of the
-calls inside. A lane is also the `call.Queue` that its calls wait in, so `deadlocks` finds calls
-that would wait for each other for ever.
+calls inside. A call that is behind waits for its turn, a node of the graph in which `deadlocks`
+finds calls that would wait for each other for ever.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
 from ingress.base.counters import LaneLoad
-from ingress.calls import deadlocks
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
+from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import Home
+from ingress.exceptions import RequestCycleError
 from ingress.execution.execution import SERIAL_LANE, Lanes
 from ingress.execution.threads import IDLE_S, MakeThreads, Work, WorkerPool, WorkerThreads
 
@@ -74,7 +75,7 @@ class ReplicaPools:
 
 
 class LanePool(WorkerPool):
-    """The threads of one lane. Owned by the user loop; the methods of `Queue` are thread-safe.
+    """The threads of one lane. Owned by the user loop; turns may be read and broken in any thread.
 
     The thread of a stream is not counted: a call that waits for it counts as inside, not as
     waiting.
@@ -145,39 +146,33 @@ class LanePool(WorkerPool):
         # Race with a call that a thread has begun before it was counted inside here, and that
         # waits by now: a deadlock check in between has not found it inside.
         if self._behind and (turn := next(iter(self._behind)).turn) is not None:
-            deadlocks.check_deadlock(turn)
+            check_deadlock(turn)
 
     def _end(self, turn: _Turn | None) -> None:
         if turn is not None and self._turns.pop(turn, _ABSENT) is None:
             turn.end()
 
-    # The methods of `Queue`, for a call that waits for a thread. Thread-safe.
-
-    def holders(self, call: Call) -> frozenset[Call] | None:
-        if call not in self._turns:
+    def holders(self, turn: _Turn) -> frozenset[Call] | None:
+        """Return the calls inside; `None` if the turn has ended. Thread-safe."""
+        if turn not in self._turns:
             return None
         inside = set(self._inside.values())
         # Work for no call, such as a constructor or a health check, ends by itself.
         return frozenset() if None in inside else frozenset(filter(None, inside))
 
-    def withdraw(self, call: Call) -> bool:
-        assert isinstance(call, _Turn)
-        if self._turns.pop(call, _ABSENT) is not None:
-            return False
-        if self._open.pop(call.of, _ABSENT) is None:
-            return True
-        self.mailbox.post(call.end)  # a thread has begun it
-        return False
-
-    def check_deadlock(self, call: Call) -> None:
-        deadlocks.check_deadlock(call)
-
-    def describe_deadlock(self, call: Call, chain: str) -> str:
-        return (
+    def break_deadlock(self, turn: _Turn, chain: str) -> None:
+        """Fail the call of a turn that can never come. Thread-safe."""
+        if self._turns.pop(turn, _ABSENT) is not None:
+            return
+        if self._open.pop(turn.work, _ABSENT) is not None:
+            self.mailbox.post(turn.end)  # a thread has begun it
+            return
+        error = RequestCycleError(
             f"Lane {self._lane!r} can never run the request: its limit of {self._limit} is reached "
             f"by requests that wait for it, in the cycle {chain}. Raise the limit, or do not wait "
             "in a lane for what needs that lane."
         )
+        self.mailbox.post(turn.fail, error)
 
 
 class SerialPool(LanePool):
@@ -222,40 +217,46 @@ class _LaneWork(Work):
         super().finish()
         self.lane.leave(self)
 
-    def fail(self, error: BaseException | None) -> None:
+    def fail(self, error: Exception) -> None:
         """End the call, which has not begun, with an error. Called on the loop."""
         self.error = error
         self.finish()
         self.release_references()
 
 
-class _Turn(Call):
-    """The wait of a request that is behind others in a lane; settled once the request is inside."""
+class _Turn(Node):
+    """The wait of a call that is behind others in a lane. Owned by the user loop.
 
-    __slots__ = ("of",)
+    The thread that takes it out of `LanePool._turns` ends it.
+    """
+
+    __slots__ = ("call", "work")
 
     def __init__(self, work: _LaneWork, call: Call) -> None:
-        super().__init__(call.metadata, None, Context())
-        self.queue = work.lane
-        self.of = work
+        self.is_awaited, self.waits_for = False, NO_NODES
+        self.work, self.call = work, call
+
+    @property
+    def deployment_name(self) -> str:
+        return self.call.deployment_name
+
+    def holders(self) -> frozenset[Node] | None:
+        return self.work.lane.holders(self)
+
+    def break_deadlock(self, chain: str) -> None:
+        self.work.lane.break_deadlock(self, chain)
 
     def begin(self) -> None:
-        self.when_settled(self._told)
-        self.begin_wait(self.of.call)
+        begin_wait(self, self.call)
 
     def end(self) -> None:
-        """Let the request go on. Called on the loop."""
-        if self.settle():
-            self.end_wait(self.of.call)
+        """Let the call go on. Called on the loop."""
+        end_wait(self, self.call)
 
-    def _told(self, _: Call) -> None:
-        """Handle the settlement, in the thread that settled it: any thread, to break a deadlock."""
-        if self.error is not None:
-            self.of.lane.mailbox.post(self._fail)
-
-    def _fail(self) -> None:
-        self.end_wait(self.of.call)
-        self.of.fail(self.error)
+    def fail(self, error: Exception) -> None:
+        """End the call, which no thread has begun. Called on the loop."""
+        self.end()
+        self.work.fail(error)
 
 
 class _Taken:

@@ -3,10 +3,10 @@
     get(id) -> not there -> waits for room -> loads -> ready -> evicted: `__del__`, gone
                there: the one that is ready, or the one that is being loaded
 
-A cache belongs to one loading function of one object. Each of its models is a `Call`, settled with
-the model once that is loaded: all requests for one id wait for one load. A model is in use, and is
-not evicted, while a request runs that has asked for it. Never more than
-`max_num_models_per_replica` models are loaded, being loaded or being unloaded at a time.
+A cache belongs to one loading function of one object. All requests for one id wait for one load,
+which runs as a call of its own. A model is in use, and is not evicted, while a request runs that
+has asked for it. Never more than `max_num_models_per_replica` models are loaded, being loaded or
+being unloaded at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itertools import islice
 from typing import Any
 
 from ingress.base.types import RequestMetadata
-from ingress.calls.call import CURRENT_CALL, Call, current_users
-from ingress.calls.deadlocks import check_deadlock
+from ingress.calls.call import CURRENT_CALL, Call, begin_wait, current_users, end_wait
+from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import mailbox_of, run_on
 from ingress.context import REPLICA, ReplicaRuntime
-from ingress.exceptions import ReplicaUnavailableError
+from ingress.exceptions import ReplicaUnavailableError, RequestCycleError
 from ingress.execution.execution import Role
 from ingress.logs import logger
 from ingress.replicas.user_code import MakePlan, spare_second_del
@@ -34,7 +34,8 @@ Loader = Callable[..., Any]
 class Models:
     """All models of one replica. Owned by its user loop; any thread reads `ids`.
 
-    `running` has the calls that the replica runs, `in_use` those of them that asked for a model.
+    `running` has the calls that the replica runs. `in_use` has the calls that got a model, and the
+    calls in which a model is loaded, until they end.
     """
 
     __slots__ = (
@@ -73,8 +74,8 @@ class Models:
         """Keep a model while these calls run."""
         for call in calls:
             # A call that has ended would never release the model.
-            is_own = isinstance(call, _Model) or call.members is not None
-            if call in self._running or (is_own and not call.settled):
+            is_batch = call.members is not None and not call.settled
+            if is_batch or call in self._running or call in self.in_use:
                 model.users.add(call)
                 self.in_use.setdefault(call, set()).add(model)
 
@@ -114,31 +115,48 @@ class Models:
             self._caches.clear()
 
 
-class _Model(Call):
-    """One model of a cache, from the first request for it until it is gone; `value` is the model.
+class _Model(Node):
+    """One model of a cache, from the first request for it until it is gone. Owned by the user loop.
 
-    `waiting` has the calls of each request that waits for the model: one call, those of a batch and
-    the batch itself, or none. `users` are the calls that got the model and still run.
+    has_ended  is set when the load has ended, with `value`, the model, or with `error`
+    waits_for  the call in which it is loaded, while that runs
+    behind     number of requests for other models that wait behind this load
+    waiting    the calls of each request that waits for the model: one call, those of a batch and
+               the batch itself, or none
+    users      the calls that got the model and still run
     """
 
     __slots__ = (
-        "behind", "cache", "gone", "has_room", "id", "is_leaving", "lets_pass", "passed", "room",
-        "task", "users", "waiting",
+        "behind", "cache", "error", "gone", "has_ended", "has_room", "id", "is_leaving",
+        "lets_pass", "passed", "room", "task", "users", "value", "waiting",
     )  # fmt: skip
 
-    def __init__(self, cache: _Cache, model_id: str, metadata: RequestMetadata) -> None:
-        super().__init__(metadata, None, Context())
-        self.queue, self.cache, self.id = cache, cache, model_id
+    def __init__(self, cache: _Cache, model_id: str) -> None:
+        self.is_awaited, self.waits_for = False, NO_NODES
+        self.cache, self.id = cache, model_id
+        self.value: Any = None
+        self.error: Exception | None = None
         self.has_room = self.is_leaving = self.lets_pass = False
-        self.behind = 0  # number of requests for other models that wait behind this load
+        self.behind = 0
         self.task: asyncio.Task[None] | None = None
         self.waiting: list[tuple[Call, ...]] = []
         self.users: set[Call] = set()
-        self.room, self.passed, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.has_ended, self.room = asyncio.Event(), asyncio.Event()
+        self.passed, self.gone = asyncio.Event(), asyncio.Event()
+
+    @property
+    def deployment_name(self) -> str:
+        return self.cache.deployment_name
 
     @property
     def is_ready(self) -> bool:
-        return self.settled and self.error is None and not self.is_leaving
+        return self.has_ended.is_set() and self.error is None and not self.is_leaving
+
+    def holders(self) -> frozenset[Node] | None:
+        return self.cache.holders(self)
+
+    def break_deadlock(self, chain: str) -> None:
+        self.cache.break_deadlock(self, chain)
 
     def requesters(self) -> set[Call]:
         return {call for calls in self.waiting for call in calls}
@@ -148,14 +166,37 @@ class _Model(Call):
         self.room.set()
         self.passed.set()
 
+    def end(self, value: Any = None, error: Exception | None = None) -> None:
+        """End the load with the model or an error. No effect if it has ended."""
+        if not self.has_ended.is_set():
+            self.value, self.error, self.waits_for = value, error, NO_NODES
+            self.has_ended.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the load, which waits for room, with an error."""
+        self.end(error=error)
+        self.go()
+
+    async def loaded(self) -> None:
+        """Wait until the model is loaded. Raises the error of the load."""
+        await self._wait_for(self.has_ended)
+        if self.error is not None:
+            raise self.error
+
     async def stand_behind(self) -> None:
+        """Wait until the load has room."""
         self.behind += 1
-        waiter = self.begin_wait()
         try:
-            await self.passed.wait()
+            await self._wait_for(self.passed)
         finally:
             self.behind -= 1
-            self.end_wait(waiter)
+
+    async def _wait_for(self, event: asyncio.Event) -> None:
+        waiter = begin_wait(self)
+        try:
+            await event.wait()
+        finally:
+            end_wait(self, waiter)
 
     def leave(self) -> None:
         """Give the model to no more requests; a request for it waits until it is gone."""
@@ -166,7 +207,7 @@ class _Model(Call):
 class _Cache:
     """The models that one function loaded for one object. Owned by the user loop.
 
-    It is also the `call.Queue` in which its loads wait for room; that side is thread-safe.
+    It is also the queue in which its models wait for room.
     """
 
     __slots__ = ("_limit", "_models", "_owner", "_plan", "_replica", "_taken", "_waiting")
@@ -178,8 +219,13 @@ class _Cache:
         self._models: OrderedDict[str, _Model] = OrderedDict()  # last used, last
         self._taken = 0  # models with room: loaded, being loaded or being unloaded
         # The loads that wait for room, in order, each with the calls whose end would make room.
-        # Race with `withdraw`, in another thread: the thread that pops a load decides about it.
-        self._waiting: dict[_Model, frozenset[Call]] = {}
+        # Race with `break_deadlock`, in another thread: the thread that pops a load decides about
+        # it.
+        self._waiting: dict[_Model, frozenset[Node]] = {}
+
+    @property
+    def deployment_name(self) -> str:
+        return self._replica.replica.deployment
 
     async def get(self, model_id: str) -> Any:
         """Return the model for the current calls; wait for it or load it if necessary."""
@@ -203,22 +249,22 @@ class _Cache:
         model.waiting.append(calls)
         self.make_room()  # now that these calls wait, a model that only they use may make room
         try:
-            await model.wait()
+            # Not returned: for a task of no running request the model may have been evicted by now.
+            await model.loaded()
         finally:
             model.waiting.remove(calls)
-            if not model.waiting and not model.settled:  # no request wants the model any more
+            # No request wants the model any more.
+            if not model.waiting and not model.has_ended.is_set():
                 self._cancel(model)
-        # Not returned: for a task of no running request the model may have been evicted by now.
-        model.outcome()
 
     def _ahead(self, model: _Model, calls: Collection[Call]) -> _Model | None:
         """Return the load that `calls` must wait behind if they ask for this model now, or `None`.
 
         While n loads wait, the n least recently used models are given to no new calls: otherwise a
-        model that always has requests would never make room. A call that has a model already gets
-        any that is there, because two calls that wait for each other's models are a deadlock.
+        model that always has requests would never make room. A call that has a model, or loads one,
+        gets any that is there: two calls that wait for each other's models are a deadlock.
         """
-        if any(call in self._replica.in_use or isinstance(call, _Model) for call in calls):
+        if any(call in self._replica.in_use for call in calls):
             return None
         waiting = list(self._waiting)
         loads = [each for each in waiting if not (each.lets_pass or each.passed.is_set())]
@@ -252,38 +298,44 @@ class _Cache:
             multiplexed_model_id=model_id,
             app_name="" if call is None else call.app_name,
         )
-        model = self._models[model_id] = _Model(self, model_id, metadata)
-        # As a call of its own: a request's call may be cancelled while others wait for the model.
+        # A call of its own: a request's call may be cancelled while others wait for the model.
         context = copy_context()
-        context.run(CURRENT_CALL.set, model)
+        load = Call(metadata, None, context)
+        context.run(CURRENT_CALL.set, load)
+        model = self._models[model_id] = _Model(self, model_id)
+        model.waits_for = frozenset((load,))
+        self._replica.in_use[load] = set()
         model.task = self._replica.start(self._load(model), context)
         # Not in the task: a task that is cancelled soon enough ends without having begun.
-        model.task.add_done_callback(lambda _: self._on_load_ended(model))
+        model.task.add_done_callback(lambda _: self._on_load_ended(model, load))
         self._replica.publish()
         return model
 
     async def _load(self, model: _Model) -> None:
         try:
             await self._wait_for_room(model)
-            if model.settled:
+            if model.has_ended.is_set():
                 return
             value = await self._plan.run(*self._owner, model.id)
         except Exception as error:
             logger.exception("Failed to load model %.200r with %s", model.id, self._plan.name)
-            model.settle(error=error)
+            model.end(error=error)
         else:
             # Before one of them goes on: the model must not be evicted in between.
             self._replica.use(model, model.requesters())
-            if model.settle(value) and model.is_leaving:  # the load ignored its cancellation
+            model.end(value)
+            if model.is_leaving:  # the load ignored its cancellation
                 model.is_leaving = False
                 model.gone.set()
                 self._replica.publish()
 
-    def _on_load_ended(self, model: _Model) -> None:
-        self._replica.end(model)
+    def _on_load_ended(self, model: _Model, load: Call) -> None:
+        load.settle()
+        load.release_references()
+        self._replica.end(load)
         model.go()
         # If it was cancelled: the replica stops, or no request wanted the model.
-        model.settle(error=ReplicaUnavailableError(f"The load of model {model.id!r} was stopped."))
+        model.end(error=ReplicaUnavailableError(f"The load of model {model.id!r} was stopped."))
         if model.error is not None:
             self._forget(model)
         else:
@@ -307,9 +359,8 @@ class _Cache:
     # Room.
 
     async def _wait_for_room(self, model: _Model) -> None:
-        """Wait until the model may be loaded, or is settled because it never can be."""
+        """Wait until the model may be loaded, or the load has ended because it never can be."""
         self._waiting[model] = frozenset()
-        model.when_settled(lambda _: mailbox_of(self._replica.loop).post(model.go))
         self.make_room()
         try:
             await model.room.wait()
@@ -344,9 +395,9 @@ class _Cache:
         requesters = load.requesters()
         return next(idle, None) or next((m for m in ready if m.users <= requesters), None)
 
-    def _holders(self, load: _Model) -> frozenset[Call]:
-        """Return the calls of which one must end before there can be room."""
-        holders: set[Call] = set()
+    def _holders(self, load: _Model) -> frozenset[Node]:
+        """Return the calls and models of which one must end before there can be room."""
+        holders: set[Node] = set()
         for model in self._models.values():
             if model.is_ready:
                 holders |= model.users
@@ -357,7 +408,7 @@ class _Cache:
     async def _evict(self, model: _Model, load: _Model | None = None) -> None:
         """Unload a model, and give its room to a load if that still waits for it."""
         await self._unload(model)
-        if load is not None and not load.is_leaving and not load.settled:
+        if load is not None and not load.is_leaving and not load.has_ended.is_set():
             model.has_room, load.has_room = False, True
             load.go()
         self._forget(model)
@@ -374,26 +425,23 @@ class _Cache:
         finally:
             spare_second_del(value)
 
-    # The `call.Queue` of the loads that wait for room. Thread-safe.
+    # The queue of the models that wait for room. Thread-safe.
 
-    def holders(self, call: Call) -> frozenset[Call] | None:
-        return self._waiting.get(call)  # type: ignore[call-overload, no-any-return]
+    def holders(self, load: _Model) -> frozenset[Node] | None:
+        """Return the nodes of which one must end before a load has room; `None` if it has."""
+        return self._waiting.get(load)
 
-    def withdraw(self, call: Call) -> bool:
-        assert isinstance(call, _Model)
-        if call.behind:  # let those requests go on: all may wait for one of them to end
-            call.lets_pass = True
-            mailbox_of(self._replica.loop).post(call.passed.set)
-            return False
-        return self._waiting.pop(call, None) is not None
-
-    def check_deadlock(self, call: Call) -> None:
-        check_deadlock(call)
-
-    def describe_deadlock(self, call: Call, chain: str) -> str:
-        model_id = call.metadata.multiplexed_model_id
-        return (
-            f"Model {model_id!r:.200} can never be loaded: max_num_models_per_replica={self._limit}"
-            f", and those that are there are used by requests that wait for it, in the cycle "
-            f"{chain}. Raise max_num_models_per_replica of {self._plan.name}, or break the cycle."
-        )
+    def break_deadlock(self, load: _Model, chain: str) -> None:
+        """Fail a load that can never have room, or let the requests behind it go on."""
+        mailbox = mailbox_of(self._replica.loop)
+        if load.behind:  # let those requests go on: all may wait for one of them to end
+            load.lets_pass = True
+            mailbox.post(load.passed.set)
+        elif self._waiting.pop(load, None) is not None:
+            error = RequestCycleError(
+                f"Model {load.id!r:.200} can never be loaded: max_num_models_per_replica="
+                f"{self._limit}, and those that are there are used by requests that wait for it, "
+                f"in the cycle {chain}. Raise max_num_models_per_replica of {self._plan.name}, or "
+                "break the cycle."
+            )
+            mailbox.post(load.fail, error)

@@ -116,7 +116,7 @@ class Router:
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
         elif call.is_awaited:
-            self.check_deadlock(call)
+            check_deadlock(call)
         # Replicas are held for calls with a deadline only: they may begin this call.
         if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
             for replica in list(self._held):
@@ -186,7 +186,7 @@ class Router:
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
         elif call.is_awaited:
-            self.check_deadlock(call)
+            check_deadlock(call)
 
     def release(self, replica: Replica, call: Call) -> None:
         """Take back the slot of a call whose work has ended, and hand it to the next call."""
@@ -291,11 +291,7 @@ class Router:
         with self._lock:
             return frozenset(self._holders) if call in self._waiting else None
 
-    def check_deadlock(self, call: Call) -> None:
-        """Fail a call that can never start, see `deadlocks`."""
-        check_deadlock(call)
-
-    def describe_deadlock(self, call: Call, chain: str) -> str:
+    def describe_deadlock(self, chain: str) -> str:
         name = self.deployment_id.name
         return (
             f"This call of '{name}' can never start: all slots of '{name}' are held by calls that "

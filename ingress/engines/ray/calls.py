@@ -145,12 +145,12 @@ class RemoteRouter:
         return True
 
     def holders(self, call: Call) -> None:
-        """Return `None`: the calls that hold the slots are unknown in this process."""
+        """Return `None`: the calls that hold the slots are unknown in this process.
 
-    def check_deadlock(self, call: Call) -> None:
-        """Do nothing: a cycle through several processes is not detected."""
+        So a cycle through several processes is not detected.
+        """
 
-    def describe_deadlock(self, call: Call, chain: str) -> str:
+    def describe_deadlock(self, chain: str) -> str:
         return chain
 
     def _begin(self, call: Call) -> None:
