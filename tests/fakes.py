@@ -7,33 +7,30 @@ import threading
 from collections.abc import Callable
 from contextvars import Context
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
 from ingress.calls.call import Call
 from ingress.context import ReplicaRuntime
 from ingress.declaration.declaration import Application
+from ingress.replicas.slots import Slots
 
 if TYPE_CHECKING:
-    from ingress.replicas.replica import Replica
     from ingress.replicas.router import Router
 
 
 class FakeReplica:
-    """A replica whose calls end when the test ends them. Thread-safe.
+    """A `Runner` whose calls end when the test ends them. Thread-safe.
 
     `started` has every call it started, `skipped` the calls that were settled before their slot
-    came, `cancelled` the calls it was told to cancel. Add it by `router.add(replica.real)`.
+    came, `cancelled` the calls it was told to cancel.
     """
 
     def __init__(self, router: Router, max_ongoing: int = 1) -> None:
         self.router = router
-        self.max_ongoing = max_ongoing
-        self.ongoing = 0
-        self.position = -1
-        self.given = self.begun = 0
+        self.slots = Slots(self, max_ongoing)
+        self.begun = 0
         self.is_late = False
-        self.requested: dict[str, int] = {}
         self.model_ids: frozenset[str] = frozenset()
         self.started: list[Call] = []
         self.skipped: list[Call] = []
@@ -44,9 +41,8 @@ class FakeReplica:
         self._lock = threading.Lock()
 
     @property
-    def real(self) -> Replica:
-        """This replica, typed as a real one."""
-        return cast("Replica", self)
+    def ongoing(self) -> int:
+        return self.slots.ongoing
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -85,7 +81,7 @@ class FakeReplica:
         self.cancelled.append(call)
 
     def release(self, call: Call) -> None:
-        self.router.release(self.real, call)
+        self.router.release(self, call)
 
     def finish(self, call: Call, value: Any = None) -> bool:
         """End a call's work and give its slot back. Returns whether this was its answer."""

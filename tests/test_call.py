@@ -111,7 +111,7 @@ def test_asking_again_and_again_leaves_no_trail() -> None:
 def test_cancel_at_every_stage(stage: str) -> None:
     router = Router(DeploymentID("D"))
     replica = FakeReplica(router, 1)
-    router.add(replica.real)
+    router.add(replica)
     first, call = make_call(), make_call()
     if stage == "queued":
         router.assign(first)
@@ -146,7 +146,7 @@ def test_cancelling_while_it_is_assigned_costs_no_slot(switch_interval: None) ->
     for free in [True, False] * 150:
         router = Router(DeploymentID("D"))
         replica = FakeReplica(router, 1)
-        router.add(replica.real)
+        router.add(replica)
         first, call = make_call(), make_call()
         if not free:
             router.assign(first)

@@ -1065,10 +1065,10 @@ def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
             ]
             for response in batch:
                 answer(response)
-        router = local_engine().router(handle.deployment_id)
-        assert [replica.requested for replica in router.replicas] == [{}] * 4
-        assert all(len(replica.model_ids) == 3 for replica in router.replicas)
-        assert all(not replica._models.in_use for replica in router.replicas)
+        replicas = local_engine().applications["default"].ingress.replicas
+        assert [replica.slots.requested for replica in replicas] == [{}] * 4
+        assert all(len(replica.model_ids) == 3 for replica in replicas)
+        assert all(not replica._models.in_use for replica in replicas)
     finally:
         serve.shutdown()
 

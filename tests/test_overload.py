@@ -280,7 +280,7 @@ def test_a_deployment_that_stands_still_turns_more_and_more_away() -> None:
 def test_a_request_turned_away_gets_the_same_error_as_a_call_refused_by_the_queue() -> None:
     router = Router(DeploymentID("D"), max_queued_requests=0)
     replica = FakeReplica(router, 1)
-    router.add(replica.real)
+    router.add(replica)
     assert router.turns_away(None) is None, "a slot is free"
     router.assign(make_call())
 
@@ -298,7 +298,7 @@ def test_a_request_turned_away_gets_the_same_error_as_a_call_refused_by_the_queu
 def test_a_shed_call_gets_a_back_pressure_error(after_s: float | None) -> None:
     router = Router(DeploymentID("D"), backpressure=BackpressureConfig(retry_after_s=after_s))
     replica = FakeReplica(router, 1)
-    router.add(replica.real)
+    router.add(replica)
     for _ in range(MIN_SAMPLES):
         call = make_call(left_s=60)
         router.assign(call)
@@ -335,15 +335,15 @@ class LateReplica(FakeReplica):
     def begin(self) -> Call:
         call = self.handed.pop(0)
         super().submit(call)
-        if self.position < 0:
-            self.router.resume(self.real)
+        if self.slots.position < 0:
+            self.router.resume(self)
         return call
 
 
 def late(max_ongoing: int = 10, max_queued: int = -1) -> tuple[Router, LateReplica]:
     router = Router(DeploymentID("D"), max_queued)
     replica = LateReplica(router, max_ongoing)
-    router.add(replica.real)
+    router.add(replica)
     replica.is_late = True
     return router, replica
 
@@ -380,7 +380,7 @@ def test_a_call_goes_to_another_replica_while_one_is_late() -> None:
     router, slow = late()
     router.assign(make_call(left_s=60))
     quick = FakeReplica(router, 10)
-    router.add(quick.real)
+    router.add(quick)
 
     for _ in range(10):
         router.assign(make_call(left_s=60))
@@ -400,7 +400,7 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_
     replica.begin()
 
     assert replica.handed == [second]
-    assert replica.given - replica.begun == 1
+    assert replica.slots.given - replica.begun == 1
 
 
 def test_a_late_replica_is_given_calls_without_a_deadline_as_any_other() -> None:
@@ -447,7 +447,7 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
 
         assert all(call.settled for call in calls)
         assert replica.most_running <= 3
-        assert (router.num_queued, router.num_ongoing, replica.given) == (0, 0, replica.begun)
+        assert (router.num_queued, router.num_ongoing, replica.slots.given) == (0, 0, replica.begun)
 
 
 # Over HTTP.

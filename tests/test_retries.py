@@ -214,17 +214,17 @@ class Later:
 
 
 def retire(router: Router, replica: SlowReplica) -> None:
-    router.remove(replica.real)
+    router.remove(replica)
     replica.is_ending = True
 
 
 def test_a_call_that_was_turned_away_starts_on_another_replica_at_once() -> None:
     router = Router(D, later=Later())
     going, staying = SlowReplica(router), SlowReplica(router, 2)
-    router.add(going.real)
+    router.add(going)
     call = make_call()
     router.assign(call)
-    router.add(staying.real)
+    router.add(staying)
     retire(router, going)
     going.deliver(call)
 
@@ -235,10 +235,10 @@ def test_a_call_that_was_turned_away_starts_on_another_replica_at_once() -> None
 def test_a_call_that_was_turned_away_keeps_its_turn_and_its_place_in_a_full_queue() -> None:
     router = Router(D, max_queued_requests=1)
     going, staying = SlowReplica(router), SlowReplica(router)
-    router.add(going.real)
+    router.add(going)
     first, second, third = calls = [make_call() for _ in range(3)]
     router.assign(first)
-    router.add(staying.real)
+    router.add(staying)
     router.assign(second)
     router.assign(third)
     retire(router, going)
@@ -258,7 +258,7 @@ def test_a_call_that_no_replica_accepts_fails_after_the_configured_number_of_ret
     replicas = [SlowReplica(router), SlowReplica(router)]
     for replica in replicas:
         replica.is_ending = True
-        router.add(replica.real)
+        router.add(replica)
     call = make_call()
     router.assign(call)
     pauses = []
@@ -282,7 +282,7 @@ def test_a_call_that_rests_is_refused_at_once_when_the_deployment_stops() -> Non
     replicas = [SlowReplica(router), SlowReplica(router)]
     for replica in replicas:
         replica.is_ending = True
-        router.add(replica.real)
+        router.add(replica)
     calls = [make_call() for _ in range(2)]
     for call in calls:
         router.assign(call)
@@ -307,7 +307,7 @@ def test_a_call_whose_deadline_is_before_the_next_try_is_told_at_once() -> None:
     replicas = [SlowReplica(router), SlowReplica(router)]
     for replica in replicas:
         replica.is_ending = True
-        router.add(replica.real)
+        router.add(replica)
     call = make_call()
     call.metadata = call.metadata._replace(deadline=time.monotonic() - 1)
     router.assign(call)
@@ -370,7 +370,7 @@ class TurnedAwayMachine(RuleBasedStateMachine):
     def add(self, slots: int) -> None:
         replica = SlowReplica(self.router, slots)
         self.replicas.append(replica)
-        self.router.add(replica.real)
+        self.router.add(replica)
 
     @precondition(lambda self: self.replicas)
     @rule(which=st.randoms(use_true_random=False), is_cancellation=st.booleans())
@@ -381,7 +381,7 @@ class TurnedAwayMachine(RuleBasedStateMachine):
         if is_cancellation:
             self.replicas.remove(replica)
             self.retired.append(replica)
-            self.router.remove(replica.real)
+            self.router.remove(replica)
 
     @rule()
     def pass_time(self) -> None:
@@ -392,8 +392,8 @@ class TurnedAwayMachine(RuleBasedStateMachine):
         if not hasattr(self, "router"):
             return
         for each in self.everybody():
-            assert len(each.running) + len(each.arriving) == each.ongoing <= each.max_ongoing
-        free = any(each.ongoing < each.max_ongoing for each in self.replicas)
+            assert len(each.running) + len(each.arriving) == each.ongoing <= each.slots.max_ongoing
+        free = any(each.ongoing < each.slots.max_ongoing for each in self.replicas)
         assert not (free and self.router._waiting)
         assert all(count == 1 for count in self.settled.values())
         started = Counter(call for each in self.everybody() for call in each.started)

@@ -28,6 +28,7 @@ from ingress.exceptions import (
     RequestTimeoutError,
 )
 from ingress.replicas.router import Router
+from ingress.replicas.slots import Slots
 from tests.fakes import FakeReplica, bind, make_call, together
 from tests.servers import ROUNDS
 
@@ -39,7 +40,7 @@ def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]
     router = Router(DeploymentID("D"), max_queued)
     replicas = [FakeReplica(router, count) for count in slots]
     for replica in replicas:
-        router.add(replica.real)
+        router.add(replica)
     return router, replicas
 
 
@@ -59,7 +60,7 @@ def test_no_call_overtakes_another_in_eighteen_thousand_submissions(switch_inter
             ready.release()
 
     replica = Recording(router, 2)
-    router.add(replica.real)
+    router.add(replica)
     numbers: dict[Call, tuple[int, int]] = {}
 
     def caller(which: int) -> None:
@@ -212,7 +213,7 @@ def test_ten_thousand_calls_with_cancels_from_all_sides_leave_nothing(
     assert [each.ongoing for each in replicas] == [0, 0, 0]
     assert router.num_queued == 0
     for replica in replicas:
-        assert replica.most_running <= replica.max_ongoing
+        assert replica.most_running <= replica.slots.max_ongoing
         assert len(set(replica.started)) == len(replica.started), "none began twice"
 
 
@@ -222,7 +223,7 @@ def test_what_waited_for_a_replica_starts_when_one_is_added() -> None:
     for call in calls:
         router.assign(call)
     replica = FakeReplica(router, 3)
-    router.add(replica.real)
+    router.add(replica)
 
     assert replica.started == calls[:3]
     replica.finish(calls[1])
@@ -236,7 +237,7 @@ def test_a_removed_replica_gets_nothing_more_and_keeps_what_it_runs() -> None:
     router.assign(second)
     router.assign(third)
     leaving, staying = (one, other) if first in one.running else (other, one)
-    router.remove(leaving.real)
+    router.remove(leaving)
 
     assert leaving.finish(first)
     assert router.num_queued == 1, "a slot that is going away is handed to no call"
@@ -262,7 +263,7 @@ def test_refusing_settles_all_who_wait_and_all_who_come() -> None:
 def test_many_replicas_cost_a_request_no_more_than_few() -> None:
     """Count, instead of time, how often a request reads the load of a replica."""
 
-    class Counting(FakeReplica):
+    class Counting(Slots):
         looks = 0
 
         def __getattribute__(self, name: str) -> Any:
@@ -272,9 +273,10 @@ def test_many_replicas_cost_a_request_no_more_than_few() -> None:
 
     def looks(count: int) -> int:
         router = Router(DeploymentID("D"))
-        replicas = [Counting(router, 2) for _ in range(count)]
+        replicas = [FakeReplica(router, 2) for _ in range(count)]
         for replica in replicas:
-            router.add(replica.real)
+            replica.slots = Counting(replica, 2)
+            router.add(replica)
         Counting.looks = 0
         calls = [make_call() for _ in range(2 * count)]
         for call in calls:
@@ -356,7 +358,7 @@ def test_a_replica_that_was_removed_has_no_turn() -> None:
     router, replicas = routed(*[2] * 130)
     removed = served(router, replicas, 2)
     for replica in set(removed):
-        router.remove(replica.real)
+        router.remove(replica)
 
     assert not set(removed) & set(served(router, replicas, 200))
 
@@ -386,10 +388,10 @@ def test_whatever_happens_many_replicas_are_not_given_a_second_call_while_one_is
             leaving = choice.choice(replicas)
             if not leaving.running:
                 replicas.remove(leaving)
-                router.remove(leaving.real)
+                router.remove(leaving)
         else:
             replicas.append(FakeReplica(router, 2))
-            router.add(replicas[-1].real)
+            router.add(replicas[-1])
     router.refuse("the test is over")
 
 
@@ -406,7 +408,7 @@ def test_a_model_is_asked_for_where_it_is_or_is_about_to_be() -> None:
     assert spilt is third, "one is full; of the others it has the fewest models"
     assert fifth is other
     assert {fourth, sixth} == {other, third}, "two slots are left: none is kept for a model"
-    assert one.requested == {"a": 2}
+    assert one.slots.requested == {"a": 2}
 
 
 def test_a_slot_goes_to_who_waits_first_whatever_its_model() -> None:
@@ -417,7 +419,7 @@ def test_a_slot_goes_to_who_waits_first_whatever_its_model() -> None:
         router.assign(call)
     replica.finish(calls[0])
 
-    assert calls[2].runner is replica.real
+    assert calls[2].runner is replica
     assert calls[3].runner is None
 
 
@@ -428,7 +430,7 @@ def test_ten_thousand_models_leave_no_trace_in_the_router() -> None:
         router.assign(call)
         replica.finish(call)
 
-    assert replica.requested == {}
+    assert replica.slots.requested == {}
 
 
 # The state machine: random sequences of steps, and invariants after each step.
@@ -475,9 +477,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.number[call] = len(self.calls)
         self.calls.append(call)
         full = 0 <= self.max_queued <= self.router.num_queued
-        available = [each for each in self.replicas if each.ongoing < each.max_ongoing]
+        available = [each for each in self.replicas if each.ongoing < each.slots.max_ongoing]
         free = bool(available)
-        known = {each: each.model_ids | each.requested.keys() for each in available}
+        known = {each: each.model_ids | each.slots.requested.keys() for each in available}
         self.router.assign(call)
         if model_id and call.runner is not None:
             chosen = next(each for each in available if each is call.runner)
@@ -527,7 +529,7 @@ class RouterMachine(RuleBasedStateMachine):
     def add(self, slots: int) -> None:
         replica = FakeReplica(self.router, slots)
         self.replicas.append(replica)
-        self.router.add(replica.real)
+        self.router.add(replica)
 
     @precondition(lambda self: self.replicas)
     @rule(which=st.randoms(use_true_random=False))
@@ -535,7 +537,7 @@ class RouterMachine(RuleBasedStateMachine):
         replica = which.choice(self.replicas)
         self.replicas.remove(replica)
         self.removed[replica] = len(replica.started)
-        self.router.remove(replica.real)
+        self.router.remove(replica)
 
     @precondition(lambda self: len(self.calls) > 20 and not self.refuses)
     @rule()
@@ -551,12 +553,12 @@ class RouterMachine(RuleBasedStateMachine):
         self.note_starts()
         router = self.router
         for each in self.everybody():
-            assert len(each.running) == each.ongoing <= each.max_ongoing  # (1), (7)
+            assert len(each.running) == each.ongoing <= each.slots.max_ongoing  # (1), (7)
             named = Counter(call.metadata.multiplexed_model_id for call in each.running)
             del named[""]
-            assert each.requested == named  # (12)
+            assert each.slots.requested == named  # (12)
         assert self.max_queued < 0 or router.num_queued <= self.max_queued  # (2)
-        free = any(each.ongoing < each.max_ongoing for each in self.replicas)
+        free = any(each.ongoing < each.slots.max_ongoing for each in self.replicas)
         assert not (free and router.num_queued)  # (3)
         assert self.order == sorted(self.order)  # (4)
         assert all(count == 1 for count in self.settled.values())  # (5)
@@ -614,7 +616,7 @@ def test_two_chains_that_wait_for_each_other_are_a_cycle_too() -> None:
     routers = {name: Router(DeploymentID(name)) for name in "AB"}
     replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
     for name, router in routers.items():
-        router.add(replicas[name].real)
+        router.add(replicas[name])
     a, b = make_call("A"), make_call("B")
     a_in_b, b_in_a = make_call("B"), make_call("A")
     routers["A"].assign(a)
@@ -697,7 +699,7 @@ def test_a_cycle_that_a_late_await_closes_is_found() -> None:
     routers = {name: Router(DeploymentID(name)) for name in "AB"}
     replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
     for name, router in routers.items():
-        router.add(replicas[name].real)
+        router.add(replicas[name])
     a, b, again = make_call("A"), make_call("B"), make_call("A")
     routers["A"].assign(a)
     routers["B"].assign(b)

@@ -123,6 +123,7 @@ def test_without_a_recorder_nothing_of_it_is_there() -> None:
     try:
         router = local_engine().router(handle.deployment_id)
         (replica,) = router.replicas
+        assert isinstance(replica, Replica)
         threads = replica.pools.default.threads
         made = [type(each) for each in (router, replica, threads)]
     finally:

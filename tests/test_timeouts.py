@@ -641,7 +641,7 @@ def test_an_answer_to_a_client_that_does_not_read_is_cut_although_the_work_has_e
                 self.finish(call)
 
         router = Router(DeploymentID("D"))
-        router.add(Streaming(router).real)
+        router.add(Streaming(router))
         metadata = make_call().metadata._replace(deadline=time.monotonic() + 60)
         scope = {"type": "http"}
         exchange = Exchange(metadata, router, scope, send, send)  # type: ignore[arg-type]

@@ -219,7 +219,7 @@ def test_a_request_that_rests_before_it_is_sent_on_ends_at_once(
         router = Router(DeploymentID("D"), later=lambda _, callback: resting.append(callback))
         replicas = [Going(router), Going(router)]
         for replica in replicas:
-            router.add(replica.real)
+            router.add(replica)
         proxy = routed(router)
         headers = [(b"x-request-timeout-seconds", b"0.3")] if how == "late" else []
         caller = Caller(*headers)
@@ -266,7 +266,7 @@ def test_the_end_of_a_request_in_the_pause_before_another_attempt_is_seen_there(
             "cancelled": lambda: setattr(caller, "asked", task.cancel),  # in the pause
         }
         replica = Silent(router, ends[how])
-        router.add(replica.real)
+        router.add(replica)
         proxy = routed(router, RequestLimits(0.05, frozenset({"GET"})))
         task = asyncio.create_task(proxy(caller.scope, caller.receive, caller.send))
         await asyncio.wait([task], timeout=PATIENCE_S)

@@ -28,6 +28,7 @@ from ingress.exceptions import (
 
 if TYPE_CHECKING:
     from ingress.context import ReplicaRuntime
+    from ingress.replicas.slots import Slots
 
 
 class Queue(Protocol):
@@ -41,7 +42,28 @@ class Queue(Protocol):
 
 
 class Runner(Protocol):
-    """The replica that a call runs on, as the call sees it."""
+    """The replica that a call runs on, as the call and the router see it.
+
+    slots      the router's record of the replica, which the router alone writes
+    begun      number of calls that it has begun
+    is_late    true while it begins calls late, because of other calls that it runs
+    model_ids  the ids of the models that it has or is loading
+
+    While `slots.position` is `HELD`, the replica counts a call that begins and then asks the router
+    for the next one, with `Router.resume`.
+    """
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def begun(self) -> int: ...
+
+    @property
+    def is_late(self) -> bool: ...
+
+    @property
+    def model_ids(self) -> frozenset[str]: ...
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...

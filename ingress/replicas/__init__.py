@@ -1,6 +1,7 @@
 """Replicas and the queue before them: which replica runs which call, and when.
 
     router          the queue of a deployment, and the slots of its replicas; start here
+    slots           the record that the router keeps of a replica
     request_router  the policy that chooses a replica: add another one here
     overload        the policy that orders, sheds and turns away calls under overload
     replica         one replica: its loop, its threads, its running calls

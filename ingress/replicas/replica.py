@@ -2,8 +2,9 @@
 
     submit -> _begin -> a task that runs `call.work(user_code)` -> slot released, call settled
 
-Other threads submit and cancel calls by the mailbox of the user loop. The router writes its own
-fields here under its lock, the watchdog `stalls`, and `stop` the state: comments name those races.
+Other threads submit and cancel calls by the mailbox of the user loop. The watchdog writes `stalls`,
+and `stop` the state: comments name those races. The router keeps its record of the replica in
+`slots`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from ingress.execution.lanes import lanes_of
 from ingress.execution.loop_executor import LoopExecutor
 from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
+from ingress.replicas.slots import HELD, Slots
 from ingress.replicas.user_code import MakePlan
 from ingress.watchdog import WATCHDOG
 from ingress.watchdog.pressure import GIL_PRESSURE
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
-HELD = -3  # `position` of a replica that gets its next call when it has begun the last
 ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
 logger = logging.getLogger("ingress")
@@ -69,17 +70,14 @@ class Replica:
         resume             asks the router for the next call
         factories          make its parts
 
-    Written under the router's lock: `ongoing`, `max_ongoing`, `position`, `given`, which counts the
-    calls that got a slot, and `requested`, which counts them by the model they name. Written on the
-    user loop: `begun`, which counts the calls that began, and `is_late`, if they begin late.
+    It fulfils the `Runner` protocol of `calls.call`.
     """
 
     __slots__ = (
         "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
         "_is_checking", "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
-        "begun", "context", "given", "is_late", "latencies", "loop", "max_ongoing", "ongoing",
-        "pools", "position", "replica_id", "requested", "stalls", "state", "thread",
-        "unhealthy_reason", "user_code",
+        "begun", "context", "is_late", "latencies", "loop", "pools", "replica_id", "slots",
+        "stalls", "state", "thread", "unhealthy_reason", "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -104,9 +102,7 @@ class Replica:
         self.latencies: dict[str, Latency] = {}
         self.stalls: dict[str, Latency] = {}  # by method; written by the watchdog
         self.unhealthy_reason = ""
-        self.max_ongoing, self.ongoing, self.position = max_ongoing, 0, -1
-        self.requested: dict[str, int] = {}
-        self.given = 0
+        self.slots = Slots(self, max_ongoing)
         self.begun = 0
         self.is_late = False
         self._in_time = 0
@@ -154,6 +150,11 @@ class Replica:
         return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
 
     @property
+    def ongoing(self) -> int:
+        """The number of calls that have a slot here. Thread-safe."""
+        return self.slots.ongoing
+
+    @property
     def model_ids(self) -> frozenset[str]:
         """The ids of the models that it has or is loading. Thread-safe."""
         return self._models.ids
@@ -171,7 +172,7 @@ class Replica:
         # AnyIO's threads run what Starlette and FastAPI send there: `yield` dependencies,
         # background tasks, files. A request uses one at a time, so no request waits for long.
         limiter = current_default_thread_limiter()
-        self._anyio_threads = self.max_ongoing + ANYIO_RESERVE
+        self._anyio_threads = self.slots.max_ongoing + ANYIO_RESERVE
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
         # Not earlier: a constructor may take long.
@@ -253,7 +254,7 @@ class Replica:
         elif self.is_late:
             self._in_time += 1
             self.is_late = self._in_time < CALLS_IN_TIME
-        if self.position == HELD:  # after the call was counted: see `Router._settle_position`
+        if self.slots.position == HELD:  # after the call was counted: see `Router._settle_position`
             self._resume(self)
 
     def _delays_calls(self) -> bool:

@@ -29,13 +29,13 @@ from typing import Any
 from ingress.asgi import RouteTemplates
 from ingress.base.types import DeploymentID
 from ingress.calls import retries
-from ingress.calls.call import Call
+from ingress.calls.call import Call, Runner
 from ingress.calls.deadlocks import check_deadlock
 from ingress.config import BackpressureConfig
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
 from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
-from ingress.replicas.replica import HELD, Replica
 from ingress.replicas.request_router import PowerOfTwoChoicesRequestRouter
+from ingress.replicas.slots import FULL, HELD, REMOVED, Slots
 from ingress.watchdog.pressure import GIL_PRESSURE
 
 
@@ -69,17 +69,17 @@ class Router:
         self._max_retries = max_retries
         self._later = later
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
-        self.replicas: list[Replica] = []
+        self.replicas: list[Runner] = []
         self._policy = PowerOfTwoChoicesRequestRouter()
         self._lock = threading.Lock()
-        self._available: list[Replica] = []  # the replicas with a free slot, in no order
-        # The replicas with all slots free; the last one is chosen next.
-        self._idle: OrderedDict[Replica, None] = OrderedDict()
-        self._last: Replica | None = None  # the replica chosen last
+        self._available: list[Slots] = []  # of the replicas with a free slot, in no order
+        # Of the replicas with all slots free; the last one is chosen next.
+        self._idle: OrderedDict[Slots, None] = OrderedDict()
+        self._last: Slots | None = None  # of the replica chosen last
         self._usual = UsualTimes()
         self._waiting = WaitingCalls(self._usual)
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
-        self._held: set[Replica] = set()  # the replicas that are late
+        self._held: set[Slots] = set()  # of the replicas that are late
         self._holders: set[Call] = set()  # the calls that have a slot
         self._refuses: str | None = None
 
@@ -90,12 +90,12 @@ class Router:
 
     @property
     def num_ongoing(self) -> int:
-        return sum(replica.ongoing for replica in self.replicas)
+        return sum(replica.slots.ongoing for replica in self.replicas)
 
     def assign(self, call: Call) -> None:
         """Start the call on a replica now, queue it, or settle it as refused."""
         refused: Exception | None = None
-        replica: Replica | None = None
+        replica: Runner | None = None
         call.queue = self
         with self._lock:
             if self._refuses is not None:
@@ -119,8 +119,8 @@ class Router:
             check_deadlock(call)
         # Replicas are held for calls with a deadline only: they may begin this call.
         if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
-            for replica in list(self._held):
-                self.resume(replica)
+            for slots in list(self._held):
+                self.resume(slots.replica)
 
     def turns_away(self, deadline: float | None) -> BackPressureError | None:
         """Return the error that a call would be refused with now, before it is made, or `None`.
@@ -172,7 +172,7 @@ class Router:
             self._resume(call)
 
     def _resume(self, call: Call) -> None:
-        replica: Replica | None = None
+        replica: Runner | None = None
         with self._lock:
             if call not in self._resting:
                 return  # cancelled or refused meanwhile
@@ -188,74 +188,75 @@ class Router:
         elif call.is_awaited:
             check_deadlock(call)
 
-    def release(self, replica: Replica, call: Call) -> None:
+    def release(self, replica: Runner, call: Call) -> None:
         """Take back the slot of a call whose work has ended, and hand it to the next call."""
+        slots = replica.slots
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
             self._holders.discard(call)
-            if replica.requested and call.metadata.multiplexed_model_id:
-                _count_model(replica, call.metadata.multiplexed_model_id, -1)
+            if slots.requested and call.metadata.multiplexed_model_id:
+                slots.count_model(call.metadata.multiplexed_model_id, -1)
             if not call.has_begun:
-                replica.given -= 1
+                slots.given -= 1
             elif call.metadata.deadline is not None:
                 self._usual.add(call, monotonic())
-            replica.ongoing -= 1
-            if self._waiting or replica.is_late or replica.position == HELD:
-                self._settle_position(replica, started, shed)
+            slots.ongoing -= 1
+            if self._waiting or replica.is_late or slots.position == HELD:
+                self._settle_position(slots, started, shed)
             else:
-                if replica.position == _FULL:
-                    self._add_available(replica)
-                if not replica.ongoing and replica.position != _REMOVED:
-                    self._add_idle(replica)
+                if slots.position == FULL:
+                    self._add_available(slots)
+                if not slots.ongoing and slots.position != REMOVED:
+                    self._add_idle(slots)
         if started or shed:
             self._start(replica, started, shed)
 
-    def resume(self, replica: Replica) -> None:
+    def resume(self, replica: Runner) -> None:
         """Hand a held replica the waiting calls it may have now. Thread-safe."""
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
-            self._settle_position(replica, started, shed)
+            self._settle_position(replica.slots, started, shed)
         self._start(replica, started, shed)
 
-    def _settle_position(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
+    def _settle_position(self, slots: Slots, started: list[Call], shed: list[Shed]) -> None:
         """Give a replica the waiting calls that it can take, and update its position."""
-        if replica.position == _REMOVED:
+        if slots.position == REMOVED:
             return
         while (
             self._waiting
-            and replica.ongoing < replica.max_ongoing
-            and (not _is_held(replica) or (self._waiting.has_patient and not GIL_PRESSURE.is_high))
+            and slots.ongoing < slots.max_ongoing
+            and (not slots.is_behind() or (self._waiting.has_patient and not GIL_PRESSURE.is_high))
         ):
-            following = self._next(replica, shed)
+            following = self._next(slots, shed)
             if following is not None:
                 started.append(following)
-        has_room = replica.ongoing < replica.max_ongoing
-        if has_room and _is_held(replica):
-            if replica.position >= 0:
-                self._remove_available(replica)
-            replica.position = HELD
-            self._held.add(replica)
+        has_room = slots.ongoing < slots.max_ongoing
+        if has_room and slots.is_behind():
+            if slots.position >= 0:
+                self._remove_available(slots)
+            slots.position = HELD
+            self._held.add(slots)
             # Race with the user loop: it counts a call that begins and then reads `position`. This
             # sets `position` and then reads the count, so one of the two sees the other's change.
-            if _is_held(replica):
+            if slots.is_behind():
                 return
-        self._held.discard(replica)
-        if has_room and replica.position < 0:
-            self._add_available(replica)
+        self._held.discard(slots)
+        if has_room and slots.position < 0:
+            self._add_available(slots)
         elif not has_room:
-            if replica.position >= 0:
-                self._remove_available(replica)
-            replica.position = _FULL
-        if not replica.ongoing and replica not in self._idle:
-            self._add_idle(replica)
+            if slots.position >= 0:
+                self._remove_available(slots)
+            slots.position = FULL
+        if not slots.ongoing and slots not in self._idle:
+            self._add_idle(slots)
 
     def _num_withheld(self) -> int:
         """Return the number of free slots that get no call now: their replicas are held."""
-        return sum(replica.max_ongoing - replica.ongoing for replica in self._held)
+        return sum(slots.max_ongoing - slots.ongoing for slots in self._held)
 
-    def _start(self, replica: Replica, started: list[Call], shed: list[Shed]) -> None:
+    def _start(self, replica: Runner, started: list[Call], shed: list[Shed]) -> None:
         for call in started:
             call.start(replica)
         for each in shed:
@@ -299,26 +300,27 @@ class Router:
             f"of '{name}', or break the cycle."
         )
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: Runner) -> None:
         """Begin to use a replica that is ready: waiting calls get its slots at once."""
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
             self.replicas.append(replica)
-            replica.position = _FULL
-            self._settle_position(replica, started, shed)
+            replica.slots.position = FULL
+            self._settle_position(replica.slots, started, shed)
         self._start(replica, started, shed)
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: Runner) -> None:
         """Give a replica no more calls; the calls it runs go on."""
+        slots = replica.slots
         with self._lock:
-            if replica.position >= 0:
-                self._remove_available(replica)
-            self._idle.pop(replica, None)
-            if self._last is replica:
+            if slots.position >= 0:
+                self._remove_available(slots)
+            self._idle.pop(slots, None)
+            if self._last is slots:
                 self._last = None
-            replica.position = _REMOVED
-            self._held.discard(replica)
+            slots.position = REMOVED
+            self._held.discard(slots)
             self.replicas.remove(replica)
 
     def refuse(self, reason: str) -> None:
@@ -330,49 +332,50 @@ class Router:
         for call in waiting:
             call.settle(error=DeploymentUnavailableError(reason))
 
-    def _reserve(self, call: Call) -> Replica:
+    def _reserve(self, call: Call) -> Runner:
         """Give the call a slot of an available replica, if possible not of its last replica."""
         available = self._available
         model_id = call.metadata.multiplexed_model_id
         if call.runner is not None:
-            available = [each for each in available if each is not call.runner] or available
+            available = [each for each in available if each.replica is not call.runner] or available
         if model_id:
-            replica = self._policy.choose_for_model(available, model_id)
+            slots = self._policy.choose_for_model(available, model_id)
         elif self._idle and len(self.replicas) >= _MANY and call.runner is None:
-            replica = next(reversed(self._idle))  # no replica has fewer calls
+            slots = next(reversed(self._idle))  # no replica has fewer calls
         else:
             awake = self._last
             if awake is not None and (not awake.ongoing or awake.position < 0 or call.runner):
                 awake = None  # its thread sleeps, or it is not available
-            replica = self._last = self._policy.choose(available, awake)
-        if not replica.ongoing:
-            del self._idle[replica]
-        self._give(replica, call)
-        if replica.ongoing == replica.max_ongoing:
-            self._remove_available(replica)
+            slots = self._last = self._policy.choose(available, awake)
+        if not slots.ongoing:
+            del self._idle[slots]
+        self._give(slots, call)
+        replica = slots.replica
+        if slots.ongoing == slots.max_ongoing:
+            self._remove_available(slots)
         elif replica.is_late and (call.metadata.deadline is not None or GIL_PRESSURE.is_high):
-            self._settle_position(replica, [], [])
+            self._settle_position(slots, [], [])
         return replica
 
-    def _next(self, replica: Replica, shed: list[Shed]) -> Call | None:
-        """Give a slot of the replica to the next waiting call. Returns that call, or `None`."""
+    def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
+        """Give one of these slots to the next waiting call. Returns that call, or `None`."""
         call = self._waiting.next(monotonic(), shed)
         if call is not None:
-            self._idle.pop(replica, None)
-            self._give(replica, call)
+            self._idle.pop(slots, None)
+            self._give(slots, call)
         return call
 
-    def _give(self, replica: Replica, call: Call) -> None:
-        """Give a slot of the replica to a call, whatever its model."""
-        replica.ongoing += 1
-        replica.given += 1
+    def _give(self, slots: Slots, call: Call) -> None:
+        """Give one of these slots to a call, whatever its model."""
+        slots.ongoing += 1
+        slots.given += 1
         call.has_begun = False
         call.assigned_at = monotonic()
         self._holders.add(call)
         if call.metadata.multiplexed_model_id:
-            _count_model(replica, call.metadata.multiplexed_model_id, 1)
+            slots.count_model(call.metadata.multiplexed_model_id, 1)
 
-    def _add_idle(self, replica: Replica) -> None:
+    def _add_idle(self, slots: Slots) -> None:
         """Add a replica with all slots free to `_idle`, mostly as the next to be chosen.
 
         Many replicas take turns of several calls each: a thread that has just worked finds its
@@ -380,40 +383,23 @@ class Router:
         this way, and 85 us if two replicas are drawn at random. At 64 calls it would be the other
         way round: some replicas are drawn twice, and woken once.
         """
-        self._idle[replica] = None
+        self._idle[slots] = None
         if random() * _CALLS_A_TURN < 1:
-            self._idle.move_to_end(replica, last=False)
+            self._idle.move_to_end(slots, last=False)
 
-    def _add_available(self, replica: Replica) -> None:
-        replica.position = len(self._available)
-        self._available.append(replica)
+    def _add_available(self, slots: Slots) -> None:
+        slots.position = len(self._available)
+        self._available.append(slots)
 
-    def _remove_available(self, replica: Replica) -> None:
+    def _remove_available(self, slots: Slots) -> None:
         """Remove a replica in constant time: the last in the list takes its place."""
         last = self._available.pop()
-        if last is not replica:
-            last.position = replica.position
+        if last is not slots:
+            last.position = slots.position
             self._available[last.position] = last
-        replica.position = _FULL
+        slots.position = FULL
 
 
-def _is_held(replica: Replica) -> bool:
-    """Return whether a late replica has yet to begin a call that it was given."""
-    return replica.is_late and replica.given > replica.begun
-
-
-def _count_model(replica: Replica, model_id: str, change: int) -> None:
-    """Count the calls on a replica that name a model. A model without calls is dropped."""
-    count = replica.requested.get(model_id, 0) + change
-    if count:
-        replica.requested[model_id] = count
-    else:
-        del replica.requested[model_id]
-
-
-# Values of `Replica.position` other than an index into `_available`.
-_FULL = -1
-_REMOVED = -2
 RETRY_AFTER_S = 1.0  # for a shed call, unless the deployment sets another
 _MANY = 128
 # Of many replicas: enough that few calls meet a cold thread, few enough that each has its turn.

@@ -118,7 +118,7 @@ def _held() -> Iterator[str]:
             yield f"slot {number} of {deployment}"
         for number in range(router.num_queued):
             yield f"place {number} in the queue of {deployment}"
-        loops |= {replica.loop: str(replica.replica_id) for replica in list(router.replicas)}
+        loops |= {each.loop: str(each.context.replica_id) for each in list(router.replicas)}
     for loop, name in loops.items():
         for task in asyncio.all_tasks(loop):
             code = getattr(task.get_coro(), "__qualname__", "?")

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from ingress.asgi import route_template
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call, Runner
 from ingress.context import REPLICA
 from ingress.control.factories import Factories
 from ingress.execution.execution import ExecutionPlan, Role
@@ -26,6 +26,7 @@ from ingress.http.exchange import Exchange
 from ingress.replicas.overload import Shed
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
+from ingress.replicas.slots import Slots
 from ingress.timeline.recorder import Journey, Recorder
 
 
@@ -57,18 +58,18 @@ class TracedRouter(Router):
         if not call.settled:
             self._recorder.stand_in_queue(call)
 
-    def release(self, replica: Replica, call: Call) -> None:
+    def release(self, replica: Runner, call: Call) -> None:
         # First, while no other call can have the slot.
         self._recorder.give_back(call)
         super().release(replica, call)
 
-    def _reserve(self, call: Call) -> Replica:
+    def _reserve(self, call: Call) -> Runner:
         replica = super()._reserve(call)
         self._recorder.take_slot(call)
         return replica
 
-    def _next(self, replica: Replica, shed: list[Shed]) -> Call | None:
-        call = super()._next(replica, shed)
+    def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
+        call = super()._next(slots, shed)
         if call is not None:
             self._recorder.stand_in_queue(call)
             self._recorder.take_slot(call)

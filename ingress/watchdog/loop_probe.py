@@ -24,8 +24,10 @@ class Owner(Protocol):
     """A replica as the watchdog sees it: its context, its requests and its counts of stalls."""
 
     context: ReplicaRuntime
-    ongoing: int
     stalls: dict[str, Latency]
+
+    @property
+    def ongoing(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

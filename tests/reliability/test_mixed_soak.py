@@ -246,7 +246,7 @@ def left_behind(root: Any) -> dict[str, Any]:
         for replica in deployment.replicas:
             found[f"slots of {replica}"] = replica.ongoing
             found[f"calls of {replica}"] = dict(replica._calls)
-            found[f"models asked of {replica}"] = dict(replica.requested)
+            found[f"models asked of {replica}"] = dict(replica.slots.requested)
             found[f"models used of {replica}"] = dict(replica._models.in_use)
             found[f"batches of {replica}"] = dict(replica.context.batches)
     return {what: there for what, there in found.items() if there}
