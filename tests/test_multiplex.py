@@ -632,14 +632,25 @@ class Cascade:
 
 @serve.deployment
 class Nested:
-    """A deployment with a model that loads another one."""
+    """A deployment with two models whose loads need a model, another one or their own."""
 
     @serve.multiplexed(max_num_models_per_replica=1)
     async def model(self, model_id: str) -> str:
-        return "outer of " + await self.model("inner") if model_id == "outer" else model_id
+        needs = {"outer": "inner", "own": "own"}.get(model_id)
+        return model_id if needs is None else f"{model_id}, {await self.model(needs)}"
 
     async def __call__(self, model_id: str) -> str:
         return await self.model(model_id)
+
+
+def test_a_load_that_asks_for_its_own_model_is_told_so() -> None:
+    handle = serve.run(bind(Nested), route_prefix=None)
+    try:
+        with pytest.raises(RequestCycleError, match="waits for its own answer"):
+            answer(handle.remote("own"))
+        assert answer(handle.remote("inner")) == "inner", "the room is free again"
+    finally:
+        serve.shutdown()
 
 
 def test_a_load_that_needs_the_room_of_its_own_model_is_told_so() -> None:

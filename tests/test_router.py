@@ -29,6 +29,7 @@ from ingress.exceptions import (
 )
 from ingress.replicas.router import Router
 from ingress.replicas.slots import Slots
+from ingress.testing import Latch
 from tests.fakes import FakeReplica, bind, make_call, together
 from tests.servers import ROUNDS
 
@@ -808,6 +809,41 @@ def test_a_child_that_is_not_awaited_runs_when_its_parent_has_ended(
     assert kept[0].result(timeout_s=PATIENCE_S) == "ended"
     assert ping.remote("unawaited argument").result(timeout_s=PATIENCE_S) == "not awaited"
     assert kept[1].result(timeout_s=PATIENCE_S) == "ended"
+
+
+@serve.deployment
+class Own:
+    """A deployment whose requests wait for the answer that the test puts into `kept`."""
+
+    def __init__(self) -> None:
+        self.there = Latch()
+
+    async def __call__(self) -> Any:
+        await self.there
+        return await kept[0]
+
+    def let(self) -> None:
+        self.there.count_down()
+
+    def in_thread(self) -> Any:
+        self.there.wait()
+        return kept[0].result()
+
+
+@pytest.mark.parametrize("method", ["__call__", "in_thread"])
+def test_a_request_that_waits_for_its_own_answer_is_told_so(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
+    handle = serve.run(bind(Own), route_prefix=None)
+    try:
+        kept.append(handle.options(method_name=method).remote())
+        handle.let.remote().result(timeout_s=PATIENCE_S)
+        with pytest.raises(RequestCycleError, match=r"its own answer.* Own -> Own\."):
+            kept[0].result(timeout_s=PATIENCE_S)
+    finally:
+        kept.clear()
+        serve.shutdown()
 
 
 @serve.deployment(max_ongoing_requests=8)

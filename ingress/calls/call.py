@@ -341,7 +341,10 @@ class Call(Node):
 
 
 def begin_wait(node: Node, waiter: Call | None = None) -> Call | None:
-    """Note that `waiter`, by default the current call, waits for a node; return the waiter."""
+    """Note that `waiter`, by default the current call, waits for a node; return the waiter.
+
+    Raises `RequestCycleError` if the node is a running call that waits for the waiter.
+    """
     waiter = waiter or CURRENT_CALL.get(None)
     if waiter is not None:
         with waiter._lock:  # its user code may wait in several threads
@@ -351,7 +354,10 @@ def begin_wait(node: Node, waiter: Call | None = None) -> Call | None:
         # Race with `Router.assign`, for a call that waits for its arguments: `assign` reads this
         # flag after it has queued the call, so one of the two sees both.
         node.is_awaited = True
-        check_deadlock(node)
+        error = check_deadlock(node)
+        if error is not None:
+            end_wait(node, waiter)
+            raise error
     return waiter
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Set
 
+from ingress.exceptions import RequestCycleError
+
 
 class Node:
     """A node of the graph of waits: a call, or what calls wait for in a cache or a lane.
@@ -50,29 +52,36 @@ NO_NODES: frozenset[Node] = frozenset()
 _Graph = dict[Node, tuple[bool, frozenset[Node]]]
 
 
-def check_deadlock(node: Node) -> None:
+def check_deadlock(node: Node) -> RequestCycleError | None:
     """Fail a node that can never go on. Thread-safe.
 
     Called when a call begins to wait for a node, or when a node is queued while a call waits for
     it: the last step into a deadlock is always one of these. A deadlock may go through several
-    deployments.
+    deployments. If no node of the deadlock is queued, none can be failed: returns the error for a
+    call that is to wait for `node`.
     """
     holders = node.holders()
     for each in (node,) if holders is None else holders:
         if not each.waits_for:
-            return  # `each` goes on by itself: the common case
+            return None  # `each` goes on by itself: the common case
     while True:
         graph = _waits(node)
         stuck = _stuck(graph)
         if node not in stuck:
-            return
+            return None
         # The queues are read one after the other, so the graph may show a cycle that never
         # existed. None of these waits can end and begin again: a cycle that is seen twice existed
         # all the time in between.
         if _waits(node) == graph:
             break
-    loser = next(each for each, (is_queued, _) in graph.items() if is_queued and each in stuck)
-    loser.break_deadlock(_chain(loser, graph, stuck))
+    for loser, (is_queued, _) in graph.items():
+        if is_queued and loser in stuck:
+            loser.break_deadlock(_chain(loser, graph, stuck))
+            return None
+    return RequestCycleError(
+        f"This call of '{node.deployment_name}' can never be answered: it waits for its own "
+        f"answer, in the cycle {_chain(node, graph, stuck)}. Break the cycle."
+    )
 
 
 def _waits(node: Node) -> _Graph:
