@@ -631,6 +631,49 @@ class Cascade:
 
 
 @serve.deployment
+class CascadeInThreads:
+    """`Cascade`, with the wait for the child in a thread."""
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def model(self, model_id: str) -> str:
+        return model_id
+
+    async def __call__(self, depth: int) -> str:
+        model = await self.model(str(depth))
+        if depth == 0:
+            return model
+        child = serve.get_deployment_handle("CascadeInThreads").remote(depth - 1)
+        return model + str(await asyncio.to_thread(child.result))
+
+
+def test_a_cycle_that_a_thread_breaks_while_its_requests_leave_keeps_no_room(
+    flags: Settings, switch_interval: None
+) -> None:
+    """Race of the thread, which fails a load, with the loop, which gives it room."""
+    handle = serve.run(bind(CascadeInThreads), route_prefix=None)
+    outcomes: Counter[str] = Counter()
+    try:
+        for number in range(150):
+            response = handle.remote(1)
+            if number % 3:
+                time.sleep(number % 10 * 0.0003)  # until somewhere in the chain
+                response.cancel()
+            try:
+                answer(response)
+            except (RequestCancelledError, RequestCycleError) as error:
+                outcomes[type(error).__name__] += 1
+        assert answer(handle.remote(0)) == "0"
+        (replica,) = local_engine().applications["default"].ingress.replicas
+        wait_until(lambda: not replica._models.in_use)
+    finally:
+        serve.shutdown()
+
+    assert outcomes["RequestCancelledError"]
+    assert outcomes["RequestCycleError"] >= 50
+    assert outcomes.total() == 150
+
+
+@serve.deployment
 class Nested:
     """A deployment with two models whose loads need a model, another one or their own."""
 
