@@ -20,8 +20,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ingress as serve
-from tests.conformance.observe import TIMEOUT_S, Served, wait_until
-from tests.servers import bind
+from tests.conformance.observe import TIMEOUT_S, Served
+from tests.servers import bind, wait_until
 
 FOLDER = tempfile.gettempdir()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -196,6 +197,12 @@ class Connection:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
+    def send_slowly(self, *pieces: bytes, pause_s: float = 0.05) -> None:
+        """Send pieces, each after a pause in which the server reads all that came before."""
+        for piece in pieces:
+            time.sleep(pause_s)
+            self.send(piece)
+
     def request(
         self, path: str, *, method: str = "GET", headers: str = "Connection: close\r\n"
     ) -> None:
@@ -283,3 +290,25 @@ def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.002)
+
+
+def steady(count: Callable[[], int], pause_s: float = 0.1) -> int:
+    """Wait until a producer is suspended: a positive count stands for a pause. Return the count."""
+    before = -1
+    while before != (now := count()) or not now:
+        before = now
+        time.sleep(pause_s)
+    return now
+
+
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """Wait as `wait_until` does, on an event loop that goes on meanwhile."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def turns(count: int = 12) -> None:
+    """Let the running loop turn, until all callbacks that are due and their successors have run."""
+    for _ in range(count):
+        await asyncio.sleep(0)

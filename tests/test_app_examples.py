@@ -28,8 +28,8 @@ from websockets.sync.client import connect
 import ingress as serve
 from app_examples import slow_server
 from ingress.base.settings import SYNC_IN_THREADPOOL
-from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, served, wait_until
-from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, process
+from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, served
+from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, process, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),

@@ -23,6 +23,7 @@ from starlette.websockets import WebSocket
 from ingress.asgi import ingress
 from ingress.exceptions import UserCodeExit
 from tests.asgi_helpers import Deployment, request, serve
+from tests.servers import turns
 
 pytestmark = pytest.mark.anyio
 
@@ -287,7 +288,7 @@ async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, 
                 raise
         finally:
             for _ in range(3):
-                await asyncio.sleep(0.001)
+                await asyncio.gather(turns())
             await anyio.sleep(0.001)
             seen.append("finally")
 
@@ -299,7 +300,7 @@ async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, 
                 with anyio.CancelScope(shield=True):
                     waiting.set()
                     for _ in range(3):
-                        await asyncio.sleep(0.001)
+                        await asyncio.gather(turns())
                     seen.append("shielded")
             if how == "groups":
                 async with anyio.create_task_group() as group:
@@ -337,7 +338,7 @@ async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
             try:
                 await asyncio.Future()
             finally:
-                await asyncio.sleep(0.001)
+                await asyncio.gather(turns())
                 seen.append("finally")
 
     deployment = Deployment(K)

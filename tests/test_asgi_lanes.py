@@ -14,7 +14,8 @@ from fastapi.routing import APIRoute
 from starlette.applications import Starlette
 
 import ingress as serve
-from tests.conformance.observe import here, served, wait_until
+from tests.conformance.observe import here, served
+from tests.servers import wait_until
 
 LOOP = "loop Api#0"
 POOL = "thread Api#0-worker"

@@ -19,7 +19,7 @@ from ingress.calls.call import current_calls
 from ingress.exceptions import RayServeException, UserCodeExit
 from tests.containment_app import ERRORS, boom
 from tests.fakes import together
-from tests.servers import PATIENCE_S
+from tests.servers import PATIENCE_S, steady, turns
 
 on_the_loop = pytest.mark.anyio
 LONG_S = 30.0
@@ -77,11 +77,6 @@ async def started(*calls: Any) -> list[asyncio.Task[Any]]:
     tasks = [asyncio.ensure_future(call) for call in calls]
     await turns()
     return tasks
-
-
-async def turns() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 # Decorating functions and methods
@@ -608,9 +603,10 @@ async def test_a_batch_without_waiting_callers_does_not_run() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    await asyncio.sleep(0.03)
+    record.door.set()
 
-    assert record.batches == []
+    assert await all_of(f(2)) == [2]  # its time is up after theirs
+    assert record.batches == [[2]]
 
 
 @on_the_loop
@@ -811,7 +807,7 @@ async def test_a_cancelled_batch_answers_its_callers() -> None:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
-        await asyncio.sleep(LONG_S)
+        await asyncio.Event().wait()
         return xs
 
     assert [type(each) for each in await all_of(f(0), f(1), errors=True)] == [UserCodeExit] * 2
@@ -1127,7 +1123,7 @@ async def test_a_generator_without_consumers_is_closed_where_it_waits() -> None:
     async def f(xs: list[int]) -> AsyncIterator[list[int]]:
         try:
             yield xs
-            await asyncio.sleep(LONG_S)
+            await asyncio.Event().wait()
         finally:
             closed.set()
 
@@ -1167,11 +1163,8 @@ async def test_a_generator_waits_for_its_slowest_caller(written: str) -> None:
     fast, slow = f(1), f(2)
     task = asyncio.ensure_future(collect(fast))
     await patiently(anext(slow))
-    before = -1
-    while before != len(made):
-        before = len(made)
-        await asyncio.sleep(0.02)
-    assert len(made) < 50  # the content of two channels, and one item at each end
+    # The content of two channels, and one item at each end.
+    assert await asyncio.to_thread(steady, lambda: len(made), 0.02) < 50
     rest = await patiently(collect(slow))
     assert len(rest) == 999
     assert await patiently(task) == [1] * 1000

@@ -20,6 +20,7 @@ from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.calls.call import CURRENT_CALL, current_calls
 from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
+from ingress.testing import Latch
 from tests.servers import (
     PATIENCE_S,
     Connection,
@@ -60,14 +61,13 @@ class Hold:
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
         self.ended: list[BaseException | None] = []
-        self.release_references = threading.Event()
+        self.release = Latch()
 
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
     async def __call__(self, xs: list[Any]) -> list[Any]:
         self.batches.append(xs)
         try:
-            while not self.release_references.is_set():
-                await asyncio.sleep(0.002)
+            await self.release
         except BaseException as error:
             self.ended.append(error)
             raise
@@ -190,7 +190,7 @@ def test_one_application_started_twice_batches_on_both_loops(separate: str) -> N
         with TestClient(app) as client, ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(client.get, "/") for _ in range(2)]
             wait_until(lambda: made and made[-1].batches)
-            made[-1].release_references.set()
+            made[-1].release.count_down()
             assert [answer.result(PATIENCE_S).status_code for answer in answers] == [200, 200]
     assert len(made) == 2
 
@@ -340,7 +340,7 @@ def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
     port = served(bind(deployment))
     for _ in range(5):
         del made[0].batches[:]
-        made[0].release_references.set()
+        made[0].release.count_down()
         leaver = Connection(port)
         leaver.request("/leaver")
         wait_until(lambda: ongoing() == 1)
@@ -366,7 +366,7 @@ def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
     port = served(bind(deployment))
     for _ in range(5):
         del made[0].batches[:]
-        made[0].release_references.clear()
+        made[0].release = Latch()
         first, second = Connection(port), Connection(port)
         with first, second:
             first.request("/first")
@@ -379,7 +379,7 @@ def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
             else:
                 leaver.socket.close()
             wait_until(lambda: ongoing() == 1)
-            made[0].release_references.set()
+            made[0].release.count_down()
             assert stays.answer().status == 200
     assert made[0].ended == [None] * 5
     wait_until(lambda: ongoing() == 0)
@@ -393,15 +393,14 @@ def ongoing() -> int:
 
 def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separate: str) -> None:
     got: list[Any] = []
-    go = threading.Event()
+    go = Latch()
     entered = threading.Event()
 
     class K:
         @serve.batch(max_batch_size=1)
         async def __call__(self, requests: list[Request]) -> list[Any]:
             entered.set()
-            while not go.is_set():
-                await asyncio.sleep(0.002)
+            await go
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     got.append(await requests[0].body())
@@ -416,7 +415,7 @@ def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separ
         leaver.send(b"x" * 70_000)
         assert entered.wait(PATIENCE_S)
     wait_until(lambda: ongoing() == 0)
-    go.set()
+    go.count_down()
     wait_until(lambda: got)
     assert isinstance(got[0], ClientDisconnect)
 
@@ -431,7 +430,7 @@ def test_a_cancelled_call_leaves_the_batch_it_started_to_the_others(separate: st
     second.cancel()
     with pytest.raises(RequestCancelledError):
         second.result(timeout_s=PATIENCE_S)
-    made[0].release_references.set()
+    made[0].release.count_down()
 
     assert first.result(timeout_s=PATIENCE_S) == "1"
     assert made[0].ended == [None]
@@ -459,11 +458,11 @@ def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
     started: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
 ) -> None:
     set_flags(monkeypatch, "1")
-    entered, release_references = threading.Event(), threading.Event()
+    entered, release = threading.Event(), Latch()
 
     def body(xs: list[int]) -> list[int]:
         entered.set()
-        release_references.wait(PATIENCE_S)
+        release.wait()
         return xs
 
     class Def:
@@ -493,9 +492,9 @@ def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
         for response in responses:
             with pytest.raises(serve.exceptions.ReplicaUnavailableError):
                 response.result(timeout_s=PATIENCE_S)
-        assert not release_references.is_set()
+        assert not release.is_open
     finally:
-        release_references.set()
+        release.count_down()
         thread.join()
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -210,10 +209,10 @@ class Family(Program):
     """A process with a child that outlives it; `pid` is the child's."""
 
     SCRIPT = (
-        "import signal, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "import signal, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(60)"
+        "signal.pause()"
     )
 
     def __init__(self) -> None:
@@ -239,14 +238,14 @@ def test_what_a_program_started_ends_with_it() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_servers_end_with_the_benchmark_that_is_told_to_end(number: signal.Signals) -> None:
     script = (
-        "import signal, time\n"
+        "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # may be ignored by a shell
         "from benchmarks import command\n"
         "from tests.test_benchmarks import Family\n"
         "def measure():\n"
         "    with Family() as family:\n"
         "        print(family.process.pid, family.pid, flush=True)\n"
-        "        time.sleep(60)\n"
+        "        signal.pause()\n"
         "        yield\n"
         "raise SystemExit(command.run('none', measure(), 1))\n"
     )
@@ -262,10 +261,7 @@ def test_servers_end_with_the_benchmark_that_is_told_to_end(number: signal.Signa
     assert len(pids) == 2
     assert benchmark.returncode == 128 + number
     assert b"Traceback" not in said
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.parametrize(

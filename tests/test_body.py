@@ -319,9 +319,7 @@ def test_a_small_body_is_one_message_however_it_comes() -> None:
     port = served(bind(Parts))
     with Connection(port) as connection:
         post(connection, "/", 4, 0)
-        for _ in range(4):
-            connection.send(b"x")
-            time.sleep(0.02)
+        connection.send_slowly(*[b"x"] * 4, pause_s=0.02)
         assert has_all.wait(PATIENCE_S)
 
     assert seen == [4]

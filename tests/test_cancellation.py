@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from ingress.exceptions import (
     StreamClosedError,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.testing import Latch
 from tests.fakes import bind, make_call
 from tests.servers import PATIENCE_S, Connection, served, set_flags, wait_until
 
@@ -41,7 +41,7 @@ class Seen:
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
         self.ended: list[str] = []
-        self.may_end = threading.Event()
+        self.may_end = Latch()
         self.responses: list[Any] = []
 
     def wait_for_began(self, count: int = 1) -> None:
@@ -61,8 +61,7 @@ class Child:
     async def __call__(self, name: str = "child") -> str:
         self.seen.began.release()
         try:
-            while not self.seen.may_end.is_set():
-                await asyncio.sleep(0.002)
+            await self.seen.may_end
         except asyncio.CancelledError:
             self.seen.ended.append(f"{name} cancelled")
             raise
@@ -79,8 +78,7 @@ class Child:
     def blocking(self, name: str) -> str:
         self.seen.began.release()
         cancellation = serve.cancellation()
-        while not cancellation.requested and not self.seen.may_end.is_set():
-            time.sleep(0.001)
+        wait_until(lambda: cancellation.requested or self.seen.may_end.is_open)
         self.seen.ended.append(f"{name} {'told' if cancellation.requested else 'done'}")
         cancellation.check()
         return name
@@ -130,9 +128,7 @@ class Worker:
     def _work(self) -> None:
         self.began.set()
         cancellation = serve.cancellation()
-        deadline = time.monotonic() + PATIENCE_S
-        while not cancellation.requested and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: cancellation.requested)
         self.told.append(str(cancellation.requested))
         cancellation.check()
 
@@ -259,11 +255,12 @@ class Parent:
 
     def in_checking_generator(self) -> Iterator[int]:
         self.seen.began.release()
+        cancellation = serve.cancellation()
         try:
             while True:
-                serve.cancellation().check()
-                time.sleep(0.001)
                 yield 1
+                wait_until(lambda: cancellation.requested)
+                cancellation.check()
         finally:
             self.seen.ended.append("closed")
 
@@ -289,7 +286,7 @@ class Parent:
         try:
             await asyncio.Event().wait()
         finally:
-            self.seen.may_end.set()
+            self.seen.may_end.count_down()
             self.seen.ended.append(f"cleaned up with {await self.child.remote()}")
 
     async def deep(self, depth: int) -> Any:
@@ -445,7 +442,7 @@ def test_a_request_that_ends_by_itself_leaves_its_children_running(
     seen.wait_for_began()
     wait_until(lambda: response._call.settled)
     response.cancel()
-    seen.may_end.set()
+    seen.may_end.count_down()
 
     assert seen.responses[0].result(timeout_s=PATIENCE_S) == "child"
     assert seen.ended == ["child done"]
@@ -458,7 +455,7 @@ def test_calls_made_elsewhere_are_not_cancelled_with_it(
     seen.wait_for_began(2)
     response.cancel()
     wait_until(lambda: ongoing("Parent") == 0)
-    seen.may_end.set()
+    seen.may_end.count_down()
 
     assert [each.result(timeout_s=PATIENCE_S) for each in seen.responses] == ["child"] * 2
 
@@ -475,7 +472,7 @@ def test_one_request_does_not_cancel_the_children_of_another(
     seen.wait_for_began(2)
     one.cancel()
     wait_until(lambda: seen.has_ended("child cancelled"))
-    seen.may_end.set()
+    seen.may_end.count_down()
 
     assert other.result(timeout_s=PATIENCE_S) == "child"
 
@@ -619,7 +616,7 @@ def test_cancel_while_its_arguments_are_on_their_way(
     seen.wait_for_began()
     waiting = one_slot.remote(argument)
     cancelled_as_it_should(waiting)
-    seen.may_end.set()
+    seen.may_end.count_down()
 
     assert argument.result(timeout_s=PATIENCE_S) == "argument", "its argument is not cancelled"
     wait_until(is_idle)
@@ -630,7 +627,7 @@ def test_cancel_while_it_is_queued(one_slot: DeploymentHandle, seen: Seen) -> No
     first = one_slot.remote("first")
     seen.wait_for_began()
     cancelled_as_it_should(one_slot.remote("queued"))
-    seen.may_end.set()
+    seen.may_end.count_down()
 
     assert first.result(timeout_s=PATIENCE_S) == "first"
     wait_until(is_idle)
@@ -656,7 +653,7 @@ def test_cancel_while_it_runs_in_a_thread(one_slot: DeploymentHandle, seen: Seen
 
 
 def test_cancel_after_it_was_answered_is_nothing(one_slot: DeploymentHandle, seen: Seen) -> None:
-    seen.may_end.set()
+    seen.may_end.count_down()
     response = one_slot.remote("done")
     assert response.result(timeout_s=PATIENCE_S) == "done"
     response.cancel()

@@ -17,7 +17,8 @@ from starlette.responses import StreamingResponse
 import ingress as serve
 from ingress.engines import local_engine
 from ingress.exceptions import RequestCancelledError
-from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, wait_until
+from ingress.testing import Latch
+from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, until, wait_until
 
 LONG_S = 30.0
 TIMEOUT_S = 0.2
@@ -50,15 +51,14 @@ def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
 ) -> None:
     deadlines: list[float | None] = []
     outcomes: list[BaseException | str] = []
-    asked, release_references = threading.Event(), threading.Event()
+    asked, release = Latch(), Latch()
 
     @serve.deployment
     class Child:
         async def __call__(self) -> str:
             deadlines.append(serve.get_request_context().deadline)
-            asked.set()
-            while not release_references.is_set():
-                await asyncio.sleep(0.002)
+            asked.count_down()
+            await release
             return "child"
 
     @serve.deployment
@@ -84,8 +84,8 @@ def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
         if other_s == TIMEOUT_S:
             assert second.answer().status == 408
         else:
-            assert asked.wait(PATIENCE_S)
-            release_references.set()
+            asked.wait()
+            release.count_down()
             assert second.answer().status == 200
     wait_until(lambda: outcomes)
     (deadline,) = deadlines
@@ -125,8 +125,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
             self.child.remote()
             began.set()
             try:
-                while not cancellation.requested:
-                    await asyncio.sleep(0.002)
+                await until(lambda: cancellation.requested)
             except asyncio.CancelledError:
                 await asyncio.sleep(0)
                 told.append(f"cancelled, {cancellation.requested}")
@@ -139,8 +138,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
             cancellation = serve.cancellation()
             self.child.remote()
             began.set()
-            while not cancellation.requested:
-                time.sleep(0.002)
+            wait_until(lambda: cancellation.requested)
             told.append("True")
             return xs
 
@@ -182,8 +180,7 @@ def test_a_batch_on_a_loop_of_the_users_is_told_of_a_stop_and_not_touched(
         async def batched(self, xs: list[int]) -> list[int]:
             began.set()
             cancellation = serve.cancellation()
-            while not cancellation.requested:
-                await asyncio.sleep(0.002)
+            await until(lambda: cancellation.requested)
             told.append(True)
             return xs
 
@@ -200,7 +197,7 @@ def test_a_batch_on_a_loop_of_the_users_is_told_of_a_stop_and_not_touched(
 
 
 def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> None:
-    began, told = threading.Event(), threading.Event()
+    began, told = Latch(), Latch()
     cancellations: list[Any] = []
 
     @serve.deployment
@@ -208,18 +205,17 @@ def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> N
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
         async def __call__(self, xs: list[int]) -> list[int]:
             cancellations.append(serve.cancellation())
-            began.set()
-            while not told.is_set():
-                await asyncio.sleep(0.002)
+            began.count_down()
+            await told
             return xs
 
     handle = serve.run(bind(Batched), route_prefix=None)
     first, second = handle.remote(1), handle.remote(2)
-    assert began.wait(PATIENCE_S)
+    began.wait()
     first.cancel()
     wait_until(lambda: replica().ongoing == 1)
     assert not cancellations[0].requested
-    told.set()
+    told.count_down()
     assert second.result(timeout_s=PATIENCE_S) == 2
     assert not cancellations[0].requested
 
@@ -234,15 +230,15 @@ def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
         async def in_loop(self, xs: list[int]) -> list[int]:
             began.set()
-            while not serve.cancellation().requested:
-                await asyncio.sleep(0.002)
+            cancellation = serve.cancellation()
+            await until(lambda: cancellation.requested)
             raise ValueError("too late")
 
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
         def in_thread(self, xs: list[int]) -> list[int]:
             began.set()
-            while not serve.cancellation().requested:
-                time.sleep(0.002)
+            cancellation = serve.cancellation()
+            wait_until(lambda: cancellation.requested)
             raise ValueError("too late")
 
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
@@ -276,23 +272,22 @@ def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
 def test_an_error_of_one_item_whose_request_has_left_is_logged(
     separate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    began, release_references = threading.Event(), threading.Event()
+    began, release = Latch(), Latch()
 
     @serve.deployment
     class Failing:
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S, per_item_errors=True)
         async def __call__(self, xs: list[int]) -> list[Any]:
-            began.set()
-            while not release_references.is_set():
-                await asyncio.sleep(0.002)
+            began.count_down()
+            await release
             return [ValueError(x) for x in xs]
 
     handle = serve.run(bind(Failing), route_prefix=None)
     left, stayed = handle.remote(1), handle.remote(2)
-    assert began.wait(PATIENCE_S)
+    began.wait()
     left.cancel()
     wait_until(lambda: replica().ongoing == 1)
-    release_references.set()
+    release.count_down()
     with pytest.raises(ValueError, match="2"):
         stayed.result(timeout_s=PATIENCE_S)
     (record,) = caplog.records
@@ -301,13 +296,12 @@ def test_an_error_of_one_item_whose_request_has_left_is_logged(
 
 
 def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> None:
-    release_references = threading.Event()
+    release = Latch()
 
     @serve.deployment
     class Leaf:
         async def __call__(self) -> str:
-            while not release_references.is_set():
-                await asyncio.sleep(0.002)
+            await release
             return "leaf"
 
     @serve.deployment(max_ongoing_requests=2)
@@ -330,7 +324,7 @@ def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> 
     handle = serve.run(bind(K, bind(Leaf)), route_prefix=None)
     responses = [handle.outer.remote(x) for x in range(2)]
     wait_until(lambda: serve.status().applications["default"].deployments["K"].queued == 1)
-    release_references.set()
+    release.count_down()
     assert [each.result(timeout_s=PATIENCE_S) for each in responses] == ["leaf"] * 2
 
 
@@ -384,7 +378,7 @@ def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408(separa
         headers = [(b"content-length", b"4")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         began.set()
-        await asyncio.sleep(LONG_S)
+        await asyncio.Event().wait()
 
     app.mount("/slow", slow_body)
 
@@ -404,7 +398,7 @@ def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408(separa
 
 def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) -> None:
     unloaded: list[str] = []
-    began, release_references, seen = threading.Event(), threading.Event(), threading.Event()
+    began, release = Latch(), Latch()
     at_the_end: list[list[str]] = []
 
     class Model:
@@ -423,11 +417,9 @@ def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) 
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
         async def batched(self, xs: list[int]) -> list[int]:
             await self.load("a")
-            began.set()
-            while not release_references.is_set():
-                await asyncio.sleep(0.002)
+            began.count_down()
+            await release
             at_the_end.append(list(unloaded))
-            seen.set()
             return xs
 
         async def other(self) -> str:
@@ -435,14 +427,14 @@ def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) 
 
     handle = serve.run(bind(Models), route_prefix=None)
     responses = [handle.batched.remote(x) for x in range(2)]
-    assert began.wait(PATIENCE_S)
+    began.wait()
     for response in responses:
         response.cancel()
     wait_until(lambda: replica().ongoing == 0)
     other = handle.other.remote()
     with pytest.raises(TimeoutError):
         other.result(timeout_s=0.1)
-    release_references.set()
+    release.count_down()
     assert other.result(timeout_s=PATIENCE_S) == "b"
     assert at_the_end == [[]]
     assert unloaded == ["a"]
@@ -467,9 +459,8 @@ def test_what_a_generator_raises_after_its_client_left_is_logged_once(
 
     async def items() -> AsyncIterator[bytes]:
         try:
-            while True:
-                yield b"item"
-                await asyncio.sleep(0.002)
+            yield b"item"
+            await asyncio.Event().wait()
         finally:
             raise ValueError("too late")
 
@@ -477,7 +468,6 @@ def test_what_a_generator_raises_after_its_client_left_is_logged_once(
         try:
             while True:
                 yield b"item"
-                time.sleep(0.002)
         finally:
             raise ValueError("too late")
 

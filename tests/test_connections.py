@@ -215,8 +215,7 @@ def test_the_second_head_of_a_connection_has_as_long_and_none_begins_while_it_re
         connection.request("/", headers="")
         connection.receive_until(b'"here"')
         connection.received = b""
-        time.sleep(2 * TIMEOUT_S)  # only the keep-alive timeout applies here
-        connection.send(HEAD)
+        connection.send_slowly(HEAD, pause_s=2 * TIMEOUT_S)  # only the keep-alive timeout applies
 
         assert connection.answer().status == 408
 
@@ -236,9 +235,7 @@ def test_a_body_that_was_answered_early_may_come_slowly_and_not_stop(server: Ser
         connection.request("/early", method="POST", headers="Content-Length: 200000\r\n")
         connection.send(b"x" * 70000)
         connection.receive_until(b'"early"')
-        for _ in range(4):
-            time.sleep(TIMEOUT_S / 2)
-            connection.send(b"x" * 10000)
+        connection.send_slowly(*[b"x" * 10000] * 4, pause_s=TIMEOUT_S / 2)
         begun = time.monotonic()
 
         assert connection.receive_all().endswith(b'"early"')
@@ -258,8 +255,7 @@ def test_the_rest_of_a_body_that_was_answered_early_is_not_parsed_as_a_head(
             each.receive_until(b'"early"')
             if pause_s:
                 each.send(piece)
-                time.sleep(pause_s)
-                each.send(b"0\r\n\r\n")
+                each.send_slowly(b"0\r\n\r\n", pause_s=pause_s)
             else:
                 each.send(piece + b"0\r\n\r\n")
         again.request("/")
@@ -280,9 +276,8 @@ def test_headers_of_more_than_the_limit_are_refused(server: ServerProcess, piece
         head = HEAD + field + b"\r\n"
         step = len(head) // pieces + 1
         with Connection(server.port) as connection:
-            for begin in range(0, len(head), step):
-                connection.send(head[begin : begin + step])
-                time.sleep(0.001)
+            parts = [head[begin : begin + step] for begin in range(0, len(head), step)]
+            connection.send_slowly(*parts, pause_s=0.001)
             answer = connection.answer()
         assert answer.headers["connection"] == "close"
         return answer.status

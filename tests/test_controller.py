@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
 from tests.fakes import bind
+from tests.servers import wait_until
 
 PATIENCE_S = 10.0
 
@@ -31,14 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
 def _shutdown() -> Iterator[None]:
     yield
     serve.shutdown()
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait until `holds()` is true, which the control loop brings about."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def result(response: Any) -> Any:
@@ -118,7 +111,7 @@ def test_one_replica_that_does_not_start_fails_it_all_and_leaves_nothing(
 
     assert name in str(caught.value)
     assert serve.status().applications == {}
-    until(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() == before)
     assert result(serve.run(bind(Fine), route_prefix=None).remote()) == "fine"
 
 
@@ -162,12 +155,12 @@ def test_health_is_asked_again_and_again_and_is_in_the_status(says: BaseExceptio
 
     assert status() is DeploymentStatus.HEALTHY
     result(handle.become.remote(says))
-    until(lambda: status() is DeploymentStatus.UNHEALTHY)
+    wait_until(lambda: status() is DeploymentStatus.UNHEALTHY)
     application = serve.status().applications["default"]
     assert application.status is ApplicationStatus.UNHEALTHY
     assert "check_health" in application.deployments["Patient"].message
     result(handle.become.remote(None))
-    until(lambda: status() is DeploymentStatus.HEALTHY)
+    wait_until(lambda: status() is DeploymentStatus.HEALTHY)
     assert set(result(handle.where.remote())) == {"Patient#0"}
 
 
@@ -211,7 +204,7 @@ def test_what_is_in_flight_still_reaches_its_children_while_the_application_stop
     latches.started.wait()
     stopping = threading.Thread(target=serve.delete, args=("default",))
     stopping.start()
-    until(lambda: serve.status().applications["default"].status is ApplicationStatus.DELETING)
+    wait_until(lambda: serve.status().applications["default"].status is ApplicationStatus.DELETING)
     latches.leave.count_down()
     stopping.join(PATIENCE_S)
 

@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.http.exchange import Exchange
-from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, steady, wait_until
 
 MEGABYTE = bytes(range(256)) * 4096
 BUFFER_BYTES = serve.HTTPOptions().body_buffer_bytes
@@ -225,11 +225,11 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 class Stream:
-    """An endless stream of chunks that records its progress and its end."""
+    """A stream of chunks that records its progress and its end: endless, or it waits after one."""
 
-    def __init__(self, chunk: bytes = b"x" * 100, pause_s: float = 0.001) -> None:
+    def __init__(self, chunk: bytes = b"x" * 100, *, waits: bool = True) -> None:
         self.chunk = chunk
-        self.pause_s = pause_s
+        self.waits = waits
         self.made = 0
         self.closed = threading.Event()
 
@@ -238,8 +238,8 @@ class Stream:
             while True:
                 self.made += 1
                 yield self.chunk
-                if self.pause_s:
-                    await asyncio.sleep(self.pause_s)
+                if self.waits:
+                    await asyncio.Event().wait()
         finally:
             self.closed.set()
 
@@ -248,7 +248,8 @@ class Stream:
             while True:
                 self.made += 1
                 yield self.chunk
-                time.sleep(self.pause_s)
+                if self.waits:
+                    time.sleep(0.001)  # a thread cannot be interrupted, only closed at a `yield`
         finally:
             self.closed.set()
 
@@ -317,14 +318,11 @@ def test_a_client_that_leaves_closes_the_generator_it_read(shape: str, end: str)
 def test_a_client_that_leaves_while_the_producer_waits_for_it_closes_the_generator(
     shape: str,
 ) -> None:
-    stream = Stream(b"x" * 65536, pause_s=0)
+    stream = Stream(b"x" * 65536, waits=False)
     with Connection(served(streaming(stream, shape)), receive_buffer=4096) as connection:
         connection.request("/")
         connection.receive_until(b"xxx")
-        made = -1
-        while made != stream.made:  # until it produces no more
-            made = stream.made
-            time.sleep(0.1)
+        steady(lambda: stream.made)
         assert not stream.closed.is_set()
 
     assert stream.closed.wait(PATIENCE_S), "the generator is still open"
@@ -334,16 +332,12 @@ def test_a_client_that_leaves_while_the_producer_waits_for_it_closes_the_generat
 @pytest.mark.reliability("A11")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_reader_that_does_not_read_suspends_the_producer(shape: str) -> None:
-    stream = Stream(b"x" * 65536, pause_s=0)
+    stream = Stream(b"x" * 65536, waits=False)
     with Connection(served(streaming(stream, shape)), receive_buffer=4096) as connection:
         connection.request("/")
         connection.receive_until(b"xxx")
-        made = -1
-        while made != stream.made:
-            made = stream.made
-            time.sleep(0.1)
-
-        assert made < 150  # at 64 KiB each; most are in the buffers of the sockets
+        # At 64 KiB each; most are in the buffers of the sockets.
+        assert steady(lambda: stream.made) < 150
 
 
 @pytest.mark.parametrize("shape", ["async-generator", "response-async", "fastapi-middleware"])
@@ -365,14 +359,17 @@ def test_a_stream_that_swallows_its_cancellation_ends_when_it_sends() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
+        part = {"type": "http.response.body", "body": b"xxx", "more_body": True}
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(part)
         try:
-            while True:
-                try:
-                    await asyncio.sleep(0.001)
-                except asyncio.CancelledError:
-                    pass
-                await send({"type": "http.response.body", "body": b"xxx", "more_body": True})
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+        try:
+            while True:  # the first message may still find the response open
+                await send(part)
+                await asyncio.sleep(0)
         except OSError:
             closed.set()
             raise
@@ -432,7 +429,7 @@ def test_a_client_that_leaves_cancels_the_request_that_has_not_answered_yet() ->
     async def slow(request: Request) -> str:
         began.set()
         try:
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             outcome.append("cancelled")
             raise
@@ -456,7 +453,7 @@ def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collecto
     @serve.deployment
     async def never_reads(request: Request) -> None:
         began.set()
-        await asyncio.sleep(PATIENCE_S)
+        await asyncio.Event().wait()
 
     def exchanges() -> int:
         return sum(type(each) is Exchange for each in gc.get_objects())
@@ -604,9 +601,4 @@ def test_a_client_that_does_not_read_suspends_a_websocket_that_sends() -> None:
     with Connection(served(sockets(made, threading.Event())), receive_buffer=4096) as connection:
         connection.request("/flood", headers=UPGRADE)
         connection.receive_until(b"xxx")
-        number = -1
-        while number != len(made):
-            number = len(made)
-            time.sleep(0.1)
-
-        assert number < 150
+        assert steady(lambda: len(made)) < 150

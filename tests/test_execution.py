@@ -30,6 +30,7 @@ from ingress.execution.execution import (
     plan,
 )
 from ingress.execution.threads import WorkerPool
+from tests.servers import until
 
 pytestmark = pytest.mark.anyio
 ON_LOOP, IN_THREAD = ExecutionMode.EVENT_LOOP, ExecutionMode.THREADPOOL
@@ -453,11 +454,11 @@ async def test_a_requested_cancellation_stays_a_cancellation(
         started.set()
         if flag:
             return leave.wait(PATIENCE_S)
-        return asyncio.sleep(PATIENCE_S)
+        return asyncio.Event().wait()
 
     async def coroutine() -> None:
         started.set()
-        await asyncio.sleep(PATIENCE_S)
+        await asyncio.Event().wait()
 
     execution = plan(
         coroutine if how == "async" else function,
@@ -466,8 +467,7 @@ async def test_a_requested_cancellation_stays_a_cancellation(
         pool=pool,
     )
     task = asyncio.ensure_future(execution.run())
-    while not started.is_set():
-        await asyncio.sleep(0.001)
+    await until(started.is_set)
     task.cancel()
     leave.set()
 

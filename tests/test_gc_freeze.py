@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 import ingress as serve
 from ingress.base.gc_freeze import SETTLE_S
 from ingress.base.settings import FREEZE_GC
-from tests.servers import PATIENCE_S, set_flags
+from ingress.engines import local_engine
+from tests.servers import PATIENCE_S, set_flags, wait_until
 
 ALIVE: list[weakref.ref[Any]] = []
 
@@ -42,10 +43,15 @@ MODEL = serve.deployment(Model).bind()
 
 def settle() -> None:
     """Wait until live objects are frozen."""
-    deadline = time.monotonic() + PATIENCE_S
-    while gc.get_freeze_count() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: gc.get_freeze_count() > 0)
+
+
+def pass_the_time() -> None:
+    """Wait until objects would have been frozen: until a timer of the same loop, set later."""
+    passed = threading.Event()
+    loop = local_engine().threads.control.loop
+    loop.call_soon_threadsafe(loop.call_later, SETTLE_S, passed.set)
+    assert passed.wait(PATIENCE_S)
 
 
 def test_the_objects_of_an_application_are_in_no_full_collection_until_it_stops() -> None:
@@ -94,7 +100,7 @@ def test_where_the_collector_is_switched_off_nothing_is_collected() -> None:
     gc.callbacks.append(note)
     try:
         serve.run(MODEL, name="this", route_prefix=None)
-        time.sleep(SETTLE_S * 1.2)
+        pass_the_time()
         serve.delete("this")
     finally:
         gc.callbacks.remove(note)
@@ -109,7 +115,7 @@ def test_objects_that_other_code_has_frozen_stay_frozen() -> None:
     try:
         before = gc.get_freeze_count()
         serve.run(MODEL, name="this", route_prefix=None)
-        time.sleep(SETTLE_S * 1.2)
+        pass_the_time()
         during = gc.get_freeze_count()
         serve.delete("this")
         assert 0 < gc.get_freeze_count() <= before
@@ -133,6 +139,6 @@ def test_objects_that_other_code_freezes_later_stay_frozen() -> None:
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FREEZE_GC, "0")
     serve.run(MODEL, name="this", route_prefix=None)
-    time.sleep(SETTLE_S * 1.2)
+    pass_the_time()
 
     assert gc.get_freeze_count() == 0

@@ -377,12 +377,14 @@ def test_a_stream_that_is_left_early_closes_its_producer(
     else:
 
         async def main() -> None:
+            began = asyncio.Event()
+
             async def consume() -> None:
                 async for _ in stream:
-                    pass
+                    began.set()
 
             task = asyncio.ensure_future(consume())
-            await asyncio.sleep(0.01)
+            await began.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -22,7 +22,8 @@ from ingress.execution.execution import ExecutionMode, Role, plan
 from ingress.execution.lane_pools import LanePool, SerialPool
 from ingress.execution.lanes import lanes_of
 from ingress.execution.threads import WorkerPool, WorkerThreads
-from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served, wait_until
+from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served
+from tests.servers import until, wait_until
 
 LOOP = "loop Api#0"
 POOL = "thread Api#0-worker"
@@ -777,8 +778,7 @@ async def test_the_serial_thread_stays_where_another_that_is_idle_goes() -> None
         threads.submit(
             lambda: seen.update({threading.current_thread().name: threading.get_ident()})
         )
-    while len(seen) < 2 or seen["goes-worker-0"] in _alive():
-        await asyncio.sleep(0.001)
+    await until(lambda: len(seen) == 2 and seen["goes-worker-0"] not in _alive())
 
     assert seen["stays-worker-0"] in _alive()
     stays.close()

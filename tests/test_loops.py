@@ -26,7 +26,9 @@ from ingress.calls.loops import (
     run_on,
     start_on,
 )
+from ingress.testing import Latch
 from tests.fakes import together
+from tests.servers import turns
 
 WHO: ContextVar[int] = ContextVar("who", default=-1)
 PATIENCE_S = 10.0
@@ -272,8 +274,13 @@ def test_a_loop_thread_outlives_what_user_tasks_do_to_it(
     async def start() -> None:
         kept.append(asyncio.ensure_future(task()))
 
+    async def waits() -> str:
+        await end
+        return "still here"
+
+    end = Latch()
     kept: list[asyncio.Future[None]] = []
-    waiting = start_on(home.loop, asyncio.sleep(0.05, "still here"))
+    waiting = start_on(home.loop, waits())
     for _ in range(3):
         if how == "callback":
             home.loop.call_soon_threadsafe(callback)
@@ -281,6 +288,7 @@ def test_a_loop_thread_outlives_what_user_tasks_do_to_it(
             run_blocking(home.loop, start(), PATIENCE_S)
         settled(home)
 
+    end.count_down()
     assert waiting.result(PATIENCE_S) == "still here"
     assert run_blocking(home.loop, asyncio.sleep(0, "and served"), PATIENCE_S) == "and served"
     assert any("home" in record.message for record in caplog.records)
@@ -353,7 +361,7 @@ def test_stop_ends_every_task_although_one_of_them_misbehaves(
             if how == "exit":
                 sys.exit(3)
             if how == "swallow":
-                await asyncio.sleep(0.1)
+                await turns()
 
     async def good() -> None:
         try:

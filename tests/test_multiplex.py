@@ -29,8 +29,9 @@ from ingress.exceptions import (
     UserCodeExit,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.testing import Latch
 from tests.fakes import bind
-from tests.servers import Connection, get, served, wait_until
+from tests.servers import Connection, get, served, turns, until, wait_until
 
 PATIENCE_S = 10.0
 
@@ -55,14 +56,14 @@ class Ledger:
         self.is_over = False
         self.alive = 0
         self.most_alive = 0
-        self._held: dict[str, threading.Event] = {}
+        self._held: dict[str, Latch] = {}
         self._lock = threading.Lock()
 
     def hold(self, what: str) -> None:
-        self._held[what] = threading.Event()
+        self._held[what] = Latch()
 
     def let(self, what: str) -> None:
-        self._held.pop(what).set()
+        self._held.pop(what).count_down()
 
     def note(self, event: str) -> None:
         with self._lock:
@@ -70,9 +71,8 @@ class Ledger:
 
     async def pass_by(self, what: str) -> None:
         self.note(what)
-        held = self._held.get(what)
-        while held is not None and not held.is_set():
-            await asyncio.sleep(0.001)
+        if held := self._held.get(what):
+            await held
 
     def saw(self, *events: str) -> None:
         """Wait until all these events were noted."""
@@ -195,10 +195,8 @@ class Server:
         self.ledger.relays[model_id] += 1
         mine = self.ledger.relays[model_id]
         net = await self.model(model_id)
-        while self.ledger.relays[model_id] == mine and not self.ledger.is_over:
-            await asyncio.sleep(0.001)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await until(lambda: self.ledger.relays[model_id] != mine or self.ledger.is_over)
+        await turns(20)
         assert net.is_loaded
         return str(net.id)
 
@@ -223,9 +221,8 @@ class Server:
     def in_thread(self, model_id: str) -> str:
         net = anyio.from_thread.run(self.model, model_id)
         self.ledger.note(f"thread has {model_id}")
-        held = self.ledger._held.get("thread")
-        if held is not None:
-            held.wait(PATIENCE_S)
+        if held := self.ledger._held.get("thread"):
+            held.wait()
         assert net.is_loaded
         return str(net.id)
 
@@ -622,11 +619,13 @@ class Cascade:
         return model_id
 
     async def __call__(self, depth: int) -> str:
+        self.lowest = depth
         model = await self.model(str(depth))
         if depth == 0:
             return model
         child = serve.get_deployment_handle("Cascade").remote(depth - 1)
-        await asyncio.sleep(0.02)  # so that the child waits for room before it is awaited
+        await until(lambda: self.lowest < depth)
+        await turns()  # so that the child waits for room before it is awaited
         return model + str(await child)
 
 
@@ -986,7 +985,7 @@ def test_eight_replicas_under_mixed_models_keep_what_they_promise(
         async def model(self, model_id: str) -> Net:
             self.ledger.begins(model_id)
             try:
-                await asyncio.sleep(0.0005)
+                await turns()
                 if model_id == "m0":
                     raise ValueError("no model m0")
             except BaseException:

@@ -42,7 +42,7 @@ from ingress.replicas.overload import (
 from ingress.replicas.replica import LATE_S
 from ingress.replicas.router import Router
 from ingress.testing import Latch
-from ingress.watchdog.pressure import GILPressure
+from ingress.watchdog.pressure import GIL_PRESSURE, GILPressure
 from tests.fakes import FakeReplica, bind, make_call, together
 from tests.servers import wait_until
 
@@ -555,10 +555,7 @@ def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> No
 
 
 def wait_until_queued(count: int) -> None:
-    until = time.monotonic() + 10
-    while deployment().queued < count:
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    wait_until(lambda: deployment().queued >= count)
 
 
 def deployment() -> Any:
@@ -571,10 +568,10 @@ def deployment() -> Any:
 @serve.deployment(max_ongoing_requests=8)
 class Computing:
     @serve.method(execution="threadpool")
-    def __call__(self) -> str:
+    def __call__(self) -> float:
         while not go.is_open:
             pass
-        return "computed"
+        return sys.getswitchinterval()
 
 
 @pytest.mark.parametrize("adapts", ["1", "0"])
@@ -588,15 +585,13 @@ def test_turns_of_the_gil_are_shorter_while_loops_wait_for_it_and_then_as_they_w
     handle = serve.run(bind(Computing), route_prefix=None)
     try:
         calls = [handle.remote() for _ in range(8)]
-        until = time.monotonic() + (10 if adapts == "1" else 1)
-        while sys.getswitchinterval() == given and time.monotonic() < until:
-            time.sleep(0.01)
-        shortened = sys.getswitchinterval()
+        if adapts == "1":
+            wait_until(lambda: sys.getswitchinterval() < given)
+        else:
+            wait_until(lambda: GIL_PRESSURE.is_high)
         go.count_down()
-        assert [call.result() for call in calls] == ["computed"] * 8
-        until = time.monotonic() + 10
-        while sys.getswitchinterval() != given and time.monotonic() < until:
-            time.sleep(0.01)
+        shortened = max(call.result() for call in calls)
+        wait_until(lambda: sys.getswitchinterval() == given and not GIL_PRESSURE.is_high)
     finally:
         go.count_down()
         serve.shutdown()
@@ -661,10 +656,7 @@ def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
     handle = serve.run(bind(Computing), route_prefix=None)
     try:
         calls = [handle.remote() for _ in range(8)]
-        until = time.monotonic() + 10
-        while sys.getswitchinterval() == given:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: sys.getswitchinterval() != given)
         sys.setswitchinterval(0.002)
         go.count_down()
         for call in calls:
@@ -698,11 +690,12 @@ def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:
                 return threads.submit(client.get, f"/?s={busy_s}")
 
             calls = [get(5 * LATE_S) for _ in range(12)]
-            until = time.monotonic() + 10
-            while not busy().queued:  # the call waits although the replica has free slots
-                assert time.monotonic() < until
-                calls += [get(5 * LATE_S)]
-                time.sleep(0.002)
+
+            def is_late() -> bool:
+                calls.append(get(5 * LATE_S))
+                return bool(busy().queued)  # it waits although the replica has free slots
+
+            wait_until(is_late)
             assert {call.result().text for call in calls} == {"done"}
             assert {get(0.0).result().text for _ in range(40)} == {"done"}
             assert busy().queued == 0

@@ -26,7 +26,9 @@ from ingress.exceptions import (
 )
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.replicas.router import Router
+from ingress.testing import Latch
 from tests.fakes import bind, make_call
+from tests.servers import wait_until
 
 PATIENCE_S = 10.0
 D = DeploymentID("D")
@@ -42,7 +44,7 @@ class Latches:
 
     def __init__(self) -> None:
         self.started = threading.Event()
-        self.leave = threading.Event()
+        self.leave = Latch()
         self.ended = threading.Event()
 
 
@@ -62,16 +64,16 @@ class Model:
 
     async def stubborn(self) -> str:
         self.latches.started.set()
-        while not self.latches.leave.is_set():
+        while not self.latches.leave.is_open:
             try:
-                await asyncio.sleep(0.005)
+                await self.latches.leave
             except asyncio.CancelledError:
                 self.latches.ended.set()
         return "late"
 
     def block(self) -> str:
         self.latches.started.set()
-        self.latches.leave.wait(PATIENCE_S)
+        self.latches.leave.wait()
         self.latches.ended.set()
         return "late"
 
@@ -126,12 +128,8 @@ class Rig:
     def stop(self, timeout_s: float = PATIENCE_S) -> None:
         run_blocking(self.control.loop, self.replica.stop(timeout_s), PATIENCE_S + timeout_s)
 
-    def free(self) -> bool:
-        """Return whether every slot is free soon."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.replica.ongoing and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return self.replica.ongoing == 0
+    def wait_until_free(self) -> None:
+        wait_until(lambda: self.replica.ongoing == 0)
 
 
 @contextmanager
@@ -140,7 +138,7 @@ def rig(**options: Any) -> Iterator[Rig]:
     try:
         yield rig
     finally:
-        rig.latches.leave.set()
+        rig.latches.leave.count_down()
         rig.stop()
         assert rig.control.stop(PATIENCE_S)
 
@@ -159,7 +157,7 @@ def test_a_slot_comes_back_once_after_an_answer(own: Rig) -> None:
 
     assert call.wait_blocking(PATIENCE_S)
     assert call.outcome() == "quick"
-    assert own.free()
+    own.wait_until_free()
     assert own.released == {call: 1}
 
 
@@ -169,7 +167,7 @@ def test_a_call_cancelled_in_the_queue_never_starts(own: Rig) -> None:
     second.cancel()
     first.cancel()
 
-    assert own.free()
+    own.wait_until_free()
     assert own.released == {first: 1}
 
 
@@ -185,7 +183,7 @@ def test_a_call_cancelled_between_its_begin_and_its_first_step_gives_its_slot_ba
 
     run_blocking(own.replica.loop, both(), PATIENCE_S)
 
-    assert own.free()
+    own.wait_until_free()
     assert own.released == {call: 1}
     assert not own.latches.started.is_set()
     after = own.submit("quick")
@@ -199,7 +197,7 @@ def test_a_call_cancelled_while_it_runs_ends_at_its_await(own: Rig) -> None:
     call.cancel()
 
     assert own.latches.ended.wait(PATIENCE_S), "its finally ran"
-    assert own.free()
+    own.wait_until_free()
     assert own.released == {call: 1}
 
 
@@ -210,8 +208,8 @@ def test_a_call_that_swallows_its_cancellation_keeps_its_slot_until_it_returns(o
     assert own.latches.ended.wait(PATIENCE_S)
 
     assert own.replica.ongoing == 1
-    own.latches.leave.set()
-    assert own.free()
+    own.latches.leave.count_down()
+    own.wait_until_free()
     assert own.released == {call: 1}
 
 
@@ -223,9 +221,9 @@ def test_a_def_in_a_thread_keeps_its_slot_until_the_thread_is_done(own: Rig) -> 
     assert not waiting.wait_blocking(0.03)
     assert own.replica.ongoing == 1
 
-    own.latches.leave.set()
+    own.latches.leave.count_down()
     assert waiting.wait_blocking(PATIENCE_S)
-    assert own.free()
+    own.wait_until_free()
     assert own.released == {call: 1, waiting: 1}
 
 
@@ -246,7 +244,7 @@ def test_random_cancels_give_every_slot_back_once(own: Rig, switch_interval: Non
         thread.join(PATIENCE_S)
 
     assert all(call.wait_blocking(PATIENCE_S) for call in calls)
-    assert own.free()
+    own.wait_until_free()
     assert set(own.released.values()) <= {1}
     for call in calls:
         assert call.error is None or isinstance(call.error, RequestCancelledError)
@@ -258,7 +256,7 @@ def test_user_code_that_cancels_its_own_task_has_failed(own: Rig) -> None:
 
     with pytest.raises(UserCodeExit, match="CancelledError"):
         call.outcome()
-    assert own.free()
+    own.wait_until_free()
 
 
 def test_what_runs_when_a_replica_stops_is_told(own: Rig) -> None:
@@ -310,7 +308,7 @@ def test_a_thousand_calls_racing_a_stop_all_get_an_answer(seed: int, switch_inte
         threads = [threading.Thread(target=submit) for _ in range(4)]
         for thread in threads:
             thread.start()
-        time.sleep(seed * 0.004)
+        wait_until(lambda: len(calls) >= 160 * seed)
         it.stop()
         for thread in threads:
             thread.join(PATIENCE_S)
@@ -333,7 +331,7 @@ def test_stop_is_bounded_when_a_def_is_stuck_on_the_loop_and_says_so(
 
         assert time.monotonic() - begin < 3
         assert isinstance(call.error, ReplicaUnavailableError)
-        it.latches.leave.set()
+        it.latches.leave.count_down()
         assert it.latches.ended.wait(PATIENCE_S)
         it.stop()  # the loop may be closing at this moment
         assert it.replica.loop.is_closed()
@@ -354,7 +352,7 @@ def test_a_stop_goes_on_when_a_lender_ends_the_loop_and_every_task_on_it() -> No
         assert it.latches.ended.wait(PATIENCE_S), "cancelled again, with all the lender has"
         stopping.join(PATIENCE_S)
         assert it.replica.state is ReplicaState.STOPPED
-        it.latches.leave.set()
+        it.latches.leave.count_down()
         ending.join(PATIENCE_S)
         assert isinstance(call.error, ReplicaUnavailableError)
 
@@ -368,7 +366,7 @@ def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
         def check_health(self) -> None:
             Sick.calls += 1
             if Sick.calls > 1:
-                latches.leave.wait(PATIENCE_S)
+                latches.leave.wait()
 
         def quick(self) -> str:
             return "quick"
@@ -398,7 +396,7 @@ def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
     replica.submit(call)
     assert call.wait_blocking(PATIENCE_S)
 
-    latches.leave.set()
+    latches.leave.count_down()
     run_blocking(control.loop, replica.stop(PATIENCE_S), PATIENCE_S)
     assert control.stop(PATIENCE_S)
 
@@ -511,7 +509,7 @@ class Half:
     def __call__(self, how: str) -> str:
         if how == "block":
             latches.started.set()
-            latches.leave.wait(PATIENCE_S)
+            latches.leave.wait()
         return serve.get_replica_context().replica_tag
 
 
@@ -525,8 +523,8 @@ latches = Latches()
 
 
 def test_a_blocked_replica_stops_neither_the_router_nor_other_replicas_nor_deployments() -> None:
-    latches.started.clear()
-    latches.leave.clear()
+    global latches
+    latches = Latches()
     half = serve.run(bind(Half), name="half", route_prefix=None)
     other = serve.run(bind(Other), name="other", route_prefix=None)
     try:
@@ -536,10 +534,10 @@ def test_a_blocked_replica_stops_neither_the_router_nor_other_replicas_nor_deplo
         assert len(answers) == 1, "the replica that is free"
         assert other.remote().result(timeout_s=PATIENCE_S) == "other"
         assert serve.status().applications["half"].deployments["Half"].requests == 21
-        latches.leave.set()
+        latches.leave.count_down()
         assert blocking.result(timeout_s=PATIENCE_S) not in answers
     finally:
-        latches.leave.set()
+        latches.leave.count_down()
         serve.shutdown()
 
 
@@ -575,7 +573,4 @@ def test_threads_and_tasks_are_at_baseline_after_twenty_starts_and_stops(
         assert list(handle.options(stream=True).items.remote()) == [0, 1, 2]
         serve.shutdown()
 
-    deadline = time.monotonic() + 2
-    while (after := (threading.active_count(), _tasks())) != before:
-        assert time.monotonic() < deadline, (before, after)
-        time.sleep(0.01)
+    wait_until(lambda: (threading.active_count(), _tasks()) == before, timeout_s=2)

@@ -497,7 +497,7 @@ def test_a_thousand_calls_racing_the_end_of_a_replica_all_run_once_on_another(
     threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.003 * seed)
+    wait_until(lambda: len(calls) >= 160 * seed)
     ending = replicas[seed % 2]
     router.remove(ending)
     run_blocking(control.loop, ending.stop(PATIENCE_S), 2 * PATIENCE_S)
@@ -800,15 +800,13 @@ def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
     with Connection(port) as connection:
         connection.request("/parts", method="PUT", headers="Content-Length: 6\r\n")
         connection.send(b"abc")
-        time.sleep(0.05)
-        connection.send(b"def")
+        connection.send_slowly(b"def")
         assert b"abcdef" in connection.receive_until(b"abcdef")
     for path, length, rest in (("/none", 6, 0), ("/large", 70000, 6)):
         with Connection(port) as connection:
             connection.request(path, method="PUT", headers=f"Content-Length: {length}\r\n")
             connection.send(bytes(length - 6))
-            time.sleep(0.05)
-            connection.send(bytes(rest))
+            connection.send_slowly(bytes(rest))
             connection.receive_until(b"timed out after")
     assert ledger.runs == {"/small": 2, "/parts": 2, "/large": 1}
 

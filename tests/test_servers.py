@@ -12,10 +12,10 @@ import pytest
 from tests.servers import environment, process
 
 WAITING = """
-import time
+import signal
 try:
     print("waiting", flush=True)
-    time.sleep(60)
+    signal.pause()
 except KeyboardInterrupt:
     print("heard")
 """

@@ -40,7 +40,7 @@ GRACEFUL_S = 0.5
 LAST_WORDS_S = 4.0  # stuck code gets a second to end, and machines are slow
 
 APP = """
-import asyncio, time, threading
+import asyncio, threading
 from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
 from fastapi import FastAPI, WebSocket
@@ -72,12 +72,12 @@ class App:
     @app.get("/stuck")
     def stuck(self):
         print("stuck began", flush=True)
-        time.sleep(1000)
+        threading.Event().wait()
 
     @app.get("/blocked")
     async def blocked(self):
         print("blocked began", flush=True)
-        time.sleep(1000)
+        threading.Event().wait()
 
     @app.get("/events")
     async def events(self):

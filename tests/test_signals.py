@@ -26,7 +26,7 @@ from tests.servers import (
 STARTS = ROUNDS * 3 or 3  # 100 rounds under `make test-reliability`
 
 APP = """
-import asyncio, time
+import asyncio, threading
 from fastapi import FastAPI
 import ingress as serve
 
@@ -46,7 +46,7 @@ hello = App.bind()
 class Hangs:
     def __init__(self):
         print("constructs", flush=True)
-        time.sleep(1000)
+        threading.Event().wait()
 
 hangs = Hangs.bind()
 """

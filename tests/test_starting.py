@@ -545,8 +545,9 @@ async def test_shutdown_ends_a_start_by_a_first_request(doors: Doors) -> None:
     assert not local_engine().is_running
 
 
-HANGS = """
-import time
+HANG = "threading.Event().wait()"
+HANGS = f"""
+import threading
 from fastapi import FastAPI
 import ingress as serve
 
@@ -557,7 +558,7 @@ app = FastAPI()
 class Model:
     def __init__(self):
         print("constructing", flush=True)
-        time.sleep(1000)
+        {HANG}
 
     @app.get("/")
     async def root(self): return "here"
@@ -605,27 +606,33 @@ def test_uvicorn_ends_at_a_signal_while_a_constructor_hangs(
 
 
 def test_from_the_moment_it_listens_no_path_of_what_starts_is_a_404(tmp_path: Path) -> None:
-    write_module(tmp_path, "app", HANGS.replace("time.sleep(1000)", "time.sleep(0.5)"))
+    os.mkfifo(tmp_path / "gate")  # to open it for reading waits for a writer
+    write_module(tmp_path, "app", HANGS.replace(HANG, 'open("gate").close()'))
     port = free_port()
     command = [*INGRESS, "run", "app:model", "--port", str(port)]
     answers: list[int] = []
     with process(command, tmp_path, environment(tmp_path)), httpx.Client() as client:
-        deadline = time.monotonic() + PATIENCE_S
-        while 200 not in answers:
-            assert time.monotonic() < deadline, answers
+
+        def ask() -> set[int]:
             try:
                 answers.append(client.get(f"http://127.0.0.1:{port}/").status_code)
             except httpx.ConnectError:
                 pass
-    assert set(answers) == {200, 503}
+            return {*answers}
+
+        wait_until(ask)
+        gate = os.open(tmp_path / "gate", os.O_RDWR)
+        try:
+            wait_until(lambda: 200 in ask())
+        finally:
+            os.close(gate)
+    assert {*answers} == {200, 503}
 
 
 # Progress messages.
 
 
-ONE_IS_SLOW = HANGS.replace(
-    "time.sleep(1000)", "time.sleep(1000 if serve.get_replica_context().replica_tag == '1' else 0)"
-)
+ONE_IS_SLOW = HANGS.replace(HANG, f"serve.get_replica_context().replica_tag == '0' or {HANG}")
 
 
 def test_what_starts_is_told_in_lines_when_there_is_news(tmp_path: Path) -> None:
@@ -693,7 +700,7 @@ def answers(port: int) -> int:
 @pytest.mark.skipif(not ROUNDS, reason="takes half a minute")
 def test_after_half_a_minute_what_still_constructs_is_named_with_its_line(tmp_path: Path) -> None:
     write_module(tmp_path, "app", ONE_IS_SLOW)
-    line = 1 + ONE_IS_SLOW.split("time.sleep")[0].count("\n")
+    line = 1 + ONE_IS_SLOW.split(HANG)[0].count("\n")
     command = [*INGRESS, "run", "app:model", "--port", "0"]
     with process(command, tmp_path, environment(tmp_path)) as server:
         wait_until(lambda: "still starts" in server.output, 45)

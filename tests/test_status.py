@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusOverview
+from ingress.testing import Latch
 from tests.servers import PATIENCE_S, bind, get, served, set_flags, wait_until
 
 
@@ -114,8 +115,8 @@ class Health:
         self.asked = 0
         self.at_once = self.most_at_once = 0
         self.error: Exception | None = None
-        self.may_answer = threading.Event()
-        self.may_answer.set()
+        self.may_answer = Latch()
+        self.may_answer.count_down()
         self.threads: set[str] = set()
 
 
@@ -123,7 +124,7 @@ class Health:
 def health() -> Iterator[Health]:
     state = Health()
     yield state
-    state.may_answer.set()
+    state.may_answer.count_down()
 
 
 def checked(health: Health, kind: str) -> serve.Application:
@@ -137,7 +138,7 @@ def checked(health: Health, kind: str) -> serve.Application:
                 health.asked += 1
                 health.at_once += 1
                 health.most_at_once = max(health.at_once, health.most_at_once)
-                health.may_answer.wait(PATIENCE_S)
+                health.may_answer.wait()
                 health.at_once -= 1
                 if health.error is not None:
                     raise health.error
@@ -150,8 +151,7 @@ def checked(health: Health, kind: str) -> serve.Application:
                 health.at_once += 1
                 health.most_at_once = max(health.at_once, health.most_at_once)
                 try:
-                    while not health.may_answer.is_set():
-                        await asyncio.sleep(0.002)
+                    await health.may_answer
                 finally:
                     health.at_once -= 1
                 if health.error is not None:
@@ -193,13 +193,13 @@ def test_a_hanging_health_check_is_in_status_and_never_overlaps_itself(
     health: Health, kind: str
 ) -> None:
     port = served(checked(health, kind))
-    health.may_answer.clear()
+    health.may_answer = Latch()
     wait_until(lambda: overview("Checked").status is DeploymentStatus.UNHEALTHY)
 
     assert "did not answer within 0.1 s" in overview("Checked").message
     assert get(port, "/").status == 200
     assert health.most_at_once == 1
-    health.may_answer.set()
+    health.may_answer.count_down()
     wait_until(lambda: overview("Checked").status is DeploymentStatus.HEALTHY)
     assert health.most_at_once == 1
 

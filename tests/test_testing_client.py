@@ -25,7 +25,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.testing import TestClient
-from tests.servers import PATIENCE_S, UVICORN, bind, environment, process, set_flags, write_module
+from tests.servers import UVICORN, bind, environment, process, set_flags, write_module
 
 
 def greeter(greeting: str = "hello") -> serve.Application:
@@ -275,7 +275,7 @@ def sockets() -> serve.Application:
         @app.websocket("/waits")
         async def waits(self, websocket: WebSocket) -> None:
             await websocket.accept()
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.Event().wait()
 
         @app.websocket("/ends")
         def ends(self, websocket: WebSocket) -> None:

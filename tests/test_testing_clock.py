@@ -29,7 +29,7 @@ class Sleeper:
     async def limit(self) -> str:
         try:
             async with asyncio.timeout(HOUR_S):
-                await asyncio.sleep(2 * HOUR_S)
+                await self.sleep(2 * HOUR_S)
         except TimeoutError:
             return "too late"
         return "in time"
@@ -38,12 +38,12 @@ class Sleeper:
         loop = asyncio.get_running_loop()
         began, rang = loop.time(), []
         for _ in range(times):
-            await asyncio.sleep(60)
+            await self.sleep(60)
             rang.append(loop.time() - began)
         return rang
 
     async def for_a_day(self) -> None:
-        await asyncio.sleep(30 * HOUR_S)
+        await self.sleep(30 * HOUR_S)
 
     async def blocks(self, began: Latch, go: Latch) -> None:
         began.count_down()

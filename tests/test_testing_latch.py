@@ -14,7 +14,7 @@ import ingress as serve
 from ingress.calls.loops import EventLoopThread, run_blocking
 from ingress.testing import Latch, TestClient, leak_check
 from tests.fakes import together
-from tests.servers import bind, set_flags, wait_until
+from tests.servers import bind, set_flags, turns, wait_until
 
 
 @pytest.fixture
@@ -232,12 +232,12 @@ def test_a_slot_that_is_held_and_a_place_in_the_queue_are_listed(holds: TestClie
 @pytest.mark.anyio
 async def test_an_async_test_lets_its_tasks_go_on_while_it_waits_for_them() -> None:
     async with leak_check():
-        short = asyncio.create_task(asyncio.sleep(0.02))
+        short = asyncio.create_task(turns())
     assert short.done()
 
-    with pytest.raises(AssertionError, match="sleep"):
+    with pytest.raises(AssertionError, match=r"Event\.wait"):
         async with leak_check(grace_s=0.02):
-            long = asyncio.create_task(asyncio.sleep(30))
+            long = asyncio.create_task(asyncio.Event().wait())
     long.cancel()
 
 

@@ -25,7 +25,7 @@ from ingress.exceptions import StreamClosedError
 from ingress.execution import threads
 from ingress.execution.loop_executor import LoopExecutor, lend_executor
 from ingress.execution.threads import WorkerPool, WorkerThreads
-from tests.servers import wait_until
+from tests.servers import turns, until, wait_until
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 10.0
@@ -117,7 +117,8 @@ async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
         task.cancel()
         await asyncio.sleep(0)
         cancelled.set()
-        await asyncio.sleep(0.01)
+        await until(lambda: seen)  # the thread has seen it
+        await turns()
         assert not task.done(), "no one can stop a thread, so the awaiter stays with it"
         task.cancel()  # repeated cancellations are allowed
         leave.set()
@@ -152,8 +153,7 @@ async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled
 
     async with worker_pool() as pool:
         task = asyncio.create_task(pool.run(call))
-        while not began.is_set():
-            await asyncio.sleep(0.001)
+        await until(began.is_set)
         task.cancel()
         await asyncio.sleep(0)
         told.set()
@@ -206,18 +206,19 @@ async def test_cancellation_under_an_anyio_scope_does_not_spin() -> None:
 @on_the_loop
 async def test_never_more_threads_than_the_limit(switch_interval: None) -> None:
     ledger = Ledger()
+    all_threads = threading.Barrier(5, timeout=PATIENCE_S)
 
     def call() -> str:
         with ledger:
-            time.sleep(0.0005)
+            all_threads.wait()
             return threading.current_thread().name
 
     async with worker_pool(limit=5) as pool:
         names = await asyncio.gather(*(pool.run(call) for _ in range(300)))
 
     assert ledger.total == 300
-    assert ledger.most <= 5
-    assert len(set(names)) <= 5
+    assert ledger.most == 5
+    assert len(set(names)) == 5
 
 
 @on_the_loop
@@ -232,13 +233,14 @@ async def test_the_limit_follows_the_thread_and_not_the_awaiter() -> None:
 
     async with worker_pool(limit=3) as pool:
         tasks = [asyncio.ensure_future(pool.run(call)) for _ in range(3)]
-        while ledger.now < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: ledger.now == 3)
         for _ in range(5):
             for task in tasks:
                 task.cancel()
             tasks += [asyncio.ensure_future(pool.run(call)) for _ in range(3)]
-            await asyncio.sleep(0.005)
+            await turns()
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("pool-worker-") for name in names) == 3
         assert ledger.now == ledger.most == 3
         leave.set()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -474,7 +476,8 @@ async def test_a_generator_keeps_one_thread_and_one_context_for_its_life() -> No
 
     async with worker_pool() as pool:
         WHO.set("caller")
-        others = [asyncio.ensure_future(pool.run(lambda: time.sleep(0.001))) for _ in range(9)]
+        meeting = threading.Barrier(3, timeout=PATIENCE_S)  # beside the stream, which has a thread
+        others = [asyncio.ensure_future(pool.run(meeting.wait)) for _ in range(9)]
         names = [name async for name in pool.stream(items())]
         await asyncio.gather(*others)
 
@@ -520,8 +523,9 @@ async def test_cancelling_a_stream_waits_for_its_finally() -> None:
         task = asyncio.ensure_future(consume())
         await asyncio.to_thread(started.wait, PATIENCE_S)
         task.cancel()
-        await asyncio.sleep(0.01)
+        await turns()
         task.cancel()
+        await turns()
         assert not task.done()
         leave.set()
         with pytest.raises(asyncio.CancelledError):
@@ -636,14 +640,14 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
 
 
 STUCK = """
-import asyncio, contextlib, sys, threading, time
+import asyncio, contextlib, sys, threading
 from ingress.calls.loops import BorrowedLoop, EventLoopThread
 from ingress.execution.loop_executor import LoopExecutor, lend_executor
 from ingress.execution.threads import WorkerPool
 began = threading.Event()
 def stuck():
     began.set()
-    time.sleep(60)
+    threading.Event().wait()
 async def main():
     loop = asyncio.get_running_loop()
     if {where!r} == "executor":

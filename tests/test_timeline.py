@@ -38,7 +38,8 @@ from ingress.timeline.recorder import Journey, Recorder, Timeline, Track, loops_
 from ingress.timeline.waits import WaitKind, rows, waits_of
 from ingress.timeline.window import Window
 from ingress.watchdog import Stall, StallReason, stacks
-from tests.conformance.observe import TIMEOUT_S, Gate, wait_until
+from tests.conformance.observe import TIMEOUT_S, Gate
+from tests.servers import wait_until
 from tests.traces import Picture, Trace
 
 pytestmark = pytest.mark.filterwarnings(

@@ -35,6 +35,7 @@ from ingress.exceptions import RequestCancelledError, RequestTimeoutError
 from ingress.http.exchange import Exchange
 from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
+from ingress.testing import Latch
 from tests.fakes import FakeReplica, make_call
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
@@ -71,7 +72,7 @@ class Ledger:
         self.starts_at: list[float] = []
         self.running = 0
         self.most_running = 0
-        self.leave = threading.Event()
+        self.leave = Latch()
         self.entered = threading.Event()
         self.cancelled = threading.Event()
         self.closed = threading.Event()
@@ -229,13 +230,13 @@ def test_a_loop_that_user_code_blocks_does_not_hold_the_408_up(separate: str) ->
     @serve.deployment
     async def blocking(request: Request) -> None:
         ledger.entered.set()
-        ledger.leave.wait(PATIENCE_S)
+        ledger.leave.wait()
 
     port = served(blocking.bind(), request_timeout_s=SHORT_S)
     assert get(port, "/").status == 408
-    assert not ledger.leave.is_set()
+    assert not ledger.leave.is_open
     assert replicas()[0].orphans == 1
-    ledger.leave.set()
+    ledger.leave.count_down()
     wait_until(lambda: replicas()[0].ongoing == 0)
 
 
@@ -334,7 +335,7 @@ def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
     @serve.deployment(max_ongoing_requests=1)
     def block(request: Request) -> str:
         ledger.enter(request.url.path)
-        ledger.leave.wait(PATIENCE_S)
+        ledger.leave.wait()
         ledger.exit()
         return "late"
 
@@ -347,7 +348,7 @@ def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
         waiting.request("/second")
         assert get(port, "/third", asking(SHORT_S)).status == 408, "in the queue"
         assert ledger.started == {"/first": 1}
-        ledger.leave.set()
+        ledger.leave.count_down()
         assert waiting.answer().body == b"late"
     wait_until(lambda: replicas()[0].ongoing == 0)
     assert replicas()[0].orphans == 0
@@ -393,9 +394,9 @@ def test_a_late_result_of_async_code_that_will_not_be_cancelled_is_dropped(
 
     @serve.deployment
     async def stubborn(request: Request) -> str:
-        while not ledger.leave.is_set():
+        while not ledger.leave.is_open:
             try:
-                await asyncio.sleep(0.005)
+                await ledger.leave
             except asyncio.CancelledError:
                 ledger.cancelled.set()
         return "late"
@@ -405,7 +406,7 @@ def test_a_late_result_of_async_code_that_will_not_be_cancelled_is_dropped(
         connection.receive_until(b"timed out after")
         assert ledger.cancelled.wait(PATIENCE_S)
         assert replicas()[0].orphans == 1
-        ledger.leave.set()
+        ledger.leave.count_down()
         wait_until(lambda: replicas()[0].ongoing == 0)
         connection.request("/", headers=asking(SHORT_S) + "Connection: close\r\n")
         assert connection.receive_all().count(b"HTTP/1.1") == 2
@@ -422,15 +423,15 @@ def test_a_late_stream_is_not_waited_for_by_who_makes_it(caplog: pytest.LogCaptu
 
     @serve.deployment
     async def stubborn(request: Request) -> StreamingResponse:
-        while not ledger.leave.is_set():
+        while not ledger.leave.is_open:
             try:
-                await asyncio.sleep(0.005)
+                await ledger.leave
             except asyncio.CancelledError:
                 pass
         return StreamingResponse(items())
 
     assert get(served(stubborn.bind()), "/", asking(SHORT_S)).status == 408
-    ledger.leave.set()
+    ledger.leave.count_down()
     wait_until(lambda: replicas()[0].ongoing == 0)
     assert "failed after" not in caplog.text
 
@@ -445,8 +446,7 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
     async def work(request: Request) -> None:
         ledger.enter(request.url.path)
         if request.url.path == "/first":
-            while not ledger.leave.is_set():
-                await asyncio.sleep(0.005)
+            await ledger.leave
 
     port = served(work.bind())
     head = f"GET /queued HTTP/1.1\r\nHost: a\r\n{asking(timeout_s)}Connection: close\r\n\r\n"
@@ -471,7 +471,7 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
         asyncio.run(clients())
         assert Counter(statuses) == {b"HTTP/1.1 408 Request Timeout\r\n": count}
         assert min(late_s) > -0.01
-        ledger.leave.set()
+        ledger.leave.count_down()
         assert first.answer().status == 200
     wait_until(lambda: replicas()[0].ongoing == 0)
     assert ledger.started == {"/first": 1}
@@ -588,7 +588,7 @@ def test_a_stream_whose_thread_is_stuck_is_cut_at_the_deadline_too() -> None:
 
     def items() -> Iterator[bytes]:
         yield b"first"
-        ledger.leave.wait(PATIENCE_S)
+        ledger.leave.wait()
 
     @serve.deployment
     def stream(request: Request) -> Any:
@@ -598,7 +598,7 @@ def test_a_stream_whose_thread_is_stuck_is_cut_at_the_deadline_too() -> None:
 
     assert (answer.status, answer.body, answer.is_complete) == (200, b"first", False)
     assert replicas()[0].orphans == 1
-    ledger.leave.set()
+    ledger.leave.count_down()
     wait_until(lambda: replicas()[0].ongoing == 0)
 
 
@@ -828,7 +828,7 @@ def test_a_call_made_after_the_deadline_does_not_begin() -> None:
             self.child = child
 
         def __call__(self, request: Request) -> None:
-            ledger.leave.wait(PATIENCE_S)
+            ledger.leave.wait()
             try:
                 self.child.wait.remote().result(timeout_s=PATIENCE_S)
             except RequestCancelledError as error:
@@ -837,7 +837,7 @@ def test_a_call_made_after_the_deadline_does_not_begin() -> None:
 
     port = served(bind(Slow, bind(Child, ledger)))
     assert get(port, "/", asking(SHORT_S)).status == 408
-    ledger.leave.set()
+    ledger.leave.count_down()
 
     assert ledger.closed.wait(PATIENCE_S)
     assert isinstance(seen[0], RequestTimeoutError)

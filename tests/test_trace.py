@@ -16,8 +16,15 @@ import httpx
 import pytest
 
 from ingress.base.settings import TRACE_FILE
-from tests.conformance.observe import wait_until
-from tests.servers import INGRESS, PATIENCE_S, UVICORN, environment, process, write_module
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    UVICORN,
+    environment,
+    process,
+    wait_until,
+    write_module,
+)
 from tests.traces import Picture, Span, Trace
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +95,7 @@ class One:
     is_first = True
     async def __call__(self):
         while self.is_first and queued() < 2:
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
         self.is_first = False
 one = One.bind()
 

@@ -34,8 +34,9 @@ from ingress.exceptions import (
 from ingress.http.proxy import HTTPProxy, RouteTable
 from ingress.http.retrying import RequestLimits
 from ingress.replicas.router import Router
+from ingress.testing import Latch
 from tests.fakes import FakeReplica
-from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, set_flags, until, wait_until
 
 LONG_S = 30.0
 SHORT_S = 0.2
@@ -179,12 +180,6 @@ class Caller:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.statuses.append(message["status"])
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def no_task_is_left() -> None:
@@ -335,14 +330,13 @@ def test_clients_that_leave_or_are_late_while_replicas_end_leave_nothing(
 
 
 def test_a_full_queue_is_a_503_that_costs_no_retry(separate: str) -> None:
-    gate = threading.Event()
+    gate = Latch()
     runs: list[str] = []
 
     @serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
     async def held(request: Request) -> str:
         runs.append(request.headers["x-request-id"])
-        while not gate.is_set():
-            await asyncio.sleep(0.002)
+        await gate
         return "held"
 
     engine = Engine(bind(held), **LISTED)
@@ -357,7 +351,7 @@ def test_a_full_queue_is_a_503_that_costs_no_retry(separate: str) -> None:
             assert answer.status == 503
             assert b"max_queued_requests=1" in answer.body
             assert budget.balance == pytest.approx(before + 0.2), "it came, and was not retried"
-            gate.set()
+            gate.count_down()
             assert (first.answer().status, second.answer().status) == (200, 200)
     assert runs == ["1", "2"]
     wait_until(engine.is_idle)
@@ -398,7 +392,6 @@ class Door:
     def __init__(self, **options: Any) -> None:
         self.entered: list[str] = []
         self.left: list[str] = []
-        self.gate = threading.Event()
         door = self
         app = FastAPI()
 
@@ -409,8 +402,8 @@ class Door:
             async def enter(self, websocket: WebSocket, name: str) -> None:
                 door.entered.append(name)
                 try:
-                    while not door.gate.is_set() and name != "inside":
-                        await asyncio.sleep(0.002)
+                    if name != "inside":
+                        await asyncio.Event().wait()
                     await websocket.accept()
                     await websocket.receive_text()
                 finally:
@@ -505,16 +498,12 @@ class Loads:
         self.began: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.asked = 0
-        self.gates: dict[str, threading.Event] = {}
+        self.gates: dict[str, Latch] = {}
         self.lock = threading.Lock()
 
-    def gate(self, name: str) -> threading.Event:
+    def gate(self, name: str) -> Latch:
         with self.lock:
-            return self.gates.setdefault(name, threading.Event())
-
-    async def passed(self, name: str) -> None:
-        while not self.gate(name).is_set():
-            await asyncio.sleep(0.002)
+            return self.gates.setdefault(name, Latch())
 
 
 def family(loads: Loads, loader: str) -> Any:
@@ -524,7 +513,7 @@ def family(loads: Loads, loader: str) -> Any:
         async def load(self, model_id: str) -> str:
             loads.began[model_id] += 1
             try:
-                await loads.passed(f"load {model_id}")
+                await loads.gate(f"load {model_id}")
                 return model_id
             finally:
                 loads.ended[model_id] += 1
@@ -532,7 +521,7 @@ def family(loads: Loads, loader: str) -> Any:
         def load_in_thread(self, model_id: str) -> str:
             loads.began[model_id] += 1
             try:
-                assert loads.gate(f"load {model_id}").wait(PATIENCE_S)
+                loads.gate(f"load {model_id}").wait()
                 return model_id
             finally:
                 loads.ended[model_id] += 1
@@ -540,7 +529,7 @@ def family(loads: Loads, loader: str) -> Any:
         async def __call__(self, model_id: str) -> str:
             loads.asked += 1
             model: str = await getattr(self, "model")(model_id)  # noqa: B009
-            await loads.passed(f"use {model_id}")
+            await loads.gate(f"use {model_id}")
             return model
 
     multiplexed = serve.multiplexed(max_num_models_per_replica=1)
@@ -561,7 +550,7 @@ def family(loads: Loads, loader: str) -> Any:
             model_id = request.url.path[1:]
             responses = [self.child.remote(model_id) for _ in range(3)]
             if request.headers.get("x-one"):
-                await loads.passed("cancel one")
+                await loads.gate("cancel one")
                 responses.pop(0).cancel()
             return [await response for response in responses]
 
@@ -585,9 +574,9 @@ def test_a_parent_that_is_cancelled_ends_the_load_its_children_wait_for(
         else:
             assert client.answer().status == 408
         wait_until(engine.is_idle)
-    loads.gate("load a").set()
+    loads.gate("load a").count_down()
     wait_until(lambda: loads.ended["a"] == 1)
-    loads.gate("use a").set()
+    loads.gate("use a").count_down()
     with request(engine, path="/a") as client:
         assert client.answer().body == b'["a","a","a"]'
     wait_until(engine.is_idle)
@@ -602,11 +591,11 @@ def test_a_child_that_is_cancelled_leaves_the_load_to_the_others_that_wait(
     engine = Engine(family(loads, loader))
     with request(engine, "x-one: 1\r\n", "/a") as client:
         wait_until(lambda: loads.asked == 3 and loads.began["a"] == 1)
-        loads.gate("cancel one").set()
+        loads.gate("cancel one").count_down()
         (children,) = engine.replicas("Children")
         wait_until(lambda: children.ongoing == 2)
-        loads.gate("load a").set()
-        loads.gate("use a").set()
+        loads.gate("load a").count_down()
+        loads.gate("use a").count_down()
         assert client.answer().body == b'["a","a"]'
     wait_until(engine.is_idle)
     assert loads.began["a"] == loads.ended["a"] == 1
@@ -618,7 +607,7 @@ def test_children_that_wait_for_room_leave_with_their_parent_and_load_nothing(
 ) -> None:
     loads = Loads()
     engine = Engine(family(loads, loader))
-    loads.gate("load a").set()
+    loads.gate("load a").count_down()
     with request(engine, path="/a") as user:
         wait_until(lambda: loads.ended["a"] == 1)
         with request(engine, path="/b") as waiter:
@@ -627,7 +616,7 @@ def test_children_that_wait_for_room_leave_with_their_parent_and_load_nothing(
         wait_until(lambda: engine.ongoing() == 1)
         (children,) = engine.replicas("Children")
         wait_until(lambda: children.ongoing == 3 and children.model_ids == {"a"})
-        loads.gate("use a").set()
+        loads.gate("use a").count_down()
         assert user.answer().body == b'["a","a","a"]'
     wait_until(engine.is_idle)
     assert loads.began == {"a": 1}
@@ -636,19 +625,18 @@ def test_children_that_wait_for_room_leave_with_their_parent_and_load_nothing(
 # A permit.
 
 
-def batched(runs: list[list[int]], gate: threading.Event, written: str) -> Any:
+def batched(runs: list[list[int]], gate: Latch, written: str) -> Any:
     class Batched:
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.0, max_concurrent_batches=1)
         async def in_loop(self, xs: list[int]) -> list[int]:
             runs.append(xs)
-            while not gate.is_set():
-                await asyncio.sleep(0.002)
+            await gate
             return xs
 
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.0, max_concurrent_batches=1)
         def in_thread(self, xs: list[int]) -> list[int]:
             runs.append(xs)
-            gate.wait(PATIENCE_S)
+            gate.wait()
             return xs
 
         async def __call__(self, x: int) -> Any:
@@ -663,7 +651,7 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     separate: str, written: str, how: str, switch_interval: None
 ) -> None:
     runs: list[list[int]] = []
-    gate = threading.Event()
+    gate = Latch()
     deployment = batched(runs, gate, written)
     engine = Engine(bind(deployment))
     handle = serve.get_app_handle("default")
@@ -684,7 +672,7 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     for response in responses:
         with pytest.raises(errors):
             response.result(timeout_s=PATIENCE_S)
-    gate.set()
+    gate.count_down()
     ending.join(PATIENCE_S)
     assert not ending.is_alive()
     assert runs == [[0]]

@@ -164,6 +164,7 @@ BLOCKING = """
 import asyncio
 import ingress as serve
 from fastapi import FastAPI
+from tests.servers import until
 
 app = FastAPI()
 
@@ -184,8 +185,7 @@ class Model:
 
     @app.get("/waiting")
     async def waiting(self) -> str:
-        while not gate.opened.is_set():
-            await asyncio.sleep(0.001)
+        await until(gate.opened.is_set)
         return "x"
 
     def plain(self) -> str:
@@ -388,6 +388,7 @@ import asyncio
 import ctypes
 import re
 import ingress as serve
+from tests.servers import until
 
 @serve.deployment
 class Crunch:
@@ -403,8 +404,7 @@ class Crunch:
 @serve.deployment
 class Waits:
     async def wait(self) -> str:
-        while not gate.opened.is_set():
-            await asyncio.sleep(0.001)
+        await until(gate.opened.is_set)
         return "x"
 
 @serve.deployment
@@ -745,6 +745,7 @@ import ingress as serve
 from users import model
 from ingress.calls.loops import EventLoopThread
 from ingress.watchdog import WATCHDOG
+from tests.servers import wait_until
 from tests.test_watchdog import Owner
 
 serve.run(model, route_prefix=None)
@@ -754,8 +755,7 @@ if child == 0:
     go = threading.Event()
     home.mailbox.post(WATCHDOG.watch, home.loop, Owner("Child"), 0.01)
     home.mailbox.post(go.wait)
-    while not [stall for stall in serve.stalls() if stall.deployment == "Child"]:
-        time.sleep(0.002)
+    wait_until(lambda: [stall for stall in serve.stalls() if stall.deployment == "Child"])
     print("the child's loop is watched", flush=True)
     os._exit(0)
 print("exit code", os.waitpid(child, 0)[1])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 import ingress as serve
 from ingress.http.messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
 from ingress.http.websocket import HEARING_S
+from ingress.testing import Latch
 from tests.servers import (
     PATIENCE_S,
     UVICORN,
@@ -29,6 +30,7 @@ from tests.servers import (
     process,
     served,
     set_flags,
+    steady,
     wait_until,
     write_module,
 )
@@ -95,7 +97,7 @@ class Handlers:
     async def waits(self, websocket: WebSocket) -> None:
         """Accept, and neither receive nor send."""
         await websocket.accept()
-        await asyncio.sleep(PATIENCE_S)
+        await asyncio.Event().wait()
 
     async def cleans_up(self, websocket: WebSocket) -> None:
         await websocket.accept()
@@ -129,7 +131,7 @@ class Handlers:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(websocket.receive_text)
-                await asyncio.sleep(PATIENCE_S)
+                await anyio.sleep_forever()
         except BaseException as error:
             self.seen.append(type(error))
             raise
@@ -285,19 +287,10 @@ SCOPE = {
 }
 
 
-async def steady(count: Callable[[], int]) -> int:
-    """Wait until a positive count stays the same for a while, and return it."""
-    before = -1
-    while before != count() or not before:
-        before = count()
-        await asyncio.sleep(0.1)
-    return before
-
-
 @pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])
 @pytest.mark.parametrize("kind", ["text", "bytes"])
 def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, kind: str) -> None:
-    may_receive = threading.Event()
+    may_receive = Latch()
     got: list[int] = []
     app = FastAPI()
 
@@ -307,8 +300,7 @@ def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, ki
         @app.websocket("/")
         async def socket(self, websocket: WebSocket) -> None:
             await websocket.accept()
-            while not may_receive.is_set():
-                await asyncio.sleep(0.001)
+            await may_receive
             while len(got) < 100:
                 got.append(len((await websocket.receive())[kind]))
 
@@ -329,8 +321,8 @@ def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, ki
         serving = asyncio.ensure_future(bind(Slow)(SCOPE, receive, send))
         # `connect`, the messages in the queue, and one that waits for room in it.
         room = WEBSOCKET_MESSAGES if size == 1 else 4
-        assert 1 < await steady(lambda: read) <= 1 + room + 1
-        may_receive.set()
+        assert 1 < await asyncio.to_thread(steady, lambda: read) <= 1 + room + 1
+        may_receive.count_down()
         await serving
 
     asyncio.run(main())
@@ -372,7 +364,8 @@ def test_send_waits_while_the_client_does_not_read(size: int) -> None:
             messages.append(message)
 
         serving = asyncio.ensure_future(bind(Fast)(SCOPE, receive, send))
-        assert await steady(lambda: sent) <= (WEBSOCKET_MESSAGES if size == 1 else 4)
+        room = WEBSOCKET_MESSAGES if size == 1 else 4
+        assert await asyncio.to_thread(steady, lambda: sent) <= room
         may_send.set()
         await serving
         return messages

@@ -28,7 +28,7 @@ from tests.servers import (
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 
 APP = """
-import asyncio, os, sys, time
+import asyncio, os, sys, threading
 from fastapi import FastAPI
 import ingress as serve
 
@@ -44,7 +44,7 @@ class App:
     @app.get("/slow")
     async def slow(self):
         print("slow began", flush=True)
-        await asyncio.sleep(1000)
+        await asyncio.Event().wait()
 
 hello = App.bind()
 
@@ -61,7 +61,7 @@ def fail():
 
 failing = starting(fail)
 crashing = starting(lambda: os._exit(7))
-hanging = starting(lambda: time.sleep(1000))
+hanging = starting(lambda: threading.Event().wait())
 """
 
 UNABLE_TO_BIND = """

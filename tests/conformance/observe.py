@@ -12,8 +12,7 @@ import asyncio
 import itertools
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from starlette.types import Receive, Scope, Send
 import ingress as serve
 from ingress.base.settings import Settings
 from ingress.schema import DeploymentStatusOverview
+from ingress.testing import Latch
+from tests.servers import wait_until
 
 TIMEOUT_S = 10.0
 """Bound on every wait; only a failing test waits that long."""
@@ -60,14 +61,6 @@ def flag_values(*, sync: str = "01", user: str = "01", router: str = "01") -> li
     ]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once the condition holds; fail if it never does."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
-
-
 class Gate:
     """A gate in user code: calls wait in front of it until the test opens it. Thread-safe."""
 
@@ -76,17 +69,18 @@ class Gate:
         self.most_inside = 0
         self.passed = 0
         self._lock = threading.Lock()
-        self._opened = threading.Event()
+        self._opened = Latch(timeout_s=TIMEOUT_S)
 
     def open(self) -> None:
-        self._opened.set()
+        self._opened.count_down()
 
     def wait(self) -> None:
         """Wait at the gate, blocking the thread."""
         self._enter()
         try:
-            if not self._opened.wait(TIMEOUT_S):
-                self._give_up()
+            self._opened.wait()
+        except TimeoutError:
+            self._give_up()
         finally:
             self._leave()
 
@@ -94,11 +88,9 @@ class Gate:
         """Wait at the gate, leaving the event loop free."""
         self._enter()
         try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while not self._opened.is_set():
-                if time.monotonic() > deadline:
-                    self._give_up()
-                await asyncio.sleep(0.001)
+            await self._opened
+        except TimeoutError:
+            self._give_up()
         finally:
             self._leave()
 
@@ -107,7 +99,7 @@ class Gate:
         wait_until(lambda: self.inside == count)
 
     def _give_up(self) -> NoReturn:
-        self._opened.set()  # the test has failed: release all waiting calls
+        self._opened.count_down()  # the test has failed: release all waiting calls
         raise AssertionError("the gate was not opened")
 
     def _enter(self) -> None:

@@ -16,8 +16,8 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.base.settings import Settings
-from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served, wait_until
-from tests.servers import bind
+from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served
+from tests.servers import bind, wait_until
 
 LONG_S = 30.0
 

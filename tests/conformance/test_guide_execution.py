@@ -20,16 +20,8 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
-from tests.conformance.observe import (
-    TIMEOUT_S,
-    Gate,
-    Served,
-    flag_values,
-    here,
-    online,
-    served,
-    wait_until,
-)
+from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, here, online, served
+from tests.servers import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 

@@ -11,7 +11,8 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, served, wait_until
+from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, served
+from tests.servers import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 

@@ -14,7 +14,8 @@ from starlette.responses import StreamingResponse
 
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, online, served, wait_until
+from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, online, served
+from tests.servers import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 

@@ -13,7 +13,8 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.exceptions import OptionNotActedOnWarning
-from tests.conformance.observe import TIMEOUT_S, Gate, served, wait_until
+from tests.conformance.observe import TIMEOUT_S, Gate, served
+from tests.servers import wait_until
 
 
 # "class Model: def __call__(self, single_sample: int) -> int: return single_sample * 2"
