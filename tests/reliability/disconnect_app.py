@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body, Depends, FastAPI, WebSocket, WebSocketDisconnect
@@ -15,7 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 import ingress as serve
-from tests.servers import PATIENCE_S
+from ingress.testing import Latch
+from tests.servers import PATIENCE_S, until, wait_until
 
 
 class Ledger:
@@ -24,7 +26,7 @@ class Ledger:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._entries: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
-        self._gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self._gates = defaultdict[str, Latch](partial(Latch, timeout_s=PATIENCE_S))
 
     def note(self, key: str, what: str) -> None:
         with self._condition:
@@ -47,20 +49,22 @@ class Ledger:
         with self._condition:
             return [what for what, _ in self._entries[key]]
 
-    def gate(self, key: str) -> threading.Event:
-        """Return the event that user code of a request waits for."""
+    def gate(self, key: str) -> Latch:
+        """Return the latch that user code of a request waits for."""
         with self._condition:
             return self._gates[key]
-
-    async def passed(self, key: str) -> None:
-        while not self.gate(key).is_set():
-            await asyncio.sleep(0.002)
 
 
 ledger = Ledger()
 
 
 # The stages, as user code. `key` is the request's.
+
+
+async def clean_up() -> None:
+    """Wait in a `finally`: a second cancellation would end it here."""
+    for _ in range(3):
+        await asyncio.sleep(0.001)
 
 
 async def quick(key: str) -> str:
@@ -70,13 +74,13 @@ async def quick(key: str) -> str:
 
 async def hold(key: str) -> str:
     ledger.note(key, "began")
-    await ledger.passed(key)
+    await ledger.gate(key)
     return "held"
 
 
 async def block(key: str) -> str:
     ledger.note(key, "began")
-    assert ledger.gate(key).wait(PATIENCE_S)
+    ledger.gate(key).wait()
     return "blocked"
 
 
@@ -88,8 +92,7 @@ async def running(key: str) -> str:
         ledger.note(key, f"cancelled, requested={serve.cancellation().requested}")
         raise
     finally:
-        for _ in range(3):  # a second cancellation would end the loop here
-            await asyncio.sleep(0.001)
+        await clean_up()
         ledger.note(key, "finally")
     return "never"
 
@@ -97,7 +100,7 @@ async def running(key: str) -> str:
 async def swallowing(key: str) -> str:
     ledger.note(key, "began")
     turns = 0
-    while turns < 10 or not ledger.gate(key).is_set():
+    while turns < 10 or not ledger.gate(key).is_open:
         try:
             await asyncio.sleep(0.005)
             turns += "cancelled" in ledger.of(key)
@@ -112,10 +115,9 @@ async def swallowing(key: str) -> str:
 def until_told(key: str) -> str:
     ledger.note(key, "began")
     cancellation, gate = serve.cancellation(), ledger.gate(key)
-    while not cancellation.requested and not gate.is_set():
-        time.sleep(0.001)
+    wait_until(lambda: cancellation.requested or gate.is_open)
     ledger.note(key, f"requested={cancellation.requested}")
-    assert gate.wait(PATIENCE_S)
+    gate.wait()
     ledger.note(key, "ended")
     return "ran on"
 
@@ -128,14 +130,14 @@ def note_batch(keys: list[str], what: str) -> bool:
     for key in keys:
         if what not in ledger.of(key):
             ledger.note(key, what)
-    return any(ledger.gate(key).is_set() for key in keys)
+    return any(ledger.gate(key).is_open for key in keys)
 
 
 @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=PATIENCE_S)
 async def batched(keys: list[str]) -> list[str]:
     cancellation = serve.cancellation()
-    while not note_batch(keys, f"batch of {len(keys)}, requested={cancellation.requested}"):
-        await asyncio.sleep(0.002)
+    begins = f"batch of {len(keys)}, requested="
+    await until(lambda: note_batch(keys, f"{begins}{cancellation.requested}"))
     note_batch(keys, "ended")
     return keys
 
@@ -143,8 +145,8 @@ async def batched(keys: list[str]) -> list[str]:
 @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=PATIENCE_S)
 def def_batched(keys: list[str]) -> list[str]:
     cancellation = serve.cancellation()
-    while not note_batch(keys, f"batch of {len(keys)}, requested={cancellation.requested}"):
-        time.sleep(0.002)
+    begins = f"batch of {len(keys)}, requested="
+    wait_until(lambda: note_batch(keys, f"{begins}{cancellation.requested}"))
     note_batch(keys, "ended")
     return keys
 
@@ -157,7 +159,7 @@ async def uploaded(key: str, request: Request) -> str:
         ledger.note(key, "gone")
         raise
     finally:
-        await asyncio.sleep(0.001)
+        await clean_up()
         ledger.note(key, "finally")
     return "whole"
 
@@ -170,7 +172,7 @@ async def items(key: str, chunk: bytes, pause_s: float) -> AsyncIterator[bytes]:
             if pause_s:
                 await asyncio.sleep(pause_s)
     finally:
-        await asyncio.sleep(0.001)
+        await clean_up()
         ledger.note(key, "closed")
 
 
@@ -190,7 +192,7 @@ FLOOD = b"x" * 65536, 0.0
 
 async def after(key: str) -> None:
     try:
-        await ledger.passed(key)
+        await ledger.gate(key)
         for _ in range(20):  # longer than several sweeps
             await asyncio.sleep(0.005)
         ledger.note(key, "ended")
@@ -254,7 +256,7 @@ async def outer(key: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await asyncio.sleep(0.001)
+        await clean_up()
         ledger.note(key, "outer closed")
 
 
@@ -269,7 +271,7 @@ async def inner(key: str, _: Annotated[None, Depends(middle)]) -> AsyncIterator[
     try:
         yield
     finally:
-        await asyncio.sleep(0.001)
+        await clean_up()
         ledger.note(key, "inner closed")
 
 
@@ -328,7 +330,7 @@ def fastapi_class(*, has_middleware: bool) -> type:
 
         @app.get("/def-dependency")
         async def in_dependency(self, key: str, _: Annotated[None, Depends(in_dependency)]) -> str:
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.Event().wait()
             return "never"
 
         @app.post("/upload")
@@ -378,7 +380,7 @@ def fastapi_class(*, has_middleware: bool) -> type:
             except WebSocketDisconnect as gone:
                 ledger.note(key, f"disconnect {gone.code}")
             finally:
-                await asyncio.sleep(0.001)
+                await clean_up()
                 ledger.note(key, "closed")
 
         @app.websocket("/deaf")
@@ -399,7 +401,7 @@ def fastapi_class(*, has_middleware: bool) -> type:
                     await websocket.send_bytes(FLOOD[0])
                     ledger.note(key, "made")
             finally:
-                await asyncio.sleep(0.001)
+                await clean_up()
                 ledger.note(key, "closed")
 
     return Stages

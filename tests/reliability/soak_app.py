@@ -47,8 +47,13 @@ class Slot:
             running[self.key] -= 1
 
 
-def some_s() -> float:
-    return random.uniform(0, LONGEST_S)
+async def work(parts: int = 1) -> None:
+    """Take a random time, or the time of one part of the work."""
+    await asyncio.sleep(random.uniform(0, LONGEST_S) / parts)
+
+
+def work_in_thread(parts: int = 1) -> None:
+    time.sleep(random.uniform(0, LONGEST_S) / parts)
 
 
 class Model:
@@ -69,19 +74,19 @@ class Model:
 class Leaf:
     async def __call__(self, key: str) -> str:
         with Slot(self, LEAF_SLOTS):
-            await asyncio.sleep(some_s())
+            await work()
         return key
 
     def in_thread(self, key: str) -> str:
         with Slot(self, LEAF_SLOTS):
-            time.sleep(some_s())
+            work_in_thread()
         return key
 
     async def items(self, key: str) -> AsyncIterator[str]:
         with Slot(self, LEAF_SLOTS):
             for _ in range(ITEMS):
                 yield key + ","
-                await asyncio.sleep(some_s() / ITEMS)
+                await work(ITEMS)
 
 
 def make_root(*, has_middleware: bool = False) -> Any:
@@ -103,13 +108,13 @@ def make_root(*, has_middleware: bool = False) -> Any:
         @app.get("/sleep")
         async def sleep(self, key: str) -> str:
             with Slot(self, SLOTS):
-                await asyncio.sleep(some_s())
+                await work()
             return key
 
         @app.get("/thread")
         def thread(self, key: str) -> str:
             with Slot(self, SLOTS):
-                time.sleep(some_s())
+                work_in_thread()
                 serve.cancellation().check()
             return key
 
@@ -147,7 +152,7 @@ def make_root(*, has_middleware: bool = False) -> Any:
 
         @serve.batch(max_batch_size=3, batch_wait_timeout_s=0.004)
         def _def_batched(self, keys: list[str]) -> list[str]:
-            time.sleep(some_s())
+            work_in_thread()
             return keys
 
         @app.get("/batched-items")
@@ -163,11 +168,11 @@ def make_root(*, has_middleware: bool = False) -> Any:
         async def _batched_items(self, keys: list[str]) -> AsyncIterator[list[str]]:
             for _ in range(ITEMS):
                 yield [key + "," for key in keys]
-                await asyncio.sleep(some_s() / ITEMS)
+                await work(ITEMS)
 
         @serve.multiplexed(max_num_models_per_replica=2)
         async def load(self, model_id: str) -> Model:
-            await asyncio.sleep(some_s())
+            await work()
             return Model(model_id)
 
         @app.get("/model")
@@ -175,7 +180,7 @@ def make_root(*, has_middleware: bool = False) -> Any:
             with Slot(self, SLOTS):
                 model_id = serve.get_multiplexed_model_id()
                 model = await self.load(model_id)
-                await asyncio.sleep(some_s())
+                await work()
                 model.check(model_id)
             return key
 
@@ -188,7 +193,7 @@ def make_root(*, has_middleware: bool = False) -> Any:
         async def _model_batched(self, keys: list[str]) -> list[str]:
             model_id = serve.get_multiplexed_model_id()
             model = await self.load(model_id)
-            await asyncio.sleep(some_s())
+            await work()
             model.check(model_id)
             return keys
 
@@ -209,7 +214,7 @@ def make_root(*, has_middleware: bool = False) -> Any:
             with Slot(self, SLOTS):
                 for _ in range(ITEMS):
                     yield key + ","
-                    time.sleep(some_s() / ITEMS)
+                    work_in_thread(ITEMS)
 
         @app.get("/background")
         async def background(self, key: str) -> Response:
@@ -217,12 +222,12 @@ def make_root(*, has_middleware: bool = False) -> Any:
 
         async def _after(self) -> None:
             with Slot(self, SLOTS):
-                await asyncio.sleep(some_s())
+                await work()
 
         @app.websocket("/echo")
         async def echo(self, websocket: WebSocket, key: str) -> None:
             with Slot(self, SLOTS):
-                await asyncio.sleep(some_s() / 4)
+                await work(4)
                 await websocket.accept()
                 try:
                     while True:

@@ -20,7 +20,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 import ingress as serve
 from ingress.engines import local_engine
 from tests.reliability.disconnect_app import BATCH, Plain, PlainDef, fastapi_class, ledger
-from tests.servers import ROUNDS, Answer, Connection, bind, get, set_flags, wait_until
+from tests.servers import ROUNDS, Answer, Connection, bind, get, set_flags, steady, wait_until
 
 pytestmark = pytest.mark.reliability("B14")
 
@@ -321,7 +321,7 @@ def test_a_request_that_left_the_queue_never_reaches_a_replica(
 def finish(clients: list[Client], status: int) -> None:
     """Let the clients that stayed receive their answers."""
     for client in clients:
-        ledger.gate(client.key).set()
+        ledger.gate(client.key).count_down()
         answer = client.connection.receive_until(b"\r\n\r\n")
         assert Answer(answer).status == status
         client.connection.socket.close()
@@ -383,7 +383,7 @@ def test_code_that_swallows_its_cancellation_gets_one_and_keeps_its_slot(
             ledger.wait(client.key, "ten turns later")
         assert server.ongoing(kind) == CLIENTS
         for client in clients:
-            ledger.gate(client.key).set()
+            ledger.gate(client.key).count_down()
         cell.is_over()
         once = ["began", "cancelled", "ten turns later", "ended"]
         assert [ledger.of(client.key) for client in clients] == [once] * CLIENTS
@@ -404,7 +404,7 @@ def test_def_in_a_thread_sees_it_and_keeps_its_slot_until_it_returns(
         cell.happened(clients, "requested=True", left, PROMPT_S)
         for number, client in enumerate(clients):
             assert server.ongoing(kind) == CLIENTS - number
-            ledger.gate(client.key).set()
+            ledger.gate(client.key).count_down()
             wait_until(lambda n=number: server.ongoing(kind) == CLIENTS - n - 1)  # type: ignore[misc]
             assert ledger.of(client.key)[-1] == "ended"
         cell.is_over()
@@ -427,7 +427,7 @@ def test_a_dependency_in_a_thread_keeps_the_slot_until_it_returns_and_is_torn_do
             wait_until(lambda: server.in_flight() == 0)
         assert server.ongoing(kind) == CLIENTS
         for client in clients:
-            ledger.gate(client.key).set()
+            ledger.gate(client.key).count_down()
         cell.is_over()
         whole = ["began", "requested=True", "ended", "closed"]
         assert [ledger.of(client.key) for client in clients] == [whole] * CLIENTS
@@ -447,7 +447,7 @@ def test_def_on_the_loop_runs_to_its_end_and_then_frees_its_slot(server: Server,
             if server.is_separate:  # else the server's own loop is blocked
                 cell.happened(clients, "requested=True", left, PROMPT_S)
                 assert server.ongoing(cell.name) == 1
-            ledger.gate(client.key).set()
+            ledger.gate(client.key).count_down()
             cell.is_over()
             assert ledger.of(client.key)[-1] == "ended"
 
@@ -506,10 +506,7 @@ def stalled(clients: list[Client]) -> None:
 
     The kernel's buffers may still take some bytes, so this waits for a pause.
     """
-    before: list[int] = []
-    while (made := [len(ledger.of(client.key)) for client in clients]) != before:
-        before = made
-        time.sleep(0.03)
+    steady(lambda: sum(len(ledger.of(client.key)) for client in clients), 0.03)
 
 
 @pytest.mark.parametrize(("kind", "stage"), BLOCKED)
@@ -588,7 +585,7 @@ def test_a_batch_goes_on_without_those_who_left_and_is_told_when_all_have(
         cell.is_over()
         assert all("ended" not in ledger.of(client.key) for client in clients)
         for client in clients:
-            ledger.gate(client.key).set()
+            ledger.gate(client.key).count_down()
         for client in clients:
             ledger.wait(client.key, "ended")
 
@@ -666,7 +663,7 @@ def test_a_background_task_after_the_whole_answer_runs_to_its_end(
             client.connection.receive_until(b"\r\n\r\nok")
         cell.leave(clients)
         for client in clients:
-            ledger.gate(client.key).set()
+            ledger.gate(client.key).count_down()
         for client in clients:
             ledger.wait(client.key, "ended")
         cell.is_over()

@@ -287,7 +287,7 @@ def test_equal_replicas_get_equal_shares(figures: Figures, tmp_path: Path) -> No
 
 
 BULKHEAD = """
-import asyncio, time
+import asyncio, threading
 import ingress as serve
 from tests.reliability.load_app import burn
 
@@ -306,7 +306,7 @@ class Computing:
 @serve.deployment(max_ongoing_requests=5, max_queued_requests=20)
 class Wedged:
     async def __call__(self, request):
-        time.sleep(1000)
+        threading.Event().wait()
 
 @serve.deployment(max_ongoing_requests=10)
 class Other:

@@ -7,7 +7,6 @@ import gc
 import random
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -21,12 +20,12 @@ import ingress as serve
 from ingress.exceptions import RequestCancelledError
 from ingress.execution import threads
 from ingress.handle import DeploymentHandle
+from tests.reliability.soak_app import LONGEST_S, work, work_in_thread
 from tests.servers import PATIENCE_S, ROUNDS, bind, get, served, set_flags, wait_until
 
 CANCELS = 1_000 if ROUNDS else 400
 AT_ONCE = 40
 SLOTS = 8
-LONGEST_S = 0.012  # of a stage, and of the time until its cancellation
 
 now = Counter[str]()
 most = Counter[str]()
@@ -53,14 +52,14 @@ class Slot:
 class Leaf:
     async def __call__(self) -> str:
         with Slot("leaf"):
-            await asyncio.sleep(random.uniform(0, LONGEST_S))
+            await work()
         return "leaf"
 
     async def items(self) -> AsyncIterator[str]:
         with Slot("leaf"):
             for _ in range(3):
                 yield "leaf"
-                await asyncio.sleep(LONGEST_S / 3)
+                await work(3)
 
 
 def make_root(*, has_middleware: bool) -> type:
@@ -83,13 +82,13 @@ def make_root(*, has_middleware: bool) -> type:
         @app.get("/sleep")
         async def sleep(self) -> str:
             with Slot("root"):
-                await asyncio.sleep(random.uniform(0, LONGEST_S))
+                await work()
             return "slept"
 
         @app.get("/thread")
         def thread(self) -> str:
             with Slot("root"):
-                time.sleep(random.uniform(0, LONGEST_S))
+                work_in_thread()
                 serve.cancellation().check()
             return "slept"
 
@@ -117,7 +116,7 @@ def make_root(*, has_middleware: bool) -> type:
             with Slot("root"):
                 for _ in range(3):
                     yield "x"
-                    time.sleep(LONGEST_S / 3)
+                    work_in_thread(3)
 
         @app.get("/items")
         async def stream(self) -> Response:

@@ -69,7 +69,7 @@ class Soak:
             await asyncio.sleep(0.01)
 
     @app.get("/slow")
-    async def slow(self): await asyncio.sleep(60)
+    async def slow(self): await asyncio.Event().wait()
 
     @app.post("/upload")
     async def upload(self, request: Request): return len(await request.body())
@@ -129,6 +129,11 @@ def held(server: ServerProcess) -> dict[str, int]:
     return found
 
 
+def held_at_rest(server: ServerProcess) -> dict[str, int]:
+    time.sleep(12)  # idle worker threads end after 10 s
+    return held(server)
+
+
 def slope(samples: list[tuple[int, int]]) -> float:
     """Return the median of the slopes between all pairs, which is robust against outliers."""
     return median(
@@ -163,16 +168,14 @@ def soak(
     with serving(folder) as server:
         kind = make(server.port)
         asyncio.run(spread(WARM_UP, kind))
-        time.sleep(12)
-        before = held(server)
+        before = held_at_rest(server)
         samples, p99_s = [], []
         for part in range(1, 11):
             took: list[float] = []
             asyncio.run(spread(count // 10, timed(kind, took)))
             samples.append((part * count // 10, held(server)["rss"]))
             p99_s.append(sorted(took)[int(len(took) * 0.99)])
-        time.sleep(12)
-        after = held(server)
+        after = held_at_rest(server)
 
     figures.note(what, count)
     figures.at_most("memory, bytes for each", slope(samples), 50)
