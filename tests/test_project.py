@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -97,6 +98,29 @@ def test_no_text_says_to_install_the_unrelated_package_of_that_name() -> None:
     assert told == []
     assert wrong.search('pip install -U "ingress[ray]"')
     assert not wrong.search("pip install -e .  # fastapi-ingress")
+
+
+def is_sleep(node: ast.AST) -> bool:
+    """Return whether a node is a call of a `sleep` that takes time."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="sleep"), args=[ast.Constant(value=0), *_]):
+            return False
+        case ast.Call(func=ast.Attribute(ast.Name("time" | "asyncio" | "anyio"), "sleep")):
+            return True
+    return False
+
+
+def test_tests_wait_for_signals_and_seldom_sleep() -> None:
+    sleeps = tests = 0
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if "reliability" in path.parts:  # their sleeps are the load
+            continue
+        text = path.read_text()
+        tests += len(re.findall(r"^ *(?:async )?def test_", text, re.MULTILINE))
+        if ".sleep(" in text:
+            sleeps += sum(map(is_sleep, ast.walk(ast.parse(text))))
+
+    assert sleeps <= 0.04 * tests
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
