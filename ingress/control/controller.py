@@ -276,7 +276,8 @@ class Controller:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if running.deployments:  # none, if there were too few descriptors
-            await running.proxy.drain(running.ingress.router, timeout_s, is_replaced=is_replaced)
+            router = running.ingress.router
+            await running.proxy.in_flight.drain(router, timeout_s, is_replaced=is_replaced)
         # Callers before their children, so that requests in flight can still reach the children.
         for deployment in reversed(list(running.deployments.values())):
             if deployment.health is not None:

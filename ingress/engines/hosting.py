@@ -154,7 +154,7 @@ class Hosted:
         await asyncio.sleep(TICK_S)
         timeout_s = running.graceful_shutdown_timeout_s
         self._drained_at = monotonic() + timeout_s
-        await running.proxy.drain(running.ingress.router, timeout_s)
+        await running.proxy.in_flight.drain(running.ingress.router, timeout_s)
 
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Start the application. Runs on the control loop."""

@@ -77,6 +77,8 @@ class Body:
 
         Raises `RequestBodyTooLargeError`, and `StreamClosedError` if the client leaves meanwhile.
         """
+        if self.error is not None:
+            raise self.error  # by its Content-Length: nothing of it is read
         message = await self.receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             return message  # the common case

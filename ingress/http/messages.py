@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from ingress.calls.channel import Channel
 
@@ -55,6 +55,17 @@ def with_request_id(start: Message, request_id: str) -> Message:
     else:
         headers.append((b"x-request-id", request_id.encode()))
     return {**start, "headers": headers}
+
+
+def adding_request_id(send: Send, request_id: str) -> Send:
+    """Return a `send` that adds the header `x-request-id` to a response without it."""
+
+    async def send_with_request_id(message: Message) -> None:
+        if message["type"].endswith("http.response.start"):  # also that of a refused WebSocket
+            message = with_request_id(message, request_id)
+        await send(message)
+
+    return send_with_request_id
 
 
 def _is_chunk(message: Message) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from time import monotonic
 from typing import TypeAlias
 
 from starlette.types import Scope
 
-from ingress.base.types import new_request_id
+from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
 from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
 
 REQUEST_ID_HEADER = b"x-request-id"
@@ -25,15 +27,30 @@ _READ = frozenset(
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
-RequestHead: TypeAlias = tuple[bool, bool, bytes, str, float | None]
-"""The flags "has a request id", which may be invalid or one of several, and "has a body"; the value
-of content-length; the model id; the timeout in seconds, `None` for none."""
+def request_id_of(scope: Scope) -> str:
+    """Return the first valid id that the client sent, or a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return new_request_id()
 
 
-def read_head(scope: Scope, timeout_s: float | None) -> RequestHead:
+RequestHead: TypeAlias = tuple[RequestMetadata, bool, bool, bytes, float]
+"""The metadata; the flags "has a request id", which may be invalid or one of several, and "has a
+body"; the value of content-length; the time of `monotonic` that the deadline counts from."""
+
+
+def request_metadata(
+    scope: Scope,
+    deployment: DeploymentID,
+    route: str,
+    timeout_s: float | None,
+    find_id: Callable[[Scope], str] = request_id_of,
+) -> RequestHead:
     """Read the headers of a request in one pass.
 
-    `timeout_s` is the server's own limit; the result has the shorter of it and the client's.
+    `timeout_s` is the server's own limit; the deadline is that of the shorter of it and the
+    client's. `find_id` returns the id of a request with the header.
     """
     has_id = has_body = False
     length = b""
@@ -51,12 +68,11 @@ def read_head(scope: Scope, timeout_s: float | None) -> RequestHead:
                 timeout_s = earlier(timeout_s, value)
             else:
                 model_id = value.decode("latin-1")
-    return has_id, has_body, length, model_id, timeout_s
-
-
-def request_id_of(scope: Scope) -> str:
-    """Return the first valid id that the client sent, or a new one."""
-    for name, value in scope["headers"]:
-        if name == REQUEST_ID_HEADER and _REQUEST_ID.fullmatch(value):
-            return str(value, "ascii")
-    return new_request_id()
+    now = 0.0 if timeout_s is None else monotonic()
+    deadline = None if timeout_s is None else now + timeout_s
+    request_id = find_id(scope) if has_id else new_request_id()
+    # By position: with keywords it takes 0.3 us more, at every request.
+    metadata = RequestMetadata(
+        request_id, deployment, "__call__", route, model_id, True, False, "", deadline
+    )
+    return metadata, has_id, has_body, length, now

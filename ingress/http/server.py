@@ -52,6 +52,7 @@ class HTTPServer:
         options = self._options
         config = uvicorn.Config(
             self.proxy,
+            interface="asgi3",  # uvicorn looks for an `async def`, and the proxy's is none
             lifespan="off",  # the applications have lifespans of their own
             log_config=None,
             access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),

@@ -227,6 +227,15 @@ def test_request_id_route_and_application_are_known_in_the_replica_and_in_those_
     assert response.headers.get_list("x-request-id") == ["mine"]
 
 
+def test_a_request_id_outside_ascii_comes_back_once(it: Served) -> None:
+    headers = [(b"x-request-id", "ü".encode())]
+    response = httpx.get(it.url + "/sync", headers=headers, trust_env=False, timeout=PATIENCE_S)
+
+    assert [value for name, value in response.headers.raw if name.lower() == b"x-request-id"] == [
+        "ü".encode()
+    ]
+
+
 def test_an_error_of_a_child_is_caught_by_its_class_and_an_uncaught_error_is_a_500(
     it: Served,
 ) -> None:

@@ -119,11 +119,12 @@ class Server:
 
         It reads private state, as a cancellation before the first line is not visible outside.
         """
-        return len(local_engine().http.proxy._in_flight)
+        return len(local_engine().http.proxy.in_flight.exchanges)
 
     def unread(self) -> int:
         """Return the number of clients whose reading is paused because user code does not read."""
-        listeners = [each._client_reader for each in list(local_engine().http.proxy._in_flight)]
+        exchanges = list(local_engine().http.proxy.in_flight.exchanges)
+        listeners = [each._client_reader for each in exchanges]
         inbound = [each._inbound for each in listeners if each is not None]
         return sum(each._wake_producer is not None for each in inbound)
 

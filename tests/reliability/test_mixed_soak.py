@@ -231,8 +231,8 @@ def left_behind(root: Any) -> dict[str, Any]:
     """Return the state that requests left behind. Reads private attributes."""
     engine = local_engine()
     found: dict[str, Any] = {
-        "in flight": set(engine.http.proxy._in_flight),
-        "swept": set(engine.http.proxy._swept),
+        "in flight": set(engine.http.proxy.in_flight.exchanges),
+        "swept": set(engine.http.proxy.in_flight._swept),
         "running": {key: count for key, count in soak_app.running.items() if count},
         "deadlines": [each._calls for each in deadlines._deadlines.values() if each._calls],
     }

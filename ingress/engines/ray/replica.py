@@ -15,19 +15,16 @@ import logging
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextvars import copy_context
-from time import monotonic
 from typing import Any, TypeVar
 
 from ray import serve as ray_serve
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.asgi import ASGI
 from ingress.base.settings import Settings
-from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
+from ingress.base.types import DeploymentID, ReplicaID, new_request_id
 from ingress.calls.call import Call
 from ingress.calls.channel import Channel
-from ingress.calls.deadlines import deadlines_of
 from ingress.calls.loops import run_on
 from ingress.context import REPLICA
 from ingress.control.controller import described
@@ -40,8 +37,8 @@ from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.exchange import Exchange
-from ingress.http.proxy import send_error
-from ingress.http.request_head import REQUEST_ID_HEADER, read_head
+from ingress.http.in_flight import InFlight
+from ingress.http.request_head import REQUEST_ID_HEADER, request_metadata
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
@@ -109,6 +106,8 @@ class RayReplica:
             stall_threshold_s=settings.stall_threshold_s,
         )
         self._model_ids = ModelIds(self._replica)
+        # Ray cancels the request of a client that has left, and logs what a request raises.
+        self._in_flight = InFlight(watches=False)
         for hook in HOOKS - {"reconfigure"}:
             if hasattr(target, hook):  # Ray looks for these once, after the constructor
                 setattr(self, hook, _Hook(self, hook))
@@ -206,43 +205,24 @@ class RayReplica:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request or WebSocket from Ray's proxy."""
-        exchange = self._exchange(scope, receive, send)
-        deadline = exchange.metadata.deadline
-        if deadline is not None:
-            deadlines_of(exchange.loop).add(exchange, deadline)
-        try:
-            await exchange.respond()
-        except ClientDisconnect:
-            pass
-        except Exception as error:
-            if exchange.started or not await send_error(error, exchange, scope, receive, send):
-                raise portable(error) from error.__cause__  # Ray logs it, and cuts the response
-        finally:
-            if deadline is not None:
-                deadlines_of(exchange.loop).discard(exchange)
-
-    def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        _, has_body, _, model_id, timeout_s = read_head(scope, self._spec.request_timeout_s)
-        # The client's, else that of Ray's proxy; the first of several.
-        ids = (value for name, value in scope["headers"] if name == REQUEST_ID_HEADER and value)
-        request_id = next(ids, b"").decode("latin-1") or new_request_id()
-        if model_id:
-            self._model_ids.watch()
-        now = monotonic()
-        metadata = RequestMetadata(
-            request_id,
-            self._deployment,
-            route=scope.get("root_path") or "/",
-            multiplexed_model_id=model_id,
-            is_http_request=True,
-            deadline=None if timeout_s is None else now + timeout_s,
+        route = scope.get("root_path") or "/"
+        metadata, _, has_body, length, now = request_metadata(
+            scope, self._deployment, route, self._spec.request_timeout_s, _id_of_rays_proxy
         )
-        kind = Exchange if scope["type"] == "http" else WebSocketExchange
+        if metadata.multiplexed_model_id:
+            self._model_ids.watch()
         send = _without_our_id(send, metadata.request_id)
+        kind = Exchange if scope["type"] == "http" else WebSocketExchange
         inner = {**scope, "asgi": ASGI}
-        exchange = kind(metadata, self._router, inner, receive, send, has_body=has_body)
-        exchange.started_at = now
-        return exchange
+        exchange = kind(
+            metadata, self._router, inner, receive, send, has_body=has_body, length=length
+        )
+        if metadata.deadline is not None:
+            exchange.started_at = now
+        try:
+            await self._in_flight.serve(exchange, scope, receive, send)
+        except Exception as error:
+            raise portable(error) from error.__cause__  # Ray logs it, and cuts the response
 
 
 @ray_serve.ingress()
@@ -300,9 +280,15 @@ class _Hook:
         return self._replica._run_hook(self.__name__)
 
 
+def _id_of_rays_proxy(scope: Scope) -> str:
+    """Return the request's id as Ray's proxy answers with it: the first of several."""
+    ids = (value for name, value in scope["headers"] if name == REQUEST_ID_HEADER and value)
+    return next(ids, b"").decode("latin-1") or new_request_id()
+
+
 def _without_our_id(send: Send, request_id: str) -> Send:
     """Return a `send` without the request id: Ray's proxy adds it to every response."""
-    ours = (b"x-request-id", request_id.encode("latin-1"))
+    ours = (b"x-request-id", request_id.encode())
 
     async def send_without_our_id(message: Message) -> None:
         if message["type"] == "http.response.start":

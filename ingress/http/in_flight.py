@@ -1,0 +1,182 @@
+"""The requests in flight, from the start of their exchange to the answer to a failure.
+
+    serve    attempt after attempt; an error becomes a response, a cut response or a log record
+    sweep    every 25 ms: which clients have left, which bodies have stalled
+    drain    the end of an application's requests
+
+The proxy of this process and the replicas on Ray serve with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from time import monotonic
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from ingress.asgi.responses import error_response, refusal_of
+from ingress.calls.call import CURRENT_CALL
+from ingress.calls.deadlines import deadlines_of
+from ingress.http import uvicorn_connection
+from ingress.http.body import answer_and_close
+from ingress.http.exchange import Exchange
+from ingress.http.messages import (
+    GOING_AWAY,
+    SERVICE_RESTART,
+    TRY_AGAIN_LATER,
+    adding_request_id,
+)
+from ingress.logs import log_failure, logger
+from ingress.replicas.router import Router
+
+SWEEP_S = 0.025
+STREAM_GRACE_S = 5.0  # for a stream to end, once its application is told to stop
+
+
+class InFlight:
+    """The exchanges that one ASGI application serves, possibly on several loops at once.
+
+    `apps` are the classes of applications that a server may call directly, and then only log what
+    they raise: the errors are logged here instead. `watches` the clients, unless the server itself
+    cancels the request of a client that has left.
+    """
+
+    __slots__ = ("_apps", "_swept", "_watches", "exchanges")
+
+    def __init__(self, *apps: type, watches: bool) -> None:
+        self._apps = apps
+        self._watches = watches
+        # Any HTTP loop adds to it and removes from it; `drain` reads it.
+        self.exchanges: set[Exchange] = set()
+        self._swept: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+    async def serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, attempt after attempt, to its response or the answer to its failure.
+
+        Raises the error of a failure that is neither answered nor logged.
+        """
+        following: Exchange | None = exchange
+        while following is not None:
+            exchange, following = following, None
+            self.exchanges.add(exchange)
+            if self._watches and exchange.loop not in self._swept:
+                self._swept.add(exchange.loop)
+                exchange.loop.call_later(SWEEP_S, self._sweep, exchange.loop)
+            deadline = exchange.metadata.deadline
+            if deadline is not None:
+                deadlines_of(exchange.loop).add(exchange, deadline)
+            try:
+                await exchange.respond()
+            except ClientDisconnect:
+                pass
+            except Exception as error:
+                following = await exchange.again(error)
+                if following is None and not await self._is_answered(
+                    error, exchange, scope, receive, send
+                ):
+                    raise
+            finally:
+                self.exchanges.discard(exchange)
+                if deadline is not None:
+                    deadlines_of(exchange.loop).discard(exchange)
+
+    async def _is_answered(
+        self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+    ) -> bool:
+        """Answer for a request that failed. Returns False if the error must be raised.
+
+        It is raised as by Starlette, for an application that wraps this one. A server would only
+        log it, and close a connection that other requests may use.
+        """
+        if exchange.started:
+            is_answered = await self._cut(error, exchange, receive)
+        else:
+            send = adding_request_id(send, exchange.metadata.request_id)
+            is_answered = await _send_error(error, exchange, scope, receive, send)
+        return is_answered or await self._is_logged(error, exchange, receive)
+
+    async def _is_logged(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
+        """Log an error that only the server would see, and cut a response that has begun.
+
+        Returns False if uvicorn does not call one of `apps` directly: the error must be raised.
+        """
+        if not isinstance(uvicorn_connection.called_app(receive), self._apps):
+            return False
+        log_failure(exchange, error)
+        if not uvicorn_connection.is_answer_complete(receive):
+            await uvicorn_connection.cut(receive)
+        return True
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make the exchanges that are older than a sweep watch for their client's disconnect.
+
+        Most requests end before their first sweep, and cost no task and no timer for this.
+        """
+        now = monotonic()
+        before = now - SWEEP_S
+        mine = [exchange for exchange in list(self.exchanges) if exchange.loop is loop]
+        for exchange in mine:
+            if exchange.started_at <= before:
+                exchange.watch(now)
+        if mine:
+            loop.call_later(SWEEP_S, self._sweep, loop)
+        else:
+            self._swept.discard(loop)
+
+    async def _cut(self, error: Exception, exchange: Exchange, receive: Receive) -> bool:
+        """Cut a response that has begun. Returns False if the error must be logged or raised."""
+        if not (
+            exchange.is_http
+            and exchange.was_ended_by(error)
+            and await uvicorn_connection.cut(receive)
+        ):
+            return False
+        token = CURRENT_CALL.set(exchange)  # for the log record
+        logger.warning(
+            "request %s to %s was cut: %s",
+            exchange.metadata.request_id,
+            exchange.current_route(),
+            error,
+        )
+        CURRENT_CALL.reset(token)
+        return True
+
+    async def drain(self, router: Router, timeout_s: float, *, is_replaced: bool = False) -> None:
+        """Wait for an application's requests, and cancel the rest at the timeout. On any loop.
+
+        A stream may never end by itself: its user code is told that the client is gone, and is
+        cancelled after `STREAM_GRACE_S`. `is_replaced` selects the close code of WebSockets.
+        """
+        code = SERVICE_RESTART if is_replaced else GOING_AWAY
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        grace = loop.time() + min(STREAM_GRACE_S, timeout_s)
+        while in_flight := [each for each in list(self.exchanges) if each.router is router]:
+            now = loop.time()
+            for exchange in in_flight:
+                if now >= deadline or (now >= grace and exchange.is_stream):
+                    exchange.stop()
+                elif exchange.is_stream:
+                    exchange.disconnect(code)
+            if now >= deadline:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def _send_error(
+    error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+) -> bool:
+    """Tell the client that its request failed. Returns False if the error must be logged too."""
+    if not exchange.is_http:
+        reason = refusal_of(error)
+        if reason is not None:
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
+        return reason is not None
+    response = error_response(error)
+    if exchange.body is not None and exchange.body.is_open:
+        await answer_and_close(response, scope, receive, send)
+    else:
+        await response(scope, receive, send)
+    return response.status_code != 500
