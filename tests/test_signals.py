@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import sys
 import time
@@ -137,6 +138,17 @@ def test_a_terminal_that_closes_is_a_stop_like_any_other(folder: Path, how: str)
             server.signal(signal.SIGHUP)
 
             assert client.answer().body == b'"slow"'
+        assert server.wait() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(folder: Path, how: str) -> None:
+    """The system may hand it to any thread, or to the main thread just before that one waits."""
+    with process(command(how, "hello"), folder, environment(folder)) as server:
+        with serving(server):
+            pid = server.process.pid
+            others = {int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()} - {pid}
+            assert ctypes.CDLL(None).tgkill(pid, min(others), signal.SIGTERM) == 0
         assert server.wait() == 0
 
 

@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Self
 
 from ingress.base.settings import handles_signals
+
+LOOK_S = 0.5
+"""Longest time after which a signal that did not wake the main thread is seen."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -59,7 +62,11 @@ class StopSignals:
 
     def wait(self) -> None:
         """Wait for the first signal."""
-        self._signals.get()
+        # Python calls handlers between two lines of this thread. A signal that the system hands to
+        # another thread, or to this one just before it blocks, does not wake it.
+        while self._first is None:
+            with suppress(Empty):
+                self._signals.get(timeout=LOOK_S)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._first is not None:  # the user asked twice
