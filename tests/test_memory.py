@@ -34,8 +34,6 @@ MAY_HAVE_A_DICT = {
     "BuiltDeployment": "its one cached property is asked for before there is a replica",
     "LoopExecutor": "asyncio insists on its base, of which it uses nothing",
     "RequestFilter": "logging's filters have one; it sets nothing",
-    "StateView": "Starlette's State has one; what users set is in a dict of its own",
-    "ReplicaState": "the same",
     "StreamingRoute": "FastAPI's routes have one; it is not changed once it is bound",
     "Lifted": "FastAPI reads a function's attributes of it; they are set when it is made",
     "_Lines": "Starlette's responses have one; the task of one request",

@@ -9,7 +9,7 @@
     dependencies  `Depends(...)` on the replica's threads and instance
     parts         the user's callables in an app, for `ingress explain`
     methods       the functions that belong to the class, and their targets
-    state         `app.state`, one per replica
+    users_app     the user's `app`, which is the clone inside of a replica
     replica_app   the ASGI app of one replica
     lifespan      its start-up and shutdown
     telemetry     the state of FastAPI's own telemetry

@@ -9,6 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.datastructures import State
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -21,7 +23,7 @@ from ingress.asgi.parts import Part, app_parts
 from ingress.asgi.responses import refusal
 from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
-from ingress.asgi.state import ReplicaState, view_of
+from ingress.asgi.users_app import mark_clone, show_clones, showing
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -32,8 +34,7 @@ TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 
 _apps_lock = threading.RLock()
 """Held while a user's app is read or changed. Two deployments may share one app and be built in two
-threads: both would replace its `state`, or one would read the routes that the other has swapped in
-for `app.openapi`."""
+threads: both would replace its class."""
 
 
 class BoundRoutes:
@@ -42,13 +43,14 @@ class BoundRoutes:
     `targets` are the functions that a replica makes plans for, `infos` the routes, for display.
     """
 
-    __slots__ = ("_custom_schema", "_router", "_view", "_webhooks", "app", "infos", "targets")
+    __slots__ = ("_custom_schema", "_lock", "_router", "_webhooks", "app", "infos", "targets")
 
     def __init__(self, app: ASGIApp, cls: type) -> None:
         self.app = app
         self.targets: list[Target] = []
         self.infos: list[RouteInfo] = []
         self._custom_schema: dict[str, Any] | None = None
+        self._lock = threading.RLock()
         self._router: Any = None
         if not isinstance(app, Starlette):
             return
@@ -56,36 +58,40 @@ class BoundRoutes:
         tree = RouteTree(methods)
         with _apps_lock:
             check_routes(app.routes, methods)
-            self._view = view_of(app)
+            show_clones(app)
             self._router = tree.clone(app.router)
             if isinstance(app, FastAPI):
                 self._webhooks = tree.clone(app.webhooks)
         self.targets = tree.targets
         self.infos = list(route_infos(self._router.routes))
 
-    def clone(self) -> ASGIApp:
+    def clone(self) -> Any:
         """Return the app of one replica; it shares the bound routes, and no mutable object."""
-        # Without the lock: the attributes that `_custom_openapi` swaps are replaced here.
         app = self.app
         if not isinstance(app, Starlette):
             return Guard(app)
         clone: Any = copy.copy(app)
+        mark_clone(clone, app)
         clone.router = copy.copy(self._router)
         clone.router.routes = list(self._router.routes)
         clone.router.middleware_stack = rebased(
             self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
         )
-        clone.state = ReplicaState(self._view)
+        own = vars(app)  # not the attributes of a replica that this may be called in
+        clone.state = State(dict(own["state"]._state))
         clone.middleware_stack = None
-        clone.user_middleware = guarded(app.user_middleware)
-        clone.exception_handlers = _with_our_handlers(app.exception_handlers)
+        if _is_wrapped(own["middleware_stack"]):
+            rest = clone.build_middleware_stack
+            clone.build_middleware_stack = lambda: _wrapped(own["middleware_stack"], rest())
+        clone.user_middleware = guarded(own["user_middleware"])
+        clone.exception_handlers = _with_our_handlers(own["exception_handlers"])
         if isinstance(app, FastAPI):
             clone.webhooks = self._webhooks
             clone.openapi_schema = None
             clone.router.routes = _with_own_docs(clone)
-            if "openapi" in vars(app):
+            if "openapi" in own:
                 clone.openapi = self._custom_openapi
-        return clone  # type: ignore[no-any-return]
+        return clone
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, with their roles in `execution`."""
@@ -99,23 +105,16 @@ class BoundRoutes:
                 f"{type(self.app).__name__}."
             )
         clone: Any = self.clone()
-        schema: dict[str, Any] = clone.openapi()
+        with showing(clone):
+            schema: dict[str, Any] = clone.openapi()
         return schema
 
     def _custom_openapi(self) -> dict[str, Any]:
-        """Call the user's `app.openapi = custom`, once.
-
-        The function refers to the user's app, so that app has the bound routes during the call.
-        """
-        app: Any = self.app
-        with _apps_lock:
+        """Call the user's `app.openapi = custom`, once for all replicas."""
+        with self._lock:
             if self._custom_schema is None:
-                routes, schema = app.router.routes, app.openapi_schema
-                app.router.routes, app.openapi_schema = self._router.routes, None
-                try:
-                    self._custom_schema = vars(app)["openapi"]()
-                finally:
-                    app.router.routes, app.openapi_schema = routes, schema
+                with showing(self.clone()):
+                    self._custom_schema = vars(self.app)["openapi"]()
             return self._custom_schema
 
 
@@ -131,6 +130,29 @@ async def answer_unavailable(connection: Request | WebSocket, error: Exception) 
         await connection.close(TRY_AGAIN_LATER, reason=error.message[:100])
         return None
     return refusal(error)
+
+
+def _is_wrapped(stack: Any) -> bool:
+    """Return whether a user has put layers around the middleware stack that Starlette builds."""
+    return stack is not None and not isinstance(stack, ServerErrorMiddleware)
+
+
+def _wrapped(layers: Any, stack: ASGIApp) -> ASGIApp:
+    """Return copies of the user's layers around another stack.
+
+    Raises `TypeError` for a layer that does not have the next one as its `app`.
+    """
+    inner = layers
+    while _is_wrapped(inner):
+        inner = getattr(inner, "app", None)
+    if inner is None:
+        raise TypeError(
+            f"app.middleware_stack is {layers!r}, which hides the stack that it wraps, so no "
+            "replica can put its own routes there. Use app.add_middleware(...), or a class that "
+            "keeps the wrapped stack as `self.app`."
+        )
+    wrapped: ASGIApp = rebased(layers, inner, stack)
+    return wrapped
 
 
 def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:

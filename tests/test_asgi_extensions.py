@@ -1,0 +1,187 @@
+"""An extension that changes the user's app changes every replica's, as under plain FastAPI."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from starlette.datastructures import MutableHeaders
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ingress.asgi import ingress
+from tests.asgi_helpers import serve
+
+
+class Layer:
+    """A layer that counts its requests in a header of the response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.count = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.count += 1
+                MutableHeaders(scope=message)["x-count"] = str(self.count)
+            await send(message)
+
+        await self.app(scope, receive, send_counted)
+
+
+def as_a_tracer(app: FastAPI) -> None:
+    """As `opentelemetry-instrumentation-fastapi` 0.66 does it."""
+    original = app.build_middleware_stack
+
+    def build_middleware_stack(self: FastAPI) -> ASGIApp:
+        return Layer(original())
+
+    app.build_middleware_stack = types.MethodType(  # type: ignore[method-assign]
+        build_middleware_stack, app
+    )
+
+
+def as_a_function(app: FastAPI) -> None:
+    app.build_middleware_stack = lambda: Layer(  # type: ignore[method-assign]
+        FastAPI.build_middleware_stack(app)
+    )
+
+
+def as_the_finished_stack(app: FastAPI) -> None:
+    app.middleware_stack = Layer(app.build_middleware_stack())
+
+
+def as_a_router(app: FastAPI) -> None:
+    app.router.middleware_stack = Layer(app.router.middleware_stack)
+
+
+EXTENSIONS = [as_a_tracer, as_a_function, as_the_finished_stack, as_a_router]
+
+
+@pytest.mark.parametrize("extend", EXTENSIONS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("is_first", [False, True], ids=["after the class", "before the class"])
+def test_a_layer_that_is_set_on_the_app_serves_the_methods(
+    extend: Callable[[FastAPI], None], is_first: bool
+) -> None:
+    app = FastAPI()
+    if is_first:
+        extend(app)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self) -> str:
+            return type(self).__name__
+
+        @app.get("/openapi-paths")
+        def paths(self) -> list[str]:
+            return list(app.openapi()["paths"])
+
+    if not is_first:
+        extend(app)
+
+    with serve(K, replicas=2) as client:
+        answers = [client.get("/") for _ in range(4)]
+        assert [each.json() for each in answers] == ["K"] * 4
+        assert [each.headers["x-count"] for each in answers] == ["1", "1", "2", "2"]
+        assert client.get("/openapi-paths").json() == ["/", "/openapi-paths"]
+
+
+def test_a_stack_that_hides_its_end_is_refused_at_the_start() -> None:
+    app = FastAPI()
+
+    @ingress(app)
+    class K:
+        pass
+
+    async def hidden(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("no replica serves it")
+
+    app.middleware_stack = hidden
+
+    with pytest.raises(TypeError, match=r"hidden.* hides the stack.*Use app\.add_middleware"):
+        with serve(K):
+            pass
+
+
+def test_start_up_code_changes_the_app_under_its_global_name() -> None:
+    made: list[object] = []
+
+    @asynccontextmanager
+    async def lifespan(given: FastAPI) -> AsyncIterator[None]:
+        app.extra_of_start_up = object()  # type: ignore[attr-defined]
+        app.router.routes.append(Route("/late", lambda request: PlainTextResponse("late")))
+        app.add_api_route("/later", lambda: "later")
+        made.append(given.extra_of_start_up)  # type: ignore[attr-defined]
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self, request: Request) -> list[bool]:
+            extra: Any = app.extra_of_start_up  # type: ignore[attr-defined]
+            return [extra is request.app.extra_of_start_up, extra in made]
+
+    with serve(K, replicas=2) as client:
+        for _ in range(2):
+            assert client.get("/").json() == [True, True]
+        assert [client.get("/late").text for _ in range(2)] == ["late"] * 2
+        assert [client.get("/later").json() for _ in range(2)] == ["later"] * 2
+
+    assert len(set(made)) == 2
+    assert not hasattr(app, "extra_of_start_up")
+    assert [route.path for route in app.routes if isinstance(route, Route)][-1] == "/"
+
+
+def test_the_users_app_keeps_its_own_attributes_outside_of_replicas() -> None:
+    app = FastAPI(title="mine")
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> str:
+            app.title = f"{app.title}!"
+            return app.title
+
+        @app.get("/dropped")
+        async def dropped(self) -> list[bool]:
+            del app.note  # type: ignore[attr-defined]
+            return [hasattr(app, "note")]
+
+    app.note = "kept"  # type: ignore[attr-defined]
+    with serve(K, replicas=2) as client:
+        assert [client.get("/").json() for _ in range(4)] == ["mine!", "mine!", "mine!!", "mine!!"]
+        assert client.get("/dropped").json() == [False]
+        app.title = "new"
+
+    assert (app.title, app.note) == ("new", "kept")  # type: ignore[attr-defined]
+    assert isinstance(app, FastAPI)
+    with pytest.raises(AttributeError, match="'FastAPI' object has no attribute 'absent'"):
+        app.absent  # type: ignore[attr-defined]
+
+
+def test_overrides_that_a_test_replaces_as_a_whole_reach_all_replicas() -> None:
+    def number() -> int:
+        return 1
+
+    app = FastAPI()
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self, value: int = Depends(number)) -> int:
+            return value
+
+    with serve(K, replicas=2) as client:
+        app.dependency_overrides = {number: lambda: 2}
+        assert [client.get("/").json() for _ in range(2)] == [2, 2]
+        app.dependency_overrides = {}
+        assert [client.get("/").json() for _ in range(2)] == [1, 1]
