@@ -51,7 +51,7 @@ def compiled_app(route: Any) -> ASGIApp:
         return full
 
 
-def is_compiled(app: ASGIApp) -> bool:
+def is_compiled(app: ASGIApp | None) -> bool:
     """Return whether this is the compiled `app` of a route."""
     return getattr(app, "__module__", None) == __name__
 

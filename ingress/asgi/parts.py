@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from ingress.asgi.compiled import is_compiled
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
-from ingress.asgi.routes import served_routes, with_app
+from ingress.asgi.routes import api_route, served_routes
 from ingress.execution.execution import Role, kind
 
 _FRAMEWORKS = ("fastapi", "starlette", "ingress")
@@ -84,8 +84,8 @@ class _Routes:
         path = prefix + served.path
         methods = " ".join(sorted(getattr(served, "methods", None) or ())) or "any"
         what = f"{'WS' if isinstance(original, WebSocketRoute) else methods} {path}"
-        route = with_app(served)
-        compiled = None if route is None else is_compiled(route.app)
+        route = api_route(served)
+        compiled = None if route is None else is_compiled(getattr(route, "app", None))
         func = getattr(endpoint, "__ingress_func__", None)
         if func is not None:
             yield Part(what, func, Role.ENDPOINT, is_compiled=compiled)

@@ -85,8 +85,8 @@ class RouteTree:
         for served in served_routes(cloned.routes):
             if (dependant := getattr(served, "dependant", None)) is not None:
                 self._dependencies.lift(dependant)
-            # FastAPI 0.137 makes the app of an included route anew for each request.
-            if (route := with_app(served)) is not None and route.app is not None:
+            route = api_route(served)
+            if getattr(route, "app", None) is not None:
                 route.app = compiled_app(route)
         return cloned
 
@@ -246,14 +246,14 @@ def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
         yield getattr(served, "starlette_route", None) or served
 
 
-def with_app(served: Any) -> Any:
-    """Return the object whose `app` answers a route of FastAPI; `None` for another kind of route.
+def api_route(served: Any) -> Any:
+    """Return the object whose `app` answers an `APIRoute`; `None` for another kind of route.
 
-    FastAPI keeps the app of an included route apart from the route itself.
+    FastAPI keeps the app of an included route apart from the route. FastAPI 0.137 keeps none: it
+    makes that app anew for each request.
     """
     route = getattr(served, "_route_context", None) or getattr(served, "route", served)
-    is_fastapi_s = isinstance(getattr(route, "original_route", route), APIRoute)
-    return route if is_fastapi_s and hasattr(route, "app") else None
+    return route if isinstance(getattr(route, "original_route", route), APIRoute) else None
 
 
 def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
