@@ -21,6 +21,7 @@ from ingress.base.options import (
     IdempotentMethods,
     Json,
     LaneLimits,
+    Loop,
     NonNegativeFloat,
     NonNegativeInt,
     OngoingRequests,
@@ -195,6 +196,7 @@ class DeploymentConfig(Options):
     max_ongoing_requests: OngoingRequests = 100
     max_queued_requests: QueuedRequests = -1
     lanes: LaneLimits = Field(default_factory=dict)
+    loop: Loop | None = None
     user_config: Json = None
     graceful_shutdown_timeout_s: NonNegativeFloat = 20.0
     graceful_shutdown_wait_loop_s: NonNegativeFloat = 2.0
@@ -298,6 +300,7 @@ class DeploymentOptions(TypedDict, total=False):
     max_concurrent_queries: int
     max_queued_requests: int
     lanes: dict[str, int]
+    loop: Literal["own", "shared"] | None
     user_config: Any
     graceful_shutdown_timeout_s: float
     graceful_shutdown_wait_loop_s: float

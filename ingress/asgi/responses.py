@@ -32,6 +32,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ThreadPool, call_inline
+from ingress.execution.other_loop import OTHER_LOOP, is_noted
 
 _TEXT = b"text/plain; charset=utf-8"
 
@@ -152,6 +153,8 @@ def _response_for(error: BaseException) -> Response:
         )
     if isinstance(error, RayServeException) and error.status_code != 500:
         return refusal(error)
+    if is_noted(error):
+        return PlainTextResponse(f"Internal Server Error\n\n{OTHER_LOOP}", 500)
     return Response(b"Internal Server Error", 500)
 
 

@@ -42,6 +42,7 @@ _SPARE_DESCRIPTORS = 64
 # The wait of a loop that is being closed for tasks that swallow their cancellation.
 _LAST_WORDS_S = 1.0
 
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
 OnDead = Callable[[Callable[..., Any], tuple[Any, ...]], None]
 
 
@@ -277,7 +278,7 @@ class EventLoopThread:
         self,
         name: str,
         on_dead: OnDead = _drop,
-        new_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
+        new_loop: NewLoop = new_event_loop,
     ) -> None:
         self.name = name
         self.loop = new_loop()

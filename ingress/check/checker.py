@@ -9,6 +9,7 @@ from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.findings import Report, shown
+from ingress.check.loop_sharing import shared_objects
 from ingress.check.migration import migration_findings
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
@@ -26,7 +27,10 @@ def check_application(
     elsewhere = {each.function for each in dependencies}  # FastAPI calls them, not a handle
     called = subjects_of(deployments, sources, settings)
     subjects = [each for each in called if each.function not in elsewhere]
-    return _check(sources, subjects + dependencies, settings, migrate=migrate)
+    report = _check(sources, subjects + dependencies, settings, migrate=migrate)
+    if settings.run_user_code_in_separate_thread:  # else all user code is on the server's loop
+        report.add([*shared_objects(deployments, sources)])
+    return report
 
 
 def check_files(paths: Sequence[Path], settings: Settings, *, migrate: bool) -> Report:

@@ -1,7 +1,7 @@
 """The rules: ids, titles and fixes.
 
     ASYNC2xx   ruff's: a call that blocks the event loop
-    IG1xx      ingress's: code in a `def` that is not safe in a thread
+    IG1xx      ingress's: code that is not safe in a thread, or on the loop of another replica
 
 Each has a page of its own in docs/rules/.
 """
@@ -101,6 +101,11 @@ RULES = {
             "IG106",
             "Thread-affine object made in the constructor",
             'make it once per thread (threading.local), or @serve.method(execution="serial")',
+        ),
+        Rule(
+            "IG111",
+            "Object of one event loop that replicas share",
+            'make it in __init__ or in the lifespan, or say so: @serve.deployment(loop="shared")',
         ),
     )
 }

@@ -21,9 +21,10 @@ from ingress.asgi import BoundApp
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID, ReplicaID
 from ingress.batching.batching import warn_of_capacity
-from ingress.calls.loops import mailbox_of, reserve_descriptors
+from ingress.calls.loops import NewLoop, mailbox_of, reserve_descriptors
 from ingress.control.factories import Factories
 from ingress.declaration.build import BuiltApplication, BuiltDeployment, fill
+from ingress.declaration.loop_objects import LoopObject, loop_objects
 from ingress.handle import DeploymentHandle
 from ingress.http.proxy import HTTPProxy
 from ingress.logs import logger
@@ -135,18 +136,20 @@ class Controller:
     `factories` returns those of an application that starts now.
     """
 
-    __slots__ = ("_factories", "_make_handle", "_routers", "_settings")
+    __slots__ = ("_factories", "_make_handle", "_routers", "_settings", "_shared_loop")
 
     def __init__(
         self,
         settings: Settings,
         routers: dict[DeploymentID, Router],
         make_handle: MakeHandle,
+        shared_loop: Callable[[NewLoop], asyncio.AbstractEventLoop],
         factories: Callable[[], Factories],
     ) -> None:
         self._settings = settings
         self._routers = routers
         self._make_handle = make_handle
+        self._shared_loop = shared_loop
         self._factories = factories
 
     async def deploy(
@@ -204,7 +207,7 @@ class Controller:
         config = deployment.built.deployment.config
         cls = deployment.built.deployment.func_or_class
         router = deployment.router
-        separate = self._settings.run_user_code_in_separate_thread
+        borrowed = await self._loop_for(deployment.built, serving_loop, factories.new_loop)
         warn_of_capacity(deployment.built.name, cls, config.max_ongoing_requests)
         for number in range(config.replica_count):
             deployment.replicas.append(
@@ -219,16 +222,20 @@ class Controller:
                     release=router.release,
                     reassign=router.reassign,
                     resume=router.resume,
-                    borrowed=None if separate else serving_loop,
+                    borrowed=borrowed,
                     stall_threshold_s=self._settings.stall_threshold_s,
                     factories=factories,
                 )
             )
         create_task = asyncio.get_running_loop().create_task
-        starts = [
-            create_task(self._start_replica(deployment, each)) for each in deployment.replicas
-        ]
+        starts: list[asyncio.Task[None]] = []
         try:
+            for each in deployment.replicas:
+                starts.append(create_task(self._start_replica(deployment, each)))
+                if borrowed is not None and len(starts) == 1:
+                    # The first one may create what all share, such as a table: the others would
+                    # find none, and create it at the same moment.
+                    await starts[0]
             await asyncio.gather(*starts)
         finally:
             # A failure is raised at once, because another constructor may hang. And no replica may
@@ -236,6 +243,29 @@ class Controller:
             for start in starts:
                 start.cancel()
             await asyncio.wait(starts)
+
+    async def _loop_for(
+        self,
+        built: BuiltDeployment,
+        serving_loop: asyncio.AbstractEventLoop,
+        new_loop: NewLoop,
+    ) -> asyncio.AbstractEventLoop | None:
+        """Return the loop that a deployment's replicas run on, `None` if each has its own."""
+        if not self._settings.run_user_code_in_separate_thread:
+            return serving_loop
+        choice = built.deployment.config.loop
+        found: LoopObject | None = None
+        if choice is None:
+            found = await asyncio.to_thread(next, loop_objects(built), None)  # it reads files
+        if found is not None:
+            logger.info(
+                "%s belongs to one event loop, so the replicas of %s run on one, with all that "
+                'share it; @serve.deployment(loop="shared") says so in the code, loop="own" gives '
+                "each replica its own",
+                found,
+                built.name,
+            )
+        return self._shared_loop(new_loop) if choice == "shared" or found is not None else None
 
     async def _start_replica(self, deployment: RunningDeployment, replica: Replica) -> None:
         args, kwargs = fill(

@@ -4,7 +4,8 @@
     ingress-router    calls that wait for something else than a slot (flag)
     ingress-http      uvicorn, if `serve.run` serves HTTP
     ingress-trace     writes the recorded requests (`INGRESS_TRACE`)
-    ingress-user      the serving loop where no server lends one (user code without own threads)
+    ingress-user      the loop of replicas that share one (`loop="shared"`); where no server lends
+                      its loop, that of all user code without threads of its own
 
 The threads start with the first application and end with the last. An engine that starts again
 reads the environment again.
@@ -17,8 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ingress.base.settings import Settings
 from ingress.calls.deadlines import Deadlines, deadlines_of
-from ingress.calls.loops import EventLoopThread
-from ingress.execution.loop_executor import LoopExecutor
+from ingress.calls.loops import EventLoopThread, NewLoop, new_event_loop
+from ingress.execution.loop_executor import LoopExecutor, lend_executor
 from ingress.timeline.recorder import Recorder
 from ingress.timeline.window import Window
 from ingress.watchdog import WATCHDOG
@@ -61,10 +62,11 @@ class EngineThreads:
         """Make SIGUSR2 write the recorded requests, if requests are recorded."""
         return nullcontext() if self._window is None else self._window.writing_on_signal()
 
-    def user_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the serving loop that is used when no server lends one."""
+    def user_loop(self, new_loop: NewLoop = new_event_loop) -> asyncio.AbstractEventLoop:
+        """Return the user loop that replicas share. Called on the control loop."""
         if self._user is None:
-            self._user = EventLoopThread("ingress-user")
+            self._user = EventLoopThread("ingress-user", new_loop=new_loop)
+            lend_executor(self._user.loop)
         return self._user.loop
 
     def stop(self) -> None:

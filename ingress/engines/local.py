@@ -84,7 +84,11 @@ class LocalEngine:
                 settings = self._threads.settings
                 self.apps.freezes_gc = settings.freeze_gc
                 self.apps.controller = Controller(
-                    settings, self.routers, self.handle, lambda: self.factories
+                    settings,
+                    self.routers,
+                    self.handle,
+                    self._threads.user_loop,
+                    lambda: self.factories,
                 )
             self._users += 1
             return self._threads

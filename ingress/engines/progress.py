@@ -6,12 +6,14 @@ import asyncio
 import logging
 
 from ingress.control.controller import RunningApplication
-from ingress.watchdog.stacks import current_frames, read
+from ingress.watchdog.stacks import NOWHERE, Place, awaiting, current_frames, read
 
 logger = logging.getLogger("ingress")
 
-STILL_STARTING_S = 30.0
+STILL_STARTING_S = 10.0
 _NAMED = 8
+_STARTS = ("Replica._start", "Lifespan._run")
+"""The coroutines that start a replica's user code."""
 
 
 async def tell_while_starting(application: RunningApplication) -> None:
@@ -36,8 +38,17 @@ def constructing(application: RunningApplication) -> str:
     texts = []
     for replica in replicas[:_NAMED]:
         stack = read(None if replica.thread is None else frames.get(replica.thread))
-        where = f" at {stack.place}" if stack.is_users else ""
+        place = stack.place if stack.is_users else _awaited(replica.loop)
+        where = "" if place is NOWHERE else f" at {place}"
         texts.append(f"{replica.replica_id}{where}")
     if len(replicas) > _NAMED:
         texts.append(f"and {len(replicas) - _NAMED} more")
     return ", ".join(texts) or "what it replaces is yet to end"
+
+
+def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
+    """Return the line that an `async` constructor or lifespan on this loop awaits."""
+    coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
+    starts = (each for each in coroutines if getattr(each, "__qualname__", "") in _STARTS)
+    places = [place for each in starts if (place := awaiting(each)) is not NOWHERE]
+    return places[0] if places else NOWHERE

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ingress.calls.loops import new_event_loop
+from ingress.calls.loops import NewLoop, new_event_loop
 from ingress.execution import execution
 from ingress.execution.execution import ExecutionPlan
 from ingress.execution.threads import MakeThreads, WorkerThreads
@@ -23,7 +22,7 @@ class ReplicaFactories:
     user_code   the user's class or function
     """
 
-    new_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop
+    new_loop: NewLoop = new_event_loop
     threads: MakeThreads = WorkerThreads
     plan: Callable[..., ExecutionPlan] = execution.plan
     user_code: Callable[..., UserCode] = UserCode

@@ -32,6 +32,7 @@ from ingress.execution import execution
 from ingress.execution.lane_pools import ReplicaPools
 from ingress.execution.lanes import lanes_of
 from ingress.execution.loop_executor import LoopExecutor
+from ingress.execution.other_loop import note_other_loop
 from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
@@ -305,6 +306,8 @@ class Replica:
 
     def fail(self, call: Call, error: Exception) -> None:
         """Settle a call with the error of its work, or log the error if the call is settled."""
+        if not self._borrows:
+            note_other_loop(error)
         # A `CancelledError` comes from the call's cancellation, even where the guard took it for
         # user code's own: AnyIO's groups may take that off their task's count, see
         # `OnceScope.__exit__`.

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
 from ingress.calls.loops import Mailbox
@@ -111,6 +111,31 @@ class Stack:
 
 
 EMPTY = Stack()
+
+
+def awaiting(coroutine: Any) -> Place:
+    """Return the innermost line of user code that a suspended coroutine awaits, else `NOWHERE`.
+
+    Callable from any thread: if the coroutine runs on meanwhile, the line is one that it was at.
+    """
+    place = NOWHERE
+    for _ in range(_DEPTH * 4):  # it may run on, and start others
+        frame = _first(coroutine, "cr_frame", "ag_frame", "gi_frame")
+        if frame is not None and not _is_library(frame.f_code.co_filename):
+            place = Place(frame.f_code.co_filename, frame.f_lineno or 0, _name_of(frame.f_code))
+        waits_for = _first(coroutine, "cr_await", "ag_await", "gi_yieldfrom")
+        if waits_for is None and frame is None:
+            # The step of an async generator, which names the generator to the collector only.
+            steps = gc.get_referents(coroutine)
+            waits_for = next((each for each in steps if isinstance(each, AsyncGeneratorType)), None)
+        if waits_for is None:
+            break
+        coroutine = waits_for
+    return place
+
+
+def _first(value: Any, *names: str) -> Any:
+    return next((each for name in names if (each := getattr(value, name, None)) is not None), None)
 
 
 def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stack:

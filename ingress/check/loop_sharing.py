@@ -1,0 +1,38 @@
+"""IG111: objects of one event loop that several replicas or deployments reach."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ingress.check.findings import Finding
+from ingress.check.rules import RULES
+from ingress.check.sources import Sources
+from ingress.declaration.build import BuiltDeployment
+from ingress.declaration.loop_objects import LoopObject, loop_objects
+
+
+def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> Iterator[Finding]:
+    """Yield the objects of one loop that would be used on several.
+
+    A deployment whose `loop` is written has decided.
+    """
+    found: defaultdict[LoopObject, list[BuiltDeployment]] = defaultdict(list)
+    for built in deployments:
+        if built.deployment.config.loop is None:
+            for each in loop_objects(built):
+                found[each].append(built)
+    for each, users in found.items():
+        if sum(built.deployment.config.replica_count for built in users) == 1 or not each.line:
+            continue
+        names = " and ".join(built.name for built in users)
+        path = Path(each.file).resolve()
+        file = sources.files.get(path)
+        if file is not None and file.allows("IG111", each.line):
+            continue
+        message = (
+            f"{each.name} ({each.kind}) belongs to one event loop: the replicas of {names} share a "
+            "loop because of it"
+        )
+        yield Finding(RULES["IG111"], path, each.line, 1, message, tuple(b.name for b in users))
