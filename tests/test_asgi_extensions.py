@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -185,3 +187,68 @@ def test_overrides_that_a_test_replaces_as_a_whole_reach_all_replicas() -> None:
         assert [client.get("/").json() for _ in range(2)] == [2, 2]
         app.dependency_overrides = {}
         assert [client.get("/").json() for _ in range(2)] == [1, 1]
+
+
+def by_position(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper that looks for the request as that of slowapi 0.1.10 does."""
+    index = list(inspect.signature(func).parameters).index("request")
+
+    def limited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        request = kwargs.get("request", args[index] if args else None)
+        return isinstance(request, Request) and "limit" in request.query_params
+
+    @wraps(func)
+    async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
+        return "limited" if limited(args, kwargs) else await func(*args, **kwargs)
+
+    @wraps(func)
+    def sync_wrapper(*args: Any, **kwargs: Any) -> Any:
+        return "limited" if limited(args, kwargs) else func(*args, **kwargs)
+
+    return async_wrapper if inspect.iscoroutinefunction(func) else sync_wrapper
+
+
+def test_a_decorator_gets_keywords_only_as_fastapi_passes_them() -> None:
+    app = FastAPI()
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "served"
+
+        @app.get("/async")
+        @by_position
+        async def in_the_loop(self, request: Request) -> str:
+            return self.name
+
+        @app.get("/sync")
+        @by_position
+        def in_a_thread(this, request: Request) -> str:
+            return this.name
+
+        @by_position
+        async def found(self, request: Request) -> str:
+            return self.name
+
+        @app.get("/depends")
+        async def depends(self, name: str = Depends(found)) -> str:
+            return name
+
+        @app.get("/positional-only")
+        @only_wrapped
+        async def positional_only(self, /, request: Request) -> str:
+            return self.name
+
+    with serve(K) as client:
+        for path in ("/async", "/sync", "/depends"):
+            assert client.get(path).json() == "served"
+            assert client.get(path + "?limit").json() == "limited"
+        assert client.get("/positional-only").json() == "served"
+
+
+def only_wrapped(func: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(func)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return await func(*args, **kwargs)
+
+    return wrapper

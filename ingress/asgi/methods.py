@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ingress.exceptions import RayServeException
-from ingress.execution.execution import Kind, kind
+from ingress.execution.execution import Kind, code_of, kind
 
 GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 
@@ -39,6 +39,8 @@ class Target:
     def bound_to(self, instance: Any) -> Callable[..., Any]:
         if self.descriptor is None:
             return self.func
+        if (name := _name_if_keyword(self.descriptor)) is not None:
+            return partial(self.func, **{name: instance})
         bound: Callable[..., Any] = self.descriptor.__get__(instance, type(instance))
         return bound
 
@@ -157,6 +159,20 @@ def _descriptor(cls: type, func: Any) -> Any:
         if isinstance(value, (staticmethod, classmethod)) and value.__func__ is func:
             return value
     return func
+
+
+def _name_if_keyword(func: Any) -> str | None:
+    """Return the name of the first parameter if a wrapper is to get it by keyword, else `None`.
+
+    FastAPI passes keywords only. A decorator that takes `(*args, **kwargs)` and looks for the
+    request by its position, as that of slowapi does, would take `self` for an argument.
+    """
+    code = code_of(func) if inspect.isfunction(func) and hasattr(func, "__wrapped__") else None
+    takes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    if code is None or code.co_argcount or code.co_flags & takes_all != takes_all:
+        return None
+    first = next(iter(inspect.signature(func).parameters.values()))  # `check` has seen it
+    return first.name if first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
 def _parameters(func: Callable[..., Any], *, skip_first: bool) -> list[str]:
