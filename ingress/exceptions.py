@@ -17,6 +17,7 @@
     Warning
     ├─ UserWarning
     │  ├─ CompiledRoutesOffWarning        FastAPI's own handlers answer all routes
+    │  ├─ RouteNotServedWarning           a route that no deployment serves
     │  ├─ SyncMethodOnEventLoopWarning    a `def` method runs on the event loop
     │  └─ OptionNotActedOnWarning         an option is recorded and has no effect yet
     └─ DeprecationWarning                 max_concurrent_queries
@@ -201,6 +202,10 @@ class UserCodeExit(RayServeException):
 
 class CompiledRoutesOffWarning(UserWarning):
     """FastAPI is newer than the newest known version, or lacks a name: routes are not compiled."""
+
+
+class RouteNotServedWarning(UserWarning):
+    """A route is declared with a method that no deployment serves: its requests get 404."""
 
 
 class SyncMethodOnEventLoopWarning(UserWarning):

@@ -504,6 +504,7 @@ def test_the_methods_of_a_base_and_of_another_class_are_told_apart() -> None:
 
         def method(self) -> None: ...
 
+    @serve.ingress(app)
     class Other:
         @app.get("/other")
         def endpoint(self) -> None: ...

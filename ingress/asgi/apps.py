@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from ingress.asgi.guard import Guard, guarded
+from ingress.asgi.left_over import warn_of_routes_not_served
 from ingress.asgi.methods import Methods, Target
 from ingress.asgi.parts import Part, app_parts
 from ingress.asgi.responses import refusal
@@ -41,11 +42,12 @@ class BoundRoutes:
     """An app with its routes bound to a class. Thread-safe: immutable once made.
 
     `targets` are the functions that a replica makes plans for, `infos` the routes, for display.
+    `declared` is the router that the user gave in place of an app.
     """
 
     __slots__ = ("_custom_schema", "_lock", "_router", "_webhooks", "app", "infos", "targets")
 
-    def __init__(self, app: ASGIApp, cls: type) -> None:
+    def __init__(self, app: ASGIApp, cls: type, declared: APIRouter | None = None) -> None:
         self.app = app
         self.targets: list[Target] = []
         self.infos: list[RouteInfo] = []
@@ -62,6 +64,7 @@ class BoundRoutes:
             self._router = tree.clone(app.router)
             if isinstance(app, FastAPI):
                 self._webhooks = tree.clone(app.webhooks)
+            warn_of_routes_not_served(app if declared is None else declared, cls, tree)
         self.targets = tree.targets
         self.infos = list(route_infos(self._router.routes))
 

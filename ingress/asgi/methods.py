@@ -4,6 +4,7 @@
     a method of the class or of a base class                 it is bound to the replica's instance
       and a subclass of its definer redefines the name       the redefinition runs instead
     a method of another class (its first parameter: `self`)  it is absent from this deployment
+      and `self` is a `Depends`, as in a class-based view     it runs as it is
     any other function                                       it runs as it is
 
 The class of a function is found by its qualified name, as tracebacks show it.
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from fastapi import params
 
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import Kind, code_of, kind
@@ -57,11 +60,10 @@ class Methods:
 
     def is_foreign(self, func: Any) -> bool:
         """Return whether `func` is a method of another class, which this deployment cannot run."""
-        return (
-            _class_name(func) is not None
-            and not self.owns(func)
-            and next(iter(inspect.signature(func).parameters), None) == "self"
-        )
+        if _class_name(func) is None or self.owns(func):
+            return False
+        first = next(iter(inspect.signature(func).parameters.values()), None)
+        return first is not None and first.name == "self" and not _is_injected(first)
 
     def target(self, func: Callable[..., Any]) -> Target:
         """Return the target of `func`.
@@ -159,6 +161,12 @@ def _descriptor(cls: type, func: Any) -> Any:
         if isinstance(value, (staticmethod, classmethod)) and value.__func__ is func:
             return value
     return func
+
+
+def _is_injected(parameter: inspect.Parameter) -> bool:
+    """Return whether FastAPI gets the value from a `Depends`, as for the `self` of a `@cbv`."""
+    metadata = getattr(parameter.annotation, "__metadata__", ())
+    return any(isinstance(each, params.Depends) for each in (parameter.default, *metadata))
 
 
 def _name_if_keyword(func: Any) -> str | None:

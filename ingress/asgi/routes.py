@@ -62,12 +62,15 @@ class RouteInfo:
 class RouteTree:
     """The cloned routers of one deployment.
 
-    `targets` are the functions that a replica must make plans for. Used by one thread; its results
+    `targets` are the functions that a replica must make plans for, `foreign` the methods of other
+    classes, `endpoints` the ids of the endpoints that were wrapped. Used by one thread; its results
     are immutable, and all replicas may share them.
     """
 
     def __init__(self, methods: Methods) -> None:
-        self._methods = methods
+        self.methods = methods
+        self.foreign: list[Callable[..., Any]] = []
+        self.endpoints: set[int] = set()
         self._dependencies = Dependencies(methods)
         self._routers: dict[int, Router] = {}
         self._targets: dict[Callable[..., Any], Target] = {}
@@ -109,11 +112,13 @@ class RouteTree:
             return guarded_mount(route)
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
             return route
-        if self._methods.is_foreign(route.endpoint):
+        if self.methods.is_foreign(route.endpoint):
+            self.foreign.append(route.endpoint)
             return None
+        self.endpoints.add(id(route.endpoint))
         if getattr(route.endpoint, "__hash__", None) is None:
             return route  # not hashable, so it can have no plan: FastAPI runs it
-        target = self._methods.target(route.endpoint)
+        target = self.methods.target(route.endpoint)
         self._targets[target.func] = target
         if isinstance(route, APIWebSocketRoute):
             # The router, not the route, keeps the provider of dependency overrides.

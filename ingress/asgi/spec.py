@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import fastapi
 from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
 from starlette.routing import Router
 from starlette.types import ASGIApp
 
 from ingress.asgi.apps import BoundRoutes, docs_path
+from ingress.asgi.left_over import note_class
 from ingress.asgi.methods import Methods
 from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
@@ -53,8 +55,9 @@ class IngressSpec:
         app = self.app
         if isinstance(app, APIRouter):
             # Included now, not at decoration: older FastAPIs copy the existing routes.
-            app = FastAPI()
+            app = fastapi.FastAPI()  # looked up now: a tracer may have replaced the class
             app.include_router(self.app)
+            return BoundApp(cls, None, BoundRoutes(app, cls, self.app))
         return BoundApp(cls, None, BoundRoutes(app, cls))
 
 
@@ -121,6 +124,7 @@ def ingress(app: Any = None) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         _check_class(cls, spec)
         cls.__ingress_spec__ = spec  # type: ignore[attr-defined]
+        note_class(spec.app, cls)
         return cls
 
     return decorate

@@ -163,9 +163,12 @@ class UserCode:
         if inspect.isclass(target):
             target = getattr(self._instance, method, None)
             if not callable(target):
+                fix = ""
+                if method == "__call__":
+                    fix = " For HTTP, define `__call__`, or use @serve.ingress(app) and routes."
                 raise RayServeException(
                     f"Tried to call a method '{method}' that does not exist. "
-                    f"Available methods: {public_methods(self._instance)}."
+                    f"Available methods: {public_methods(self._instance)}.{fix}"
                 )
         plan = self._plans[method] = self._make_plan(target, Role.METHOD)
         return plan

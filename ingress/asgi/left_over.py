@@ -1,0 +1,114 @@
+"""Routes that would vanish without a word, and the warnings that name them.
+
+the route is                                           the warning says
+a method of a class that no deployment serves          decorate the class, or move the method
+a method of the class, on an app or router that        serve that app, or include the router
+  the deployment does not serve
+none at all                                            add one, or give the right app
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import Router
+
+from ingress.asgi.methods import Methods
+from ingress.asgi.routes import RouteTree, served_routes
+from ingress.exceptions import RouteNotServedWarning
+from ingress.execution.execution import code_of, name_of
+
+_CLASSES = "_ingress_classes"
+
+
+def note_class(app: Any, cls: type) -> None:
+    """Remember that `cls` serves the app or router."""
+    if isinstance(app, (Starlette, Router)):
+        vars(app).setdefault(_CLASSES, []).append(cls)
+
+
+def warn_of_routes_not_served(app: Any, cls: type, tree: RouteTree) -> None:
+    """Warn of each route that `tree`, which `cls` serves for `app`, leaves out by mistake."""
+    for func in tree.foreign:
+        if not _is_served(func, app):
+            _warn(
+                f"is a route of the app of {name_of(cls)}, but no deployment serves its class: "
+                "its requests are answered with 404. Move the method to "
+                f"{name_of(cls)}, or put @serve.ingress(...) on its own class.",
+                func,
+            )
+    elsewhere = list(_elsewhere(app, cls, tree))
+    for name, other, func in elsewhere:
+        including = f", or app.include_router({name})" if isinstance(other, Router) else ""
+        _warn(
+            f"is a route of `{name}`, which {name_of(cls)} does not serve: its requests are "
+            f"answered with 404. Write @serve.ingress({name}){including}.",
+            func,
+        )
+    if not elsewhere:
+        _warn_if_no_route(app, cls)
+
+
+def _elsewhere(app: Any, cls: type, tree: RouteTree) -> Iterator[tuple[str, Any, Any]]:
+    """Yield methods of the class that are routes of other apps only, after names and apps."""
+    for name, other in _apps_beside(cls):
+        for served in served_routes(other.routes) if other is not app else ():
+            func = getattr(served, "endpoint", None)
+            is_left = id(func) not in tree.endpoints and tree.methods.owns(func)
+            if is_left and not _is_served(func, other):
+                yield name, other, func
+
+
+def _warn_if_no_route(app: Any, cls: type) -> None:
+    """Warn if the class has methods and its app no route but FastAPI's documentation."""
+    methods = [value for name, value in vars(cls).items() if _is_public_method(name, value)]
+    endpoints = [getattr(route, "endpoint", None) for route in app.routes]
+    is_empty = all(getattr(each, "__module__", "") == "fastapi.applications" for each in endpoints)
+    if methods and is_empty:
+        _warn(
+            f"is a method of {name_of(cls)}, whose app has no route: all requests are answered "
+            "with 404. Give the method a route, for example @app.get('/').",
+            methods[0],
+        )
+
+
+def _is_public_method(name: str, value: Any) -> bool:
+    return isinstance(value, FunctionType) and not name.startswith("_") and name not in _CALLED
+
+
+_CALLED = ("reconfigure", "check_health")
+"""Methods that a replica calls itself."""
+
+
+def _is_served(func: Any, app: Any) -> bool:
+    """Return whether a deployment with this app has the method."""
+    return any(Methods(cls).owns(func) for cls in vars(app).get(_CLASSES, ()))
+
+
+def _apps_beside(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the apps and routers, with their names, of the modules of a class and its bases."""
+    for module in dict.fromkeys(base.__module__ for base in cls.__mro__):
+        for name, value in list(vars(sys.modules.get(module, object)).items()):
+            if isinstance(value, (Starlette, Router)):
+                yield name, value
+
+
+def _warn(text: str, func: Callable[..., Any]) -> None:
+    code = code_of(func)
+    file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
+    warnings.warn_explicit(
+        f"{name_of(func)} ({file}:{line}) {text}",
+        RouteNotServedWarning,
+        file,
+        line,
+        registry=_said,
+    )
+
+
+_said: dict[Any, Any] = {}
+"""Warnings that were given: a deployment is bound again by `ingress explain` and `openapi()`."""
