@@ -71,8 +71,7 @@ def run(
     """
     refuse("serve.run", unsupported)
     _check_target(target)
-    _check_name(name)
-    _check_route_prefix(route_prefix)
+    check_names(name, route_prefix)
     with serving_until_signal() if blocking else nullcontext():
         return current_engine(engine).run(target, name, route_prefix)
 
@@ -202,13 +201,10 @@ def _check_target(target: Any) -> None:
     raise TypeError(f"{expects} Got {target!r} of type {type(target).__name__}.")
 
 
-def _check_name(name: Any) -> None:
+def check_names(name: Any, prefix: Any) -> None:
+    """Raise `RayServeException` or `ValueError`, with Ray's message, for invalid names."""
     if not isinstance(name, str) or not name:
         raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
-
-
-def _check_route_prefix(prefix: Any) -> None:
-    """Raise `ValueError`, with Ray's message, for an invalid prefix."""
     if prefix is None:
         return
     if not isinstance(prefix, str) or not prefix.startswith("/"):

@@ -235,7 +235,7 @@ def test_worker_processes_keep_the_connection_too(tmp_path: Path) -> None:
     write_module(tmp_path, "failing", FAILING)
     command = [*INGRESS, "run", "failing:app", "--workers", "2", "--port", "0"]
     with process(command, tmp_path, environment(tmp_path)) as server:
-        server.wait_for("Application startup complete")
+        server.wait_for("is ready at")
         with Connection(server.port) as connection:
             statuses = [ask(connection, path).status for path in ("/boom/1", "/ok", "/boom/2")]
 

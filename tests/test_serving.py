@@ -541,7 +541,7 @@ def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder
             pid: int = json.loads(get(server.port, "/where").body)["pid"]
             return pid
 
-        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        server.wait_for("is ready at")
         assert listening(server.port) == 2
         answered = Counter(where() for _ in range(64))
         assert len(answered) == 2
@@ -551,7 +551,7 @@ def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder
         os.kill(one, signal.SIGKILL)
         wait_until(lambda: listening(server.port) == 1)
         assert {where() for _ in range(16)} == {other}
-        wait_until(lambda: server.output.count("Application startup complete") == 3)
+        server.wait_for(r"worker \d+ is ready")
         wait_until(lambda: len({where() for _ in range(16)}) == 2)
         server.signal()
         assert server.wait() in (0, -15)
@@ -561,7 +561,7 @@ def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder
 def test_a_port_that_worker_processes_have_is_taken(folder: Path, extra: list[str]) -> None:
     command = [*INGRESS, "run", "app:hello", "--port"]
     with process([*command, "0", "--workers", "2"], folder, environment(folder)) as server:
-        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        server.wait_for("is ready at")
         second = subprocess.run(
             [*command, str(server.port), *extra],
             cwd=folder,

@@ -89,7 +89,7 @@ def run(folder: Path, app: str) -> Iterator[ServerProcess]:
 @contextmanager
 def serving(folder: Path) -> Iterator[ServerProcess]:
     with run(folder, "hello") as server:
-        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        server.wait_for("is ready at")
         yield server
 
 
@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_is_replaced(folder: Path) -> None:
     with serving(folder) as server:
         first, second = workers_of(server)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: server.output.count("Application startup complete") == 3)
+        server.wait_for(r"worker \d+ is ready")
 
         assert second in workers_of(server)
         assert len(workers_of(server)) == 2
@@ -220,8 +220,8 @@ def test_a_second_signal_ends_workers_at_once(
 
 
 def is_cancellation(server: ServerProcess) -> bool:
-    """Return whether the server drains: uvicorn logs that once."""
-    return "Shutting down" in server.output
+    """Return whether the server drains: the command logs that once."""
+    return "stopping: waiting" in server.output
 
 
 def test_workers_do_not_outlive_the_command(folder: Path) -> None:
@@ -236,7 +236,7 @@ def test_workers_do_not_outlive_the_command(folder: Path) -> None:
 def test_what_reloads_does_not_outlive_the_command(folder: Path) -> None:
     command = [*INGRESS, "run", "app:hello", "--port", "0", "--reload"]
     with process(command, folder, environment(folder)) as server:
-        wait_until(lambda: "Application startup complete" in server.output)
+        server.wait_for("is ready at")
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         pids = [int(each) for each in children.read_text().split()]
         assert int(get(server.port, "/pid").body) in pids
@@ -259,7 +259,7 @@ def test_nohup_lives_on_in_workers(folder: Path) -> None:
     command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"]
     quiet = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command]
     with process(quiet, folder, environment(folder)) as server:
-        wait_until(lambda: server.output.count("Application startup complete") == 2)
+        server.wait_for("is ready at")
         signal_group(server, signal.SIGHUP)
 
         assert get(server.port, "/pid").status == 200

@@ -16,25 +16,16 @@ import typer
 import yaml
 
 from ingress import __version__
-from ingress.base.settings import LIMIT_CONNECTIONS, TRACE_FILE, export
-from ingress.base.standard_streams import make_lossy
+from ingress.base.settings import TRACE_FILE, export
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
-from ingress.cli.serving import (
-    budget_for,
-    check_engine,
-    prepare_ray,
-    read_settings,
-    serve_in_new_processes,
-    serve_until_ctrl_c,
-    start_again_if_needed,
-)
+from ingress.cli.run_command import run
+from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import AppDir, Target
 from ingress.cli.target import load as _load
 from ingress.cli.target import refusal as _error
-from ingress.cli.terminal import LOGGING, console, print_plan, write
+from ingress.cli.terminal import LOGGING, console, write
 from ingress.cli.trace_command import Session, TraceError
-from ingress.config import HTTPOptions
 from ingress.declaration.build import build
 from ingress.engines.ray.config_file import HEADER, config_of
 from ingress.exceptions import RayServeException
@@ -77,93 +68,7 @@ def _main(
     """FastAPI classes on a pool of replicas, in one process."""
 
 
-@app.command()
-def run(
-    target: Target,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on.  [default: 127.0.0.1]", show_default=False),
-    ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
-    ] = 8000,
-    reload: Annotated[bool, typer.Option("--reload", help="Restart when a file changes.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes; each has all the replicas.")] = 1,
-    limit_connections: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Connections at once, in each process; further ones are answered 503 and closed."
-            "  [default: as many as the process may open files]",
-            show_default=False,
-        ),
-    ] = None,
-    app_dir: AppDir = Path("."),
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="local: this process; ray: a Ray cluster.  [default: local]", show_default=False
-        ),
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The Ray cluster; without it, RAY_ADDRESS, or one is started on this machine.",
-            show_default=False,
-        ),
-    ] = None,
-    working_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="What Ray's workers get a copy of; for clusters of several machines.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Serve an application over HTTP until Ctrl-C.
-
-    [dim]ingress run main:hello --port 9000[/dim]
-
-    Ctrl-C (or SIGTERM) drains: requests in flight may end, new requests are refused. A second
-    signal stops at once.
-
-    Sets OMP_NUM_THREADS and similar variables, if they are not set, to the share of the cores
-    that each computing call has.
-    """
-    make_lossy()
-    engine = engine or read_settings().engine
-    check_engine(
-        engine,
-        reload=reload,
-        workers=workers,
-        limit_connections=limit_connections,
-        ray_only=[address, working_dir],
-    )
-    if limit_connections is not None:
-        export({LIMIT_CONNECTIONS: str(limit_connections)})
-    application = _load(target, app_dir)
-    settings = read_settings()
-    host = host or settings.http_host
-    logging.config.dictConfig(LOGGING)
-    if engine == "ray":
-        options = HTTPOptions(host=host, port=port)
-        prepare_ray(address, working_dir, options)
-        serve_until_ctrl_c(application, options, settings, None, engine)
-        return
-    budget = budget_for(application, settings, processes=workers)
-    to_set = budget.variables
-    export(to_set)
-    if reload or workers > 1:  # served in new processes
-        print_plan(application, settings, budget)
-        serve_in_new_processes(
-            target, host, port, application, settings, reload=reload, workers=workers
-        )
-        return
-    start_again_if_needed(budget, to_set)
-    serve_until_ctrl_c(application, HTTPOptions(host=host, port=port), settings, budget, engine)
+app.command()(run)
 
 
 @app.command()

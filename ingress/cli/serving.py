@@ -6,24 +6,25 @@ import math
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import typer
 import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from ingress import api
-from ingress.base.settings import ENGINES, OMP_NUM_THREADS, Settings
+from ingress.base.settings import OMP_NUM_THREADS, Settings
 from ingress.cli.target import refusal
-from ingress.cli.terminal import console, print_plan, showing_start
-from ingress.cli.worker import work_until_reloaded
-from ingress.cli.workers import run_workers
+from ingress.cli.terminal import console, print_plan, ready_line, showing_start
+from ingress.cli.worker import Served, work_until_reloaded
+from ingress.cli.workers import SILENCE_S, run_workers
 from ingress.config import HTTPOptions
 from ingress.declaration.build import build
 from ingress.declaration.declaration import Application
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
-from ingress.http.connections import Connections
-from ingress.http.server import check_address
+from ingress.http.address import url_of
+from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
 
 
@@ -52,27 +53,6 @@ def start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> No
         start_again()
 
 
-def check_engine(
-    engine: str,
-    *,
-    reload: bool,
-    workers: int,
-    limit_connections: int | None,
-    ray_only: list[str | None],
-) -> None:
-    if engine not in ENGINES:
-        raise refusal(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
-    if engine == "ray" and limit_connections is not None:
-        raise refusal("--limit-connections is for the local engine; on Ray, the proxies are Ray's")
-    if engine == "ray" and (reload or workers > 1):
-        raise refusal(
-            "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
-            "processes a deployment has"
-        )
-    if engine != "ray" and any(ray_only):
-        raise refusal("--address and --working-dir are for --engine ray")
-
-
 def prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptions) -> None:
     try:
         ray_engine().use(address, working_dir, options)
@@ -83,33 +63,32 @@ def prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptio
 
 def serve_until_ctrl_c(
     application: Application,
-    options: HTTPOptions,
+    served: Served,
     settings: Settings,
     budget: ThreadBudget | None,
     engine: str,
 ) -> None:
     try:
         with api.serving_until_signal():
-            _start(application, options, engine)
+            _start(application, served, engine)
             print_plan(application, settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
-            console.print(
-                f"Application 'default' is ready at {current_engine().url()}{where} "
-                "(Ctrl-C to stop)",
-                highlight=False,
-            )
+            line = ready_line(served.name, served.url(current_engine().url()), where)
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
     except KeyboardInterrupt:  # during the start
         raise typer.Exit(130) from None
 
 
-def _start(application: Application, options: HTTPOptions, engine: str) -> None:
+def _start(application: Application, served: Served, engine: str) -> None:
+    run = partial(
+        api.run, application, name=served.name, route_prefix=served.route_prefix, engine=engine
+    )
     try:
         if engine == "local":
-            local_engine().use(options)
             with showing_start(local_engine().status):
-                api.run(application, engine=engine)
+                run()
         else:
-            api.run(application, engine=engine)  # the Ray engine checks before it starts
+            run()  # the Ray engine checks before it starts
     except Exception as error:
         api.shutdown()
         if engine == "local":
@@ -124,39 +103,47 @@ def _start(application: Application, options: HTTPOptions, engine: str) -> None:
 
 
 def serve_in_new_processes(
-    target: str,
-    host: str,
-    port: int,
-    application: Application,
-    settings: Settings,
-    *,
-    reload: bool,
-    workers: int,
+    application: Application, served: Served, settings: Settings, config: Mapping[str, Any]
 ) -> None:
-    """Serve a module in uvicorn's worker processes, or in one that restarts when a file changes.
+    """Serve a module in worker processes, or in one that restarts when a file changes.
 
-    Each process drains within its deployments' timeouts, see `engines.hosting`. A second later it
-    cancels the remaining requests.
+    `config` are arguments of `uvicorn.Config`. Each process drains within its deployments'
+    timeouts, see `engines.hosting`. A second later it cancels the remaining requests.
     """
-    configs = [each.deployment.config for each in build(application, "default").deployments]
-    graceful_s = math.ceil(max(each.graceful_shutdown_timeout_s for each in configs)) + 1
-    connections = Connections(settings.http_limits)  # each process has its own
+    server = served.server
+    drain_s = server.shutdown_timeout_s
+    if drain_s is None:
+        configs = [each.deployment.config for each in build(application, "default").deployments]
+        drain_s = max(each.graceful_shutdown_timeout_s for each in configs)
+    options = local_engine().http.options  # with those of `serve.start` in the module
+    limits = options.limits(settings.http_limits)  # each process has its own
+    address = server.address(options, settings)
     try:
-        check_address(host, port)
+        bound = address.bind()
     except RuntimeError as error:
         raise refusal(str(error)) from None
-    config = uvicorn.Config(
-        target,
-        host=host,
-        port=port,
-        reload=reload,
-        workers=workers,
-        timeout_graceful_shutdown=graceful_s,
-        **connections.options(),
+    made = uvicorn.Config(
+        served.target,
+        timeout_graceful_shutdown=math.ceil(drain_s) + 1,
+        **{"timeout_worker_healthcheck": SILENCE_S, **config},
+        **server.uvicorn_arguments(options, limits),
     )
-    if reload:
-        serve_here = partial(work_until_reloaded, config)
-        ChangeReload(config, target=serve_here, sockets=[config.bind_socket()]).run()
-        return
-    code = run_workers(config)
+    url = served.url(url_of(bound, is_tls=made.is_ssl))
+    try:
+        if made.reload:
+            bound.set_inheritable(True)
+            line = ready_line(served.name, url)
+            ChangeReload(
+                made, target=partial(work_until_reloaded, made, served, line), sockets=[bound]
+            ).run()
+            return
+        line = ready_line(served.name, url, f", in {made.workers} processes")
+        code = run_workers(
+            made,
+            served,
+            SharedPort(bound, address),
+            lambda: console.print(line, highlight=False, soft_wrap=True, markup=False),
+        )
+    finally:
+        address.clean_up()
     raise typer.Exit(code)

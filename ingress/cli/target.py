@@ -21,10 +21,10 @@ AppDir = Annotated[
 ]
 
 
-def load(target: str, app_dir: Path) -> Application:
+def load(target: str, app_dir: Path, *, is_factory: bool = False) -> Application:
     """Import the application `MODULE:APP`. Ends the program with one line if there is none."""
     try:
-        return module_app.load(target, app_dir)
+        return module_app.load(target, app_dir, is_factory=is_factory)
     except NotAnApplication as error:
         raise refusal(str(error)) from None
 

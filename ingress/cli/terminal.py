@@ -121,6 +121,12 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
         console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
 
 
+def ready_line(name: str, url: str | None, where: str = "") -> str:
+    """Return the line that says that the application is served."""
+    at = "" if url is None else f" at {url}"
+    return f"Application '{name}' is ready{at}{where} (Ctrl-C to stop)"
+
+
 class ShortPath(logging.Filter):
     """Cut the path in a record of uvicorn's access log, because a client chooses its length."""
 
@@ -148,3 +154,11 @@ LOGGING: dict[str, Any] = {
         "uvicorn.error": {"level": "WARNING"},
     },
 }
+
+
+def logging_at(level: str | None) -> dict[str, Any]:
+    """Return `LOGGING` with the level of the `ingress` logger; uvicorn sets that of its own."""
+    if level is None:
+        return LOGGING
+    ours = {**LOGGING["loggers"]["ingress"], "level": level.upper()}
+    return {**LOGGING, "loggers": {**LOGGING["loggers"], "ingress": ours}}

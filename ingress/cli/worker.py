@@ -19,8 +19,10 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from socket import socket
 from time import monotonic, sleep
 from types import FrameType
@@ -30,6 +32,12 @@ import uvicorn
 from ingress.api import LAME_DUCK_S
 from ingress.base.signals import stop_signals
 from ingress.base.standard_streams import make_lossy
+from ingress.declaration import module_app
+from ingress.declaration.declaration import Application
+from ingress.declaration.module_app import NotAnApplication
+from ingress.engines import local_engine
+from ingress.engines.hosting import host_as
+from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
 
@@ -40,7 +48,37 @@ STARTUP_FAILURE = 3  # uvicorn's exit code
 logger = logging.getLogger("uvicorn.error")
 
 
-def work(config: uvicorn.Config, port: SharedPort, pipe: Connection) -> None:
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An application that `ingress run` serves, as a worker process gets it.
+
+    `level` is that of the `ingress` logger, if the command line gives one.
+    """
+
+    target: str
+    app_dir: Path
+    name: str
+    route_prefix: str
+    server: ServerOptions
+    _: KW_ONLY
+    is_factory: bool = False
+    level: str | None = None
+
+    def load(self) -> Application:
+        """Import the application in this process. Raises as `module_app.load`."""
+        if self.level is not None:
+            logging.getLogger("ingress").setLevel(self.level.upper())
+        local_engine().use(self.server)
+        application = module_app.load(self.target, self.app_dir, is_factory=self.is_factory)
+        host_as(application, self.name, self.route_prefix)
+        return application
+
+    def url(self, server: str | None) -> str | None:
+        """Return the application's URL at a server."""
+        return server if server is None or self.route_prefix == "/" else server + self.route_prefix
+
+
+def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connection) -> None:
     """Serve until SIGTERM. The main function of a new process; exits with 3 if it cannot start."""
     for number in stop_signals():
         # Not `SIG_IGN`: processes that user code starts would inherit it.
@@ -49,14 +87,17 @@ def work(config: uvicorn.Config, port: SharedPort, pipe: Connection) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     make_lossy()
     config.configure_logging()
-    server = Worker(config, pipe)
+    server = Worker(config, pipe, owns_socket=port.has_own_sockets)
     threading.Thread(target=server.beat, name="ingress-beat", daemon=True).start()
     cause = Cause(server)
     logger.addFilter(cause)
     try:
+        config.app = served.load()
         server.run([port.open()])
     except SystemExit:
         pass
+    except NotAnApplication as error:  # the file has changed since the command read it
+        cause.lines.append(str(error))
     except OSError as error:
         cause.lines.append(f"cannot serve: {error}")
     except Exception:
@@ -69,9 +110,8 @@ def work(config: uvicorn.Config, port: SharedPort, pipe: Connection) -> None:
 class Worker(UvicornServer):
     """uvicorn's server in a worker process."""
 
-    def __init__(self, config: uvicorn.Config, pipe: Connection) -> None:
-        owns = SharedPort.has_own_sockets
-        super().__init__(config, lame_duck_s=LAME_DUCK_S, owns_socket=owns)
+    def __init__(self, config: uvicorn.Config, pipe: Connection, *, owns_socket: bool) -> None:
+        super().__init__(config, lame_duck_s=LAME_DUCK_S, owns_socket=owns_socket)
         self._pipe = pipe
         self._lock = threading.Lock()  # a pipe is for one thread at a time
 
@@ -98,13 +138,33 @@ class Worker(UvicornServer):
         yield
 
 
-def work_until_reloaded(config: uvicorn.Config, sockets: list[socket]) -> None:
+class ReloadedServer(UvicornServer):
+    """uvicorn's server in the process of `--reload`. It prints `line` once it serves."""
+
+    def __init__(self, config: uvicorn.Config, line: str) -> None:
+        super().__init__(config, owns_socket=False)
+        self._line = line
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._line, flush=True)
+
+
+def work_until_reloaded(
+    config: uvicorn.Config, served: Served, line: str, sockets: list[socket]
+) -> None:
     """Serve until SIGTERM, or until the process that watches the files ends.
 
     uvicorn's supervisor of `--reload` runs this in a new process.
     """
+    make_lossy()
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
-    UvicornServer(config, owns_socket=False).run(sockets)
+    try:
+        config.app = served.load()
+    except NotAnApplication as error:
+        sys.exit(f"Error: {error}")
+    ReloadedServer(config, line).run(sockets)
 
 
 def _outlive_no_parent(config: uvicorn.Config) -> None:

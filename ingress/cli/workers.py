@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from time import monotonic
@@ -22,7 +22,7 @@ from types import FrameType
 import uvicorn
 
 from ingress.base.signals import stop_signals
-from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, work
+from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
 from ingress.http.shared_port import SharedPort
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
@@ -30,19 +30,23 @@ FAILURES = 3
 LOOK_S = 1.0
 
 logger = logging.getLogger("uvicorn.error")
+info = logging.getLogger("ingress").info  # uvicorn's logger has the level WARNING by default
 _spawn = multiprocessing.get_context("spawn")
 
 
 class WorkerProcess:
     """One worker, as its supervisor sees it. `failures` counts the failed starts just before it."""
 
-    def __init__(self, config: uvicorn.Config, port: SharedPort, failures: int = 0) -> None:
+    def __init__(
+        self, config: uvicorn.Config, served: Served, port: SharedPort, failures: int = 0
+    ) -> None:
         self.failures = failures
+        self._silence_s = config.timeout_worker_healthcheck
         self.is_ready = False
         self.cause = ""
         self.heard_at = monotonic()
         self.pipe, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=work, args=(config, port, theirs))
+        self.process = _spawn.Process(target=work, args=(config, served, port, theirs))
         with _signals_blocked():
             self.process.start()
         theirs.close()  # otherwise the pipe would stay open after the worker's end
@@ -60,15 +64,26 @@ class WorkerProcess:
 
     @property
     def is_silent(self) -> bool:
-        return self.is_ready and monotonic() - self.heard_at > SILENCE_S
+        return self.is_ready and monotonic() - self.heard_at > self._silence_s
 
 
 class Supervisor:
-    """The supervisor: it keeps `config.workers` worker processes alive until a signal stops it."""
+    """The supervisor: it keeps `config.workers` worker processes alive until a signal stops it.
 
-    def __init__(self, config: uvicorn.Config, port: SharedPort) -> None:
+    It calls `when_ready` once, when all of them serve.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        served: Served,
+        port: SharedPort,
+        when_ready: Callable[[], None],
+    ) -> None:
         self._config = config
+        self._served = served
         self._port = port
+        self._when_ready: Callable[[], None] | None = when_ready
         self._workers: list[WorkerProcess] = []
         self._has_served = False
         self._signal: int | None = None
@@ -85,6 +100,7 @@ class Supervisor:
                 self._wait()
                 for worker in list(self._workers):
                     self._look_at(worker)
+                self._report_ready()
                 self._stop_if_told()
         assert self._code is not None
         return self._code
@@ -107,7 +123,7 @@ class Supervisor:
         self._wakes.send_bytes(b"")
 
     def _start(self, failures: int = 0) -> None:
-        self._workers.append(WorkerProcess(self._config, self._port, failures))
+        self._workers.append(WorkerProcess(self._config, self._served, self._port, failures))
 
     def _wait(self) -> None:
         """Wait until a worker sends a message or ends, or a signal comes."""
@@ -116,9 +132,17 @@ class Supervisor:
         if self._waking in wait([self._waking, *ends, *pipes], LOOK_S):
             self._waking.recv_bytes()
 
+    def _report_ready(self) -> None:
+        if self._when_ready is not None and all(each.is_ready for each in self._workers):
+            when_ready, self._when_ready = self._when_ready, None
+            when_ready()
+
     def _look_at(self, worker: WorkerProcess) -> None:
+        was_ready = worker.is_ready
         worker.hear()
         self._has_served |= worker.is_ready
+        if worker.is_ready and not was_ready and self._when_ready is None:
+            info("worker %s is ready", worker.process.pid)
         process = worker.process
         is_late = self._code is not None and monotonic() > self._killing_at
         if process.is_alive():
@@ -157,6 +181,8 @@ class Supervisor:
 
     def _stop_if_told(self) -> None:
         if self._signal is not None and self._code is None:
+            if self._has_served:
+                info("stopping: waiting for what runs; a second signal stops at once")
             self._stop(0 if self._has_served else 128 + self._signal)
 
     def _stop(self, code: int) -> None:
@@ -171,9 +197,11 @@ class Supervisor:
                 worker.process.kill()
 
 
-def run_workers(config: uvicorn.Config) -> int:
+def run_workers(
+    config: uvicorn.Config, served: Served, port: SharedPort, when_ready: Callable[[], None]
+) -> int:
     """Serve in `config.workers` processes until a signal. Returns the exit code."""
-    return Supervisor(config, SharedPort(config.bind_socket())).run()
+    return Supervisor(config, served, port, when_ready).run()
 
 
 @contextmanager

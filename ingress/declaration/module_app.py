@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ class NotAnApplication(Exception):
     """A name that is not an application's; the message is one line for the user."""
 
 
-def load(target: str, app_dir: Path | None = None) -> Application:
+def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) -> Application:
     """Import the application `MODULE:APP`, from `app_dir` first if that is given.
+
+    If `is_factory`, APP is a function without parameters that returns the application.
 
     Raises `NotAnApplication` if there is no such application, and any error of the module itself.
     """
@@ -47,6 +50,8 @@ def load(target: str, app_dir: Path | None = None) -> Application:
             raise NotAnApplication(
                 f"module {module_name!r} has no attribute {attribute!r}; {there}"
             ) from None
+    if is_factory:
+        found = _made(target, found)
     if isinstance(found, Application):
         return found
     if isinstance(found, Deployment):
@@ -56,9 +61,24 @@ def load(target: str, app_dir: Path | None = None) -> Application:
         bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
         if bound:
             hint = f"did you mean {module_name}:{bound[0]}?"
+        elif isfunction(found) and not is_factory:
+            hint = "if it returns one, say --factory"
     raise NotAnApplication(
         f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
     )
+
+
+def _made(target: str, factory: Any) -> Any:
+    if isinstance(factory, Application):
+        raise NotAnApplication(f"{target!r} is an application, no factory; leave out --factory")
+    try:
+        signature(factory).bind()
+    except (TypeError, ValueError) as error:
+        raise NotAnApplication(
+            f"{target!r} cannot be called without arguments ({error}), as --factory does; give "
+            "its parameters defaults"
+        ) from None
+    return factory()
 
 
 def _article(name: str) -> str:

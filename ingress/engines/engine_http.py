@@ -11,6 +11,7 @@ from ingress.engines.engine_threads import EngineThreads
 from ingress.http.proxy import HTTPProxy
 from ingress.http.retrying import RequestLimits
 from ingress.http.server import HTTPServer
+from ingress.http.server_options import ServerOptions
 
 logger = logging.getLogger("ingress")
 
@@ -27,12 +28,14 @@ class EngineHTTP:
     """The HTTP side of an engine. Changed only under the lock of the engine's operations.
 
     The engine sets the `proxy` when its threads start, before an application can use it.
-    `is_kept` says that the server stays without applications, until `reset`.
+    `is_kept` says that the server stays without applications, until `reset`. The options of
+    `command_line` take precedence over all others.
     """
 
-    __slots__ = ("is_kept", "options", "proxy", "server")
+    __slots__ = ("command_line", "is_kept", "options", "proxy", "server")
 
     def __init__(self) -> None:
+        self.command_line = ServerOptions()
         self.options = HTTPOptions()
         self.proxy = HTTPProxy()
         self.server: HTTPServer | None = None
@@ -57,11 +60,14 @@ class EngineHTTP:
         """Start the server, unless it runs or HTTP is off. Raises `RuntimeError` if it cannot."""
         options = self.options
         self.proxy.limits = self.limits(threads.settings)
-        if self.server is not None or options.host is None:
+        command_line = self.command_line
+        is_off = options.host is None or not command_line.has_own_server
+        if self.server is not None or is_off:
             return
-        is_given = "host" in options.model_fields_set
         server = HTTPServer(
-            self.proxy, options, options.host if is_given else threads.settings.http_host
+            self.proxy,
+            command_line.address(options, threads.settings),
+            command_line.uvicorn_arguments(options, self.proxy.limits.http),
         )
         self.server = server
         run_blocking(threads.control.loop, server.start())

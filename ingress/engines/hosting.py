@@ -28,6 +28,7 @@ from ingress.calls.loops import Wakeup, run_on, start_on
 from ingress.control.controller import RunningApplication
 from ingress.declaration.build import build
 from ingress.declaration.declaration import Application
+from ingress.engines import local_engine
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
 from ingress.http.leaving import close_after_answers, is_listening
@@ -47,13 +48,21 @@ class Hosted:
     """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
 
     __slots__ = (
-        "_application", "_drained_at", "_engine", "_lender", "_lifespans", "_lock", "_proxy",
-        "_running", "_start_of", "_starting",
+        "_application", "_drained_at", "_engine", "_lender", "_lifespans", "_lock", "_name",
+        "_proxy", "_route_prefix", "_running", "_start_of", "_starting",
     )  # fmt: skip
 
-    def __init__(self, engine: LocalEngine, application: Application) -> None:
+    def __init__(
+        self,
+        engine: LocalEngine,
+        application: Application,
+        name: str | None = None,
+        route_prefix: str = "/",
+    ) -> None:
         self._engine = engine
         self._application = application
+        self._name = name
+        self._route_prefix = route_prefix
         self._lock = Lock()
         self._proxy = engine.factories.proxy()
         self._running: RunningApplication | None = None
@@ -152,7 +161,9 @@ class Hosted:
         # If uvicorn has not accepted that connection when it closes its socket, it is reset.
         close_after_answers(server)
         await asyncio.sleep(TICK_S)
-        timeout_s = running.graceful_shutdown_timeout_s
+        timeout_s = self._engine.http.command_line.shutdown_timeout_s
+        if timeout_s is None:
+            timeout_s = running.graceful_shutdown_timeout_s
         self._drained_at = monotonic() + timeout_s
         await running.proxy.in_flight.drain(running.ingress.router, timeout_s)
 
@@ -166,13 +177,13 @@ class Hosted:
             await engine.apps.stop(previous, timeout_s=0.0)
         self._proxy = engine.factories.proxy()
         self._proxy.limits = engine.request_limits()
-        name = engine.apps.free_name()
+        name, route_prefix = self._name or engine.apps.free_name(), self._route_prefix
         built = build(self._application, name)
-        start = self._start_of = Start(RunningApplication(name, "/", self._proxy))
+        start = self._start_of = Start(RunningApplication(name, route_prefix, self._proxy))
         serving_loop = engine.threads.user_loop if lender is None else lambda: lender
         await engine.start_application(start, built, serving_loop)
         running = start.application
-        self._proxy.table = RouteTable({"/": running.ingress.router})
+        self._proxy.table = RouteTable({route_prefix: running.ingress.router})
         self._running, self._lender = running, lender
 
     def _started(self, starting: Future[None]) -> None:
@@ -256,6 +267,15 @@ class Hosting:
                 object.__setattr__(application, "_hosted", Hosted(self._engine, application))
             hosted: Hosted = application._hosted
             return hosted
+
+
+def host_as(application: Application, name: str, route_prefix: str) -> None:
+    """Set the name and the prefix under which an application is served as an ASGI app.
+
+    Call this before its first use.
+    """
+    hosted = Hosted(local_engine(), application, name, route_prefix)
+    object.__setattr__(application, "_hosted", hosted)
 
 
 async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:

@@ -28,6 +28,7 @@ from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.http.proxy import HTTPProxy
 from ingress.http.retrying import RequestLimits
+from ingress.http.server_options import ServerOptions
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus
@@ -159,19 +160,22 @@ class LocalEngine:
 
     # `serve.run` and friends: from a thread without a running loop.
 
-    def use(self, http_options: HTTPOptions) -> None:
-        """Set the HTTP options for the first application. Call this before the first use."""
-        self.http.options = http_options
+    def use(self, command_line: ServerOptions) -> None:
+        """Set the options of the command line. Call this before the first use."""
+        self.http.command_line = command_line
+        self.http.options = command_line.over(HTTPOptions())
 
     def start(self, http_options: HTTPOptions | None) -> None:
         http = self.http
         with self._operations:
+            if http_options is not None:
+                http_options = http.command_line.over(http_options)
             previous = http.options
             if http_options is not None:
                 if http.server is not None:
                     http.update(http_options, self.threads)
                 http.options = http_options
-            if http.is_kept:
+            if http.is_kept or not http.command_line.has_own_server:
                 return
             threads = self.acquire()
             try:
@@ -235,6 +239,8 @@ class LocalEngine:
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop everything. Requests have `timeout_s`, by default their deployments' timeouts."""
+        if timeout_s is None:
+            timeout_s = self.http.command_line.shutdown_timeout_s
         with self._operations, self.operating() as threads:
             if threads is None:
                 return

@@ -57,9 +57,9 @@ def refuse_handshakes(listening: socket.socket) -> None:
 
     Closing a listening socket resets the connections that wait to be accepted, with the requests
     on them. A client that is ignored tries again after a second, and is then refused, or accepted
-    by the process that listens instead. No other process may use the socket. Linux only.
+    by the process that listens instead. No other process may use the socket. Linux and TCP only.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or listening.family == socket.AF_UNIX:
         return
     program = b"".join(struct.pack("HBBI", *line) for line in _NO_SYN)
     code = ctypes.create_string_buffer(program)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ingress.calls.loops import EventLoopThread, run_on
-from ingress.config import HTTPOptions
+from ingress.http.address import Address, url_of
 from ingress.http.leaving import close_after_answers
 from ingress.http.proxy import HTTPProxy
 
@@ -22,22 +21,19 @@ logger = logging.getLogger("ingress")
 class HTTPServer:
     """A server of an `HTTPProxy` on one address, on the loop `ingress-http`."""
 
-    __slots__ = ("_options", "_server", "_serving", "_socket", "home", "host", "port", "proxy")
+    __slots__ = (
+        "_address", "_arguments", "_server", "_serving", "_socket", "home", "proxy", "url",
+    )  # fmt: skip
 
-    def __init__(self, proxy: HTTPProxy, options: HTTPOptions, host: str) -> None:
+    def __init__(self, proxy: HTTPProxy, address: Address, arguments: dict[str, Any]) -> None:
         self.proxy = proxy
-        self._options = options
-        self._socket = _bind(host, options.port)
-        self.host, self.port = self._socket.getsockname()[:2]
+        self._address = address
+        self._arguments = arguments
+        self._socket = address.listen()
+        self.url = url_of(self._socket, is_tls=arguments["ssl_certfile"] is not None)
         self.home = EventLoopThread("ingress-http")
         self._server: UvicornServer | None = None
         self._serving: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        scheme = "https" if self._options.ssl_certfile else "http"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port}"
 
     async def start(self) -> None:
         """Begin to accept connections."""
@@ -46,25 +42,17 @@ class HTTPServer:
     async def _start(self) -> None:
         import uvicorn
 
-        from ingress.http.connections import Connections
         from ingress.http.uvicorn_server import UvicornServer
 
-        options = self._options
-        config = uvicorn.Config(
-            self.proxy,
-            interface="asgi3",  # uvicorn looks for an `async def`, and the proxy's is none
-            lifespan="off",  # the applications have lifespans of their own
-            log_config=None,
-            access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
-            root_path=options.root_path,
-            timeout_keep_alive=int(options.keep_alive_timeout_s),
-            ssl_keyfile=options.ssl_keyfile,
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile_password=options.ssl_keyfile_password,
-            ssl_ca_certs=options.ssl_ca_certs,
-            **Connections(self.proxy.limits.http).options(),
-        )
-        self._server = UvicornServer(config)
+        arguments = {
+            "access_log": logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
+            **self._arguments,
+            "interface": "asgi3",  # uvicorn looks for an `async def`, and the proxy's is none
+            "lifespan": "off",  # the applications have lifespans of their own
+            "log_config": None,
+        }
+        config = uvicorn.Config(self.proxy, **arguments)
+        self._server = UvicornServer(config, owns_socket=self._address.fd is None)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )
@@ -89,6 +77,7 @@ class HTTPServer:
             logger.error("user code blocks the event loop of %s; left behind", self.home.name)
         finally:
             self._socket.close()
+            self._address.clean_up()
             self.home.stop(timeout_s=0.2)
 
     async def _stop(self) -> None:
@@ -106,22 +95,5 @@ def check_address(host: str, port: int) -> int:
 
     Raises `RuntimeError` if it cannot be bound.
     """
-    with _bind(host, port) as listening:
+    with Address(host, port).listen() as listening:
         return int(listening.getsockname()[1])
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(2048)  # uvicorn's backlog; now, so that a second server is refused at once
-    except OSError as error:
-        listening.close()
-        raise RuntimeError(
-            f"Failed to bind to address '{host}:{port}': {error.strerror}; stop what listens "
-            "there, or choose another port"
-        ) from error
-    listening.setblocking(False)
-    return listening

@@ -2,7 +2,8 @@
 
 If workers share one socket, the first that wakes may take every waiting connection: the connections
 of a client that keeps them open end up in one worker, and the others are idle. If each worker has
-its own socket, Linux distributes connections by a hash of the client's address and port.
+its own socket, Linux distributes connections by a hash of the client's address and port. A Unix
+domain socket and a socket of another program cannot be had twice: all workers share it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import socket
 import sys
 from typing import Any
 
+from ingress.http.address import Address
+
 
 class SharedPort:
     """A port that one process reserves, and that the processes which get this object serve.
 
-    The socket here never listens on Linux; elsewhere all processes share it.
+    If the processes have sockets of their own, the socket here never listens.
     """
 
-    has_own_sockets = sys.platform == "linux"
-
-    def __init__(self, bound: socket.socket) -> None:
+    def __init__(self, bound: socket.socket, address: Address) -> None:
+        self.has_own_sockets = (
+            sys.platform == "linux" and address.fd is None and bound.family != socket.AF_UNIX
+        )
         if self.has_own_sockets:
             # After `bind`, which has refused the port of another server, whatever its options.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

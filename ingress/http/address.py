@@ -1,0 +1,130 @@
+"""The place where a server listens: a host and a port, a Unix domain socket, or a descriptor."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+BACKLOG = 2048  # uvicorn's
+_MODE = 0o666  # uvicorn's: a proxy in front of the server may be another user
+_NOT_OF_THIS_MACHINE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address to listen on: `uds`, else `fd`, else `host` and `port`.
+
+    With port 0 the system chooses a port. `fd` is a socket that another program has bound.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    fd: int | None = None
+
+    def bind(self) -> socket.socket:
+        """Return a socket that is bound and does not listen yet. Raises `RuntimeError`."""
+        if self.uds is not None:
+            return _bind_path(self.uds)
+        if self.fd is not None:
+            return _open(self.fd)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # With the protocol: asyncio needs it to know that it may switch Nagle's algorithm off.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((self.host, self.port))
+        except OSError as error:
+            bound.close()
+            raise self._refusal(error) from error
+        return bound
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens, so that a second server is refused. Raises as `bind`."""
+        listening = self.bind()
+        try:
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise self._refusal(error) from error
+        listening.setblocking(False)
+        return listening
+
+    def clean_up(self) -> None:
+        """Remove the file of a Unix domain socket; the server has ended."""
+        if self.uds is not None:
+            try:
+                os.unlink(self.uds)
+            except OSError:
+                pass
+
+    def _refusal(self, error: OSError) -> RuntimeError:
+        advice = "stop what listens there, or choose another port"
+        if isinstance(error, socket.gaierror) or error.errno in _NOT_OF_THIS_MACHINE:
+            advice = (
+                f"host must be an address of this machine, got {self.host!r}; use 127.0.0.1 for "
+                "clients on this machine, or 0.0.0.0 for all"
+            )
+        elif error.errno == errno.EACCES:
+            advice = "choose a port from 1024 on, or 0 for a free one"
+        what = self.fd if self.fd is not None else f"'{self.host}:{self.port}'"
+        return RuntimeError(f"Failed to bind to address {what}: {error.strerror}; {advice}")
+
+
+def url_of(bound: socket.socket, *, is_tls: bool) -> str:
+    """Return the URL of a bound socket; `unix:PATH` for a Unix domain socket."""
+    name: Any = bound.getsockname()
+    if not isinstance(name, tuple):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bind_path(path: str) -> socket.socket:
+    mode = _MODE
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if (there := _mode_of(path)) and stat.S_ISSOCK(there):
+            if bound.connect_ex(path) == 0:
+                raise OSError(errno.EADDRINUSE, "a server listens there already")
+            os.unlink(path)  # its server has ended without removing it
+            mode = stat.S_IMODE(there)
+            bound.close()
+            bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        bound.bind(path)
+        os.chmod(path, mode)
+    except OSError as error:
+        bound.close()
+        raise RuntimeError(
+            f"Failed to bind to the Unix domain socket {path!r}: {error.strerror or error}; name a "
+            "path in a folder that is there and can be written, of at most 107 bytes"
+        ) from error
+    return bound
+
+
+def _mode_of(path: str) -> int:
+    try:
+        return os.stat(path).st_mode
+    except OSError:
+        return 0
+
+
+def _open(number: int) -> socket.socket:
+    copied = -1
+    try:
+        copied = os.dup(number)
+        opened = socket.socket(fileno=copied)
+        copied = -1
+        opened.getsockname()
+    except OSError as error:
+        if copied >= 0:
+            os.close(copied)
+        raise RuntimeError(
+            f"fd={number} is not an open socket: {error.strerror}; pass a socket that the program "
+            "which starts this one has bound and made inheritable"
+        ) from error
+    return opened
