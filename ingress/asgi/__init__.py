@@ -10,6 +10,7 @@
     parts         the user's callables in an app, for `ingress explain`
     methods       the functions that belong to the class, and their targets
     users_app     the user's `app`, which is the clone inside of a replica
+    unbound       the answer of an app that is served without its deployment
     left_over     routes that no deployment serves
     replica_app   the ASGI app of one replica
     lifespan      its start-up and shutdown

@@ -32,6 +32,12 @@ def note_class(app: Any, cls: type) -> None:
         vars(app).setdefault(_CLASSES, []).append(cls)
 
 
+def classes_of(app: Any) -> list[type]:
+    """Return the classes that serve the app or router."""
+    classes: list[type] = vars(app).get(_CLASSES, [])
+    return classes
+
+
 def warn_of_routes_not_served(app: Any, cls: type, tree: RouteTree) -> None:
     """Warn of each route that `tree`, which `cls` serves for `app`, leaves out by mistake."""
     for func in tree.foreign:
@@ -87,7 +93,7 @@ _CALLED = ("reconfigure", "check_health")
 
 def _is_served(func: Any, app: Any) -> bool:
     """Return whether a deployment with this app has the method."""
-    return any(Methods(cls).owns(func) for cls in vars(app).get(_CLASSES, ()))
+    return any(Methods(cls).owns(func) for cls in classes_of(app))
 
 
 def _apps_beside(cls: type) -> Iterator[tuple[str, Any]]:

@@ -58,6 +58,11 @@ class Methods:
     def owns(self, func: Any) -> bool:
         return self._definer(func) is not None
 
+    def takes_self(self, func: Any) -> bool:
+        """Return whether `func` is a method of the class, with a first parameter for it."""
+        definer = self._definer(func)
+        return definer is not None and not isinstance(_descriptor(definer, func), staticmethod)
+
     def is_foreign(self, func: Any) -> bool:
         """Return whether `func` is a method of another class, which this deployment cannot run."""
         if _class_name(func) is None or self.owns(func):

@@ -18,6 +18,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
+from ingress.asgi.unbound import refusal
 from ingress.context import REPLICA
 
 _OF_ALL = "dependency_overrides"
@@ -60,9 +61,8 @@ class UsersApp:
             super().__delattr__(name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        clone = _clone_of(self)
-        app: Any = super() if clone is None else clone
-        await app.__call__(scope, receive, send)
+        app: Any = _clone_of(self) or refusal(self, scope) or super().__call__  # type: ignore[misc]
+        await app(scope, receive, send)
 
 
 def show_clones(app: Starlette) -> None:
