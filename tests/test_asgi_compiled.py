@@ -49,11 +49,11 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import compiled, ingress, rendering
 from ingress.asgi.apps import BoundRoutes
+from ingress.asgi.chunks import parts_of
 from ingress.asgi.compat import NEWEST_KNOWN
 from ingress.asgi.replica_app import ASGI
 from ingress.asgi.routes import served_routes
 from ingress.exceptions import CompiledRoutesOffWarning
-from ingress.http.messages import joined
 from tests.asgi_helpers import Deployment, serve
 from tests.shapes import (
     INCLUDED,
@@ -181,7 +181,7 @@ def requests(draw: st.DrawFn, name: str) -> Sent:
 
 @dataclass
 class Did:
-    """All observable effects of an app. Consecutive chunks of a body are joined."""
+    """All observable effects of an app, each chunk of a body as a message."""
 
     messages: list[Any]
     error: Any
@@ -231,7 +231,15 @@ async def outcome(app: App, sent: Sent, *, fails_at: str | None = None) -> Did:
     while error is not None:
         chain.append((type(error), text_of(error)))
         error = error.__cause__
-    return Did(joined(answer), chain, list(events), received)
+    apart = [each for message in answer for each in chunk_by_chunk(message)]
+    return Did(apart, chain, list(events), received)
+
+
+def chunk_by_chunk(message: Any) -> list[Any]:
+    """Return a message for each chunk of a message, as a server sends them."""
+    if not message.get("more_body"):
+        return [message]
+    return [{**message, "body": part} for part in parts_of(message["body"])]
 
 
 def text_of(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import logging
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -199,6 +200,26 @@ def test_the_first_chunk_has_left_before_the_second_is_made(shape: str) -> None:
         assert b"second" not in connection.received
         gate.open()
         assert b"second" in connection.receive_all()
+
+
+def chunks_of(raw: bytes) -> list[bytes]:
+    """Return the chunks of a response, without the last, empty one."""
+    rest = raw.partition(b"\r\n\r\n")[2]
+    found = []
+    while size := int((line := rest.partition(b"\r\n"))[0], 16):
+        found.append(line[2][:size])
+        rest = line[2][size + 2 :]
+    return found
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+def test_each_item_is_a_chunk_of_its_own(shape: str) -> None:
+    with Connection(served(over_http(shape, lambda: (f"<{n}>" for n in range(50))))) as connection:
+        connection.request("/")
+        chunks = chunks_of(connection.receive_all())
+
+    assert [re.findall(rb"<(\d+)>", each) for each in chunks] == [[b"%d" % n] for n in range(50)]
 
 
 @pytest.mark.usefixtures("stopped")

@@ -1,6 +1,6 @@
 """Endpoints that are generators, as FastAPI streams them: JSON lines and server-sent events.
 
-    def         in one worker thread: items -> bytes -> Channel -> one message of all waiting items
+    def         in one worker thread: items -> bytes -> Channel -> a message of all waiting items
     async def   in the request's task: an item -> bytes -> a message
     events      a timer, and a task only when it is due: the comment that keeps an idle stream alive
 
@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Scope, Send
 
+from ingress.asgi.chunks import Chunks
 from ingress.asgi.compat import normalize_non_finite_floats, ping_interval_s, routing
 from ingress.asgi.methods import GENERATORS
 from ingress.asgi.rendering import (
@@ -82,7 +83,7 @@ async def _chunks(
     else:
         async with aclosing(plan.pool.batches(_encoded(plan.items(**values), encode))) as batches:
             async for batch in batches:
-                yield b"".join(batch)
+                yield Chunks.of(batch)
 
 
 def _encoded(items: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:

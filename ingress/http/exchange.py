@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.asgi import route_template
+from ingress.asgi.chunks import parts_of
 from ingress.base.settings import HTTPLimits
 from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
@@ -40,8 +41,9 @@ from ingress.http.exchange_state import (
     STARTED,
     ExchangeState,
 )
-from ingress.http.messages import joined, with_request_id
+from ingress.http.messages import gathered, with_request_id
 from ingress.http.transport import CrossLoopTransport, SameLoopTransport
+from ingress.http.uvicorn_connection import send_chunks
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import UserCode
 from ingress.watchdog.pressure import GIL_PRESSURE
@@ -373,8 +375,11 @@ class Exchange(Call):
 
     async def deliver(self, messages: list[Message]) -> None:
         """Send messages of a stream."""
-        for message in joined(messages):
-            await self.pass_on(message)
+        for each in gathered(messages):
+            if isinstance(each, list):
+                await send_chunks(self._send, each)
+            else:
+                await self.pass_on(each)
 
     async def pass_on(self, message: Message) -> None:
         """Send one message of a response to the client."""
@@ -384,7 +389,9 @@ class Exchange(Call):
             return
         if not message.get("more_body"):
             self._note_complete()
-        await self._send(message)
+            await self._send(message)
+        else:
+            await send_chunks(self._send, parts_of(message.get("body", b"")))
 
     async def send_response(self, start: Message, body: Message) -> None:
         """Send the start of a response, and its body or the first part of its body."""

@@ -1,11 +1,13 @@
-"""ASGI messages: their size, joining them, the request id, and WebSocket close codes."""
+"""ASGI messages: their size, chunks of a body, the request id, and WebSocket close codes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from starlette.types import Message, Send
 
+from ingress.asgi.chunks import parts_of
 from ingress.calls.channel import Channel
 
 WEBSOCKET_MESSAGES = 32  # in each direction
@@ -29,21 +31,16 @@ def size_of(message: Message) -> int:
     return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
 
 
-def joined(messages: list[Message]) -> list[Message]:
-    """Join neighbouring chunks of a body, so that all that are there are sent as one message.
+def gathered(messages: list[Message]) -> Iterator[Message | list[bytes]]:
+    """Yield the messages in order, and instead of neighbouring chunks of a body all their parts.
 
-    The server's work is per message, not per byte. No chunk waits here for another one.
+    So that the server writes to the socket once for all that are there. No chunk waits for another.
     """
-    if len(messages) == 1:
-        return messages
-    result: list[Message] = []
     for is_chunk, group in groupby(messages, _is_chunk):
-        found = list(group)
-        if is_chunk and len(found) > 1:
-            body = b"".join([each.get("body", b"") for each in found])
-            found = [{"type": "http.response.body", "body": body, "more_body": True}]
-        result += found
-    return result
+        if is_chunk:
+            yield [part for each in group for part in parts_of(each.get("body", b""))]
+        else:
+            yield from group
 
 
 def with_request_id(start: Message, request_id: str) -> Message:

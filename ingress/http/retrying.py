@@ -66,7 +66,10 @@ class Attempts:
 
     async def again(self, failed: Exchange, error: Exception) -> Exchange | None:
         """Return the next attempt, after a pause, or `None` if this failure is final."""
-        if not _is_ours(failed, error):
+        deadline = self._last_deadline
+        # A timer may fire up to a millisecond early, which would leave time for an attempt.
+        is_late = deadline is not None and failed.metadata.deadline == deadline
+        if (is_late and isinstance(error, RequestTimeoutError)) or not _is_ours(failed, error):
             return None
         pause_s = retries.pause_s(
             retries.Failure(
@@ -77,7 +80,7 @@ class Attempts:
                 is_replayable=failed.has_whole_body,
             ),
             max_retries=0,
-            deadline=self._last_deadline,
+            deadline=deadline,
             now=monotonic(),
             chance=random(),
             withdraw=self._budget.withdraw,

@@ -7,6 +7,7 @@
     called_app          the application that the server itself calls: if it is `ingress`'s own, only
                         the server gets the errors that it raises
     is_answer_complete  the whole response has been given to the server
+    send_chunks         several chunks of a body by one write; in ASGI a message is a chunk
 
 None of it is part of ASGI: uvicorn's `receive` is a method of the object that holds the transport.
 For any other `receive`, or a wrapped one, the answer is no.
@@ -17,9 +18,13 @@ from __future__ import annotations
 import asyncio
 import select
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from starlette.types import Send
+
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; POLLHUP and POLLERR need not be asked for
+_HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
 FLUSH_S = 0.1  # for data that is being sent when a connection is cut
 
 
@@ -83,6 +88,22 @@ def called_app(receive: Any) -> Any:
 def is_answer_complete(receive: Any) -> bool:
     """Return whether the server has been given the whole response."""
     return bool(getattr(getattr(receive, "__self__", None), "response_complete", False))
+
+
+async def send_chunks(send: Send, parts: Sequence[bytes]) -> None:
+    """Send chunks of a body whose start was sent and whose end was not, each as one chunk."""
+    cycle: Any = getattr(send, "__self__", None)
+    if len(parts) == 1 or type(cycle).__module__ != _HTTPTOOLS:
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    elif cycle.chunked_encoding is not True or cycle.scope["method"] == "HEAD":
+        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+    else:
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if not cycle.disconnected:
+            frames = [b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part]
+            cycle.transport.write(b"".join(frames))
 
 
 def transport_of(receive: Any) -> Any:
