@@ -57,6 +57,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     "Channel": ("grpc.aio",),
     "_LRUCacheWrapper": ("async_lru",),
     "AsyncLimiter": ("aiolimiter",),
+    "AsyncServer": ("socketio", "engineio"),  # each session has a queue
 }
 
 # Functions that make such an object, by name.

@@ -6,6 +6,7 @@
     overload        the policy that orders, sheds and turns away calls under overload
     replica         one replica: its loop, its threads, its running calls
     user_code       the user's class or function in a replica
+    collectors      metrics that each replica registers, one in the process
     factories       what a replica makes its parts with
     models, multiplex
 

@@ -21,6 +21,7 @@ from ingress.asgi.responses import send_stream, send_value
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ExecutionPlan, Kind, Role, is_generator
+from ingress.replicas.collectors import share_collectors
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
@@ -60,6 +61,7 @@ class UserCode:
     ) -> None:
         """Make the instance ready to serve. Raises the errors of user code."""
         REPLICA.set(self._context)
+        share_collectors()
         self._instance = await self._construct(args, kwargs)
         self._context.servable_object = self._instance
         if self._app is not None:
