@@ -18,13 +18,19 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import ASGI
 from ingress.asgi.responses import send_refusal
+from ingress.base.types import new_request_id
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
 from ingress.http.exchange import Exchange
 from ingress.http.in_flight import InFlight
 from ingress.http.messages import GOING_AWAY, NORMAL, TRY_AGAIN_LATER, adding_request_id
 from ingress.http.origin import is_local
-from ingress.http.request_head import REQUEST_ID_HEADER, request_id_of, request_metadata
+from ingress.http.request_head import (
+    REQUEST_ID_HEADER,
+    read_head,
+    request_id_of,
+    request_metadata,
+)
 from ingress.http.retrying import Attempts, RequestLimits, client_deadline
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.router import Router
@@ -112,17 +118,18 @@ class HTTPProxy:
             return self._refuse(path, route, scope, receive, send)
 
         limits = self.limits
-        metadata, has_id, has_body, length, now = request_metadata(
-            scope, router.deployment_id, route.prefix, limits.timeout_s
-        )
+        head = read_head(scope, limits.timeout_s)
+        has_id, has_body, length, _, deadline, now = head
+        request_id = request_id_of(scope) if has_id else new_request_id()
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
         if not has_body and scope["type"] == "http":
-            refused = router.turns_away(metadata.deadline)
+            refused = router.turns_away(deadline)
             if refused is not None:
-                return send_refusal(refused, metadata.request_id, send)
-        inner = _inner_scope(scope, metadata.request_id, has_id=has_id)
+                return send_refusal(refused, request_id, send)
+        metadata = request_metadata(head, request_id, router.deployment_id, route.prefix)
+        inner = _inner_scope(scope, request_id, has_id=has_id)
         if route.prefix != "/":
             inner["root_path"] = root_path + route.prefix
         attempts: Attempts | None = None
@@ -147,7 +154,7 @@ class HTTPProxy:
             limits=limits.http,
         )
         exchange.attempts = attempts
-        if metadata.deadline is not None:
+        if deadline is not None:
             exchange.started_at = now
         return self.in_flight.serve(exchange, scope, receive, send)
 

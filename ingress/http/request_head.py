@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from time import monotonic
 from typing import TypeAlias
 
@@ -35,22 +34,16 @@ def request_id_of(scope: Scope) -> str:
     return new_request_id()
 
 
-RequestHead: TypeAlias = tuple[RequestMetadata, bool, bool, bytes, float]
-"""The metadata; the flags "has a request id", which may be invalid or one of several, and "has a
-body"; the value of content-length; the time of `monotonic` that the deadline counts from."""
+RequestHead: TypeAlias = tuple[bool, bool, bytes, str, float | None, float]
+"""The flags "has a request id", which may be invalid or one of several, and "has a body"; the value
+of content-length; the model id; the deadline, and the time of `monotonic` that it counts from."""
 
 
-def request_metadata(
-    scope: Scope,
-    deployment: DeploymentID,
-    route: str,
-    timeout_s: float | None,
-    find_id: Callable[[Scope], str] = request_id_of,
-) -> RequestHead:
+def read_head(scope: Scope, timeout_s: float | None) -> RequestHead:
     """Read the headers of a request in one pass.
 
     `timeout_s` is the server's own limit; the deadline is that of the shorter of it and the
-    client's. `find_id` returns the id of a request with the header.
+    client's.
     """
     has_id = has_body = False
     length = b""
@@ -68,11 +61,18 @@ def request_metadata(
                 timeout_s = earlier(timeout_s, value)
             else:
                 model_id = value.decode("latin-1")
-    now = 0.0 if timeout_s is None else monotonic()
-    deadline = None if timeout_s is None else now + timeout_s
-    request_id = find_id(scope) if has_id else new_request_id()
+    if timeout_s is None:
+        return has_id, has_body, length, model_id, None, 0.0
+    now = monotonic()
+    return has_id, has_body, length, model_id, now + timeout_s, now
+
+
+def request_metadata(
+    head: RequestHead, request_id: str, deployment: DeploymentID, route: str
+) -> RequestMetadata:
+    """Return the metadata of a request. Not for one that is refused, which must cost little."""
+    _, _, _, model_id, deadline, _ = head
     # By position: with keywords it takes 0.3 us more, at every request.
-    metadata = RequestMetadata(
+    return RequestMetadata(
         request_id, deployment, "__call__", route, model_id, True, False, "", deadline
     )
-    return metadata, has_id, has_body, length, now

@@ -38,7 +38,7 @@ from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.exchange import Exchange
 from ingress.http.in_flight import InFlight
-from ingress.http.request_head import REQUEST_ID_HEADER, request_metadata
+from ingress.http.request_head import REQUEST_ID_HEADER, read_head, request_metadata
 from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
@@ -205,11 +205,11 @@ class RayReplica:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request or WebSocket from Ray's proxy."""
+        head = read_head(scope, self._spec.request_timeout_s)
+        _, has_body, length, model_id, deadline, now = head
         route = scope.get("root_path") or "/"
-        metadata, _, has_body, length, now = request_metadata(
-            scope, self._deployment, route, self._spec.request_timeout_s, _id_of_rays_proxy
-        )
-        if metadata.multiplexed_model_id:
+        metadata = request_metadata(head, _id_of_rays_proxy(scope), self._deployment, route)
+        if model_id:
             self._model_ids.watch()
         send = _without_our_id(send, metadata.request_id)
         kind = Exchange if scope["type"] == "http" else WebSocketExchange
@@ -217,7 +217,7 @@ class RayReplica:
         exchange = kind(
             metadata, self._router, inner, receive, send, has_body=has_body, length=length
         )
-        if metadata.deadline is not None:
+        if deadline is not None:
             exchange.started_at = now
         try:
             await self._in_flight.serve(exchange, scope, receive, send)
