@@ -401,7 +401,7 @@ def test_an_error_about_another_loop_says_what_to_do(
 
     failed = [each for each in found if each.status == 500]
     assert failed
-    for each in failed if kind == "function" else []:
+    for each in failed:
         assert '@serve.deployment(loop="shared")' in each.body.decode()
     (first, *_) = [each for each in caplog.records if "another event loop" in str(each.exc_text)]
     assert "bound to a different event loop" in str(first.exc_text)

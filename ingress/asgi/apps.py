@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
@@ -21,7 +21,7 @@ from ingress.asgi.guard import Guard, guarded
 from ingress.asgi.left_over import warn_of_routes_not_served
 from ingress.asgi.methods import Methods, Target
 from ingress.asgi.parts import Part, app_parts
-from ingress.asgi.responses import refusal
+from ingress.asgi.responses import error_response, refusal
 from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
 from ingress.asgi.users_app import mark_clone, show_clones, showing
@@ -30,6 +30,7 @@ from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
 )
+from ingress.execution.other_loop import is_noted, note_other_loop
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 
@@ -135,6 +136,17 @@ async def answer_unavailable(connection: Request | WebSocket, error: Exception) 
     return refusal(error)
 
 
+async def answer_failure(request: Request, error: Exception) -> Response:
+    """Answer a request whose error no handler of the user's takes, as Starlette does by default.
+
+    The answer to an error about another event loop says what to do.
+    """
+    note_other_loop(error)
+    if is_noted(error):
+        return error_response(error)
+    return PlainTextResponse("Internal Server Error", status_code=500)
+
+
 def _is_wrapped(stack: Any) -> bool:
     """Return whether a user has put layers around the middleware stack that Starlette builds."""
     return stack is not None and not isinstance(stack, ServerErrorMiddleware)
@@ -164,6 +176,8 @@ def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:
     for error in (BackPressureError, DeploymentUnavailableError):
         if handlers.keys().isdisjoint((error, RayServeException)):
             ours[error] = answer_unavailable
+    if handlers.keys().isdisjoint((500, Exception)):
+        ours[Exception] = answer_failure  # Starlette raises the error after that
     return {**handlers, **ours}
 
 

@@ -19,7 +19,8 @@ def note_other_loop(error: BaseException) -> None:
             return
         text = each.args[0] if isinstance(each, RuntimeError) and each.args else ""
         if isinstance(text, str) and any(part in text for part in _TEXTS):
-            error.add_note(OTHER_LOOP)
+            if not is_noted(error):
+                error.add_note(OTHER_LOOP)
             return
         each = each.__cause__ or each.__context__
 
