@@ -142,14 +142,20 @@ def test_a_terminal_that_closes_is_a_stop_like_any_other(folder: Path, how: str)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(folder: Path, how: str) -> None:
+@pytest.mark.parametrize(("app", "code"), [("hello", 0), ("hangs", 143)], ids=["serves", "starts"])
+def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(
+    folder: Path, how: str, app: str, code: int
+) -> None:
     """The system may hand it to any thread, or to the main thread just before that one waits."""
-    with process(command(how, "hello"), folder, environment(folder)) as server:
-        with serving(server):
-            pid = server.process.pid
-            others = {int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()} - {pid}
-            assert ctypes.CDLL(None).tgkill(pid, min(others), signal.SIGTERM) == 0
-        assert server.wait() == 0
+    with process(command(how, app), folder, environment(folder)) as server:
+        if app == "hello":
+            wait_until(lambda: is_ready(server.port))
+        else:
+            server.wait_for("constructs")
+        pid = server.process.pid
+        others = {int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()} - {pid}
+        assert ctypes.CDLL(None).tgkill(pid, min(others), signal.SIGTERM) == 0
+        assert server.wait() == code
 
 
 def serving(server: ServerProcess) -> Connection:

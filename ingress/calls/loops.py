@@ -19,10 +19,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextvars import Context
 from time import monotonic
 from typing import Any, Protocol, TypeVar
+
+from ingress.base.signals import LOOK_S
 
 try:
     from uvloop import new_event_loop as new_event_loop
@@ -379,7 +381,11 @@ def run_blocking(
     timeout_s: float | None = None,
 ) -> T:
     """Run `coroutine` on `loop` from another thread and wait for its result."""
-    return start_on(loop, coroutine).result(timeout_s)
+    future = start_on(loop, coroutine)
+    # Not in one go: a signal may come just before the main thread blocks, and not wake it.
+    while timeout_s is None and not wait([future], LOOK_S).done:
+        pass
+    return future.result(timeout_s)
 
 
 def start_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
