@@ -844,7 +844,7 @@ def test_each_blocking_example_is_reported_and_no_async_one_is(
 
 
 async def _get_once(url: str) -> None:
-    """What the first use of the clients imports and makes takes longer than a stall may."""
+    """Use both clients once: their imports take longer than a stall may."""
     import httpx
     import requests
 
