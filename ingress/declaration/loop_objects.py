@@ -19,14 +19,17 @@ import inspect
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ingress.declaration.assignments import place_of
 from ingress.declaration.build import BuiltDeployment
+
+T = TypeVar("T")
 
 _DEPTH = 4  # attributes of attributes of a global
 _ITEMS = 100  # of a container
@@ -75,6 +78,7 @@ _LIBRARIES = tuple(
     str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")
 )
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), BuiltinFunctionType)
+_SEQUENCES = (list, tuple, set, frozenset)
 _CACHED = type(functools.lru_cache(lambda: None))
 
 
@@ -190,11 +194,11 @@ class _Walk:
                 yield from ((each, own.part(key), depth) for key, each in vars(value).items())
                 yield from ((each, name, depth) for each in value.__bases__)
         elif isinstance(value, dict):
-            items = [*value.items()][:_ITEMS]
-            for key, each in items:
+            for key, each in _some(dict.items(value)):
                 yield each, _Name(name.module, f"{name.text}[{key!r}]"), depth
-        elif isinstance(value, list | tuple | set | frozenset):
-            yield from ((each, name, depth) for each in [*value][:_ITEMS])
+        elif isinstance(value, _SEQUENCES):
+            iterate = next(each.__iter__ for each in _SEQUENCES if isinstance(value, each))
+            yield from ((each, name, depth) for each in _some(iterate(value)))
         elif depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
             if self._is_users(type(value).__module__):
                 yield type(value), name, depth
@@ -262,6 +266,14 @@ def _function_of(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
+def _some(values: Iterable[T]) -> list[T]:
+    """Return the first items of a container; none if another thread changes it meanwhile."""
+    try:
+        return [*islice(values, _ITEMS)]
+    except RuntimeError:
+        return []
+
+
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that an instance has itself, without a line of its code."""
     try:
@@ -269,7 +281,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     except AttributeError:
         own = {}
     if isinstance(own, dict):
-        yield from [*own.items()][:_ITEMS]
+        yield from _some(own.items())
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
