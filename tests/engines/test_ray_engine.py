@@ -674,7 +674,7 @@ def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before
 def test_an_application_ends_with_ctrl_c_and_the_cluster_that_was_there_stays(
     it: Served, address: str, tmp_path: Path
 ) -> None:
-    with running(tmp_path, *HELLO, "--address", address) as server:
+    with running(tmp_path, *HELLO, "--address", address, "--port", "8000") as server:
         url = it.url.removesuffix("/x")
         answer = httpx.get(url + "/sync?name=Ada", trust_env=False, timeout=PATIENCE_S)
 
