@@ -46,6 +46,7 @@ from tests.servers import INGRESS, ROOT, ServerProcess
 pytest.importorskip("ray", exc_type=ImportError)
 check_installed()
 
+import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 from ray.serve import exceptions as rays  # noqa: E402
 from ray.serve.context import _get_global_client  # noqa: E402
@@ -103,6 +104,7 @@ def address() -> Iterator[str]:
         lines = iter(cluster.stdout.readline, "")
         yield next(line.strip() for line in lines if re.fullmatch(r"[\d.]+:\d+\n", line))
     finally:
+        ray.shutdown()  # else Ray ends this process, a minute after its cluster
         cluster.stdin.close()
         cluster.wait(PATIENCE_S)
 
