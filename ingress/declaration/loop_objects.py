@@ -197,7 +197,7 @@ class _Walk:
             for key, each in _some(dict.items(value)):
                 yield each, _Name(name.module, f"{name.text}[{key!r}]"), depth
         elif isinstance(value, _SEQUENCES):
-            iterate = next(each.__iter__ for each in _SEQUENCES if isinstance(value, each))
+            iterate: Any = next(each.__iter__ for each in _SEQUENCES if isinstance(value, each))
             yield from ((each, name, depth) for each in _some(iterate(value)))
         elif depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
             if self._is_users(type(value).__module__):
