@@ -10,10 +10,15 @@ It may import every other folder; no folder imports it.
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> None:
     """Run the command line: the console script `ingress`."""
     # Not at import: worker processes import a module of this folder, and none of the commands.
-    from ingress.cli.commands import main as run
+    try:
+        from ingress.cli.commands import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # while the commands are imported
+        sys.exit(130)

@@ -278,6 +278,6 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
         _error(str(error))
     except typer.Exit:  # `_load` has printed the error
         pass
-    except Exception:  # for example, an error in the import of the user's module
+    except Exception:
         traceback.print_exc()
     raise typer.Exit(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from uvicorn.supervisors import ChangeReload
 
 from ingress import api
 from ingress.base.settings import OMP_NUM_THREADS, Settings
-from ingress.cli.target import refusal
+from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_line, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
 from ingress.cli.workers import SILENCE_S, run_workers
@@ -23,6 +22,7 @@ from ingress.declaration.build import build
 from ingress.declaration.declaration import Application
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
+from ingress.execution.mistakes import format_failed_start
 from ingress.http.address import url_of
 from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
@@ -37,8 +37,8 @@ def read_settings() -> Settings:
 
 def budget_for(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:
     try:
-        with warnings.catch_warnings(action="ignore"):  # the deployment warns again
-            return thread_budget(build(application, "default"), settings, processes=processes)
+        built = build(application, "default", acts_on_all=True)  # the start warns if it does not
+        return thread_budget(built, settings, processes=processes)
     except Exception as error:
         raise refusal(str(error)) from None
 
@@ -97,8 +97,10 @@ def _start(application: Application, served: Served, engine: str) -> None:
         else:  # errors of user code are in the workers' log records
             expected = (RuntimeError, TypeError, ValueError, RayServeException)
             needs_a_look = not isinstance(error, expected)
+        if needs_a_look and engine == "local":
+            raise mistake(format_failed_start(error)) from None
         if needs_a_look:
-            raise  # user code raised it, so the user needs its traceback
+            raise
         raise refusal(str(error)) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,9 @@ from rich.markup import escape
 from ingress.declaration import module_app
 from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
+from ingress.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 Target = Annotated[
     str, typer.Argument(metavar="MODULE:APP", help="The bound application, such as main:hello.")
@@ -22,16 +26,45 @@ AppDir = Annotated[
 
 
 def load(target: str, app_dir: Path, *, is_factory: bool = False) -> Application:
-    """Import the application `MODULE:APP`. Ends the program with one line if there is none."""
+    """Import the application `MODULE:APP`. Ends the program if there is none, or on an error."""
+    fastapis = logging.getLogger("fastapi")
+    fastapis.addFilter(_is_no_mistake)
     try:
         return module_app.load(target, app_dir, is_factory=is_factory)
     except NotAnApplication as error:
         raise refusal(str(error)) from None
+    except KeyboardInterrupt as error:
+        place = place_of(error)
+        raise refusal(
+            f"interrupted while {target.partition(':')[0]!r} was imported"
+            f"{place and f', at {place}'}",
+            code=INTERRUPTED,
+        ) from None
+    except Exception as error:
+        if NEEDS_MULTIPART in str(error):
+            raise refusal(
+                f"{place_of(error)}: forms and uploads need python-multipart; install it: python "
+                "-m pip install python-multipart"
+            ) from None
+        raise mistake(format_mistake(error)) from None
+    finally:
+        fastapis.removeFilter(_is_no_mistake)
 
 
-def refusal(message: str) -> typer.Exit:
+def _is_no_mistake(record: logging.LogRecord) -> bool:
+    """Return whether a record of FastAPI has another text than the error that it raises next."""
+    return NEEDS_MULTIPART not in record.getMessage()
+
+
+def mistake(text: str) -> typer.Exit:
+    """Print a mistake in user code, and return the exception that ends the program."""
+    typer.echo(text, err=True)
+    return typer.Exit(1)
+
+
+def refusal(message: str, code: int = 1) -> typer.Exit:
     """Print an error in one line, and return the exception that ends the program."""
     Console(stderr=True).print(
         f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
     )
-    return typer.Exit(1)
+    return typer.Exit(code)

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -37,6 +38,8 @@ from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
 from ingress.engines import local_engine
 from ingress.engines.hosting import host_as
+from ingress.exceptions import OptionNotActedOnWarning
+from ingress.execution.mistakes import format_mistake
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
@@ -68,6 +71,9 @@ class Served:
         """Import the application in this process. Raises as `module_app.load`."""
         if self.level is not None:
             logging.getLogger("ingress").setLevel(self.level.upper())
+        # The command has said these, when it imported the module.
+        warnings.filterwarnings("ignore", category=OptionNotActedOnWarning)
+        warnings.filterwarnings("ignore", message="the variable ", category=UserWarning)
         local_engine().use(self.server)
         application = module_app.load(self.target, self.app_dir, is_factory=self.is_factory)
         host_as(application, self.name, self.route_prefix)
@@ -93,11 +99,15 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
     logger.addFilter(cause)
     try:
         config.app = served.load()
-        server.run([port.open()])
-    except SystemExit:
-        pass
     except NotAnApplication as error:  # the file has changed since the command read it
         cause.lines.append(str(error))
+    except Exception as error:
+        cause.lines.append(format_mistake(error))
+    try:
+        if not cause.lines:
+            server.run([port.open()])
+    except SystemExit:
+        pass
     except OSError as error:
         cause.lines.append(f"cannot serve: {error}")
     except Exception:
@@ -164,6 +174,8 @@ def work_until_reloaded(
         config.app = served.load()
     except NotAnApplication as error:
         sys.exit(f"Error: {error}")
+    except Exception as error:
+        sys.exit(format_mistake(error))
     ReloadedServer(config, line).run(sockets)
 
 

@@ -133,7 +133,8 @@ class Supervisor:
             self._waking.recv_bytes()
 
     def _report_ready(self) -> None:
-        if self._when_ready is not None and all(each.is_ready for each in self._workers):
+        is_ready = self._code is None and all(each.is_ready for each in self._workers)
+        if self._when_ready is not None and is_ready:
             when_ready, self._when_ready = self._when_ready, None
             when_ready()
 

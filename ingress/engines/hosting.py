@@ -31,6 +31,7 @@ from ingress.declaration.declaration import Application
 from ingress.engines import local_engine
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
+from ingress.execution.mistakes import format_failed_start
 from ingress.http.leaving import close_after_answers, is_listening
 from ingress.http.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
@@ -289,10 +290,13 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
             with WATCHDOG.reporting_on_signal(), writing:
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
-    except BaseException:
+    except BaseException as error:
         if not started:
+            text = traceback.format_exc()
+            if error.__cause__ is not None:  # user code raised it
+                text = format_failed_start(error)
             # An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
-            await send({"type": "lifespan.startup.failed", "message": traceback.format_exc()})
+            await send({"type": "lifespan.startup.failed", "message": text})
         raise
     await send({"type": "lifespan.shutdown.complete"})
 
