@@ -82,3 +82,4 @@ __all__ = [
 ]
 
 __getattr__ = _unsupported.teller(__name__)
+_unsupported.explain_imports()

@@ -39,7 +39,7 @@ def start(
     "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. Raises `RuntimeError` if
     the address cannot be bound, or the engine cannot be used.
     """
-    refuse("serve.start", unsupported)
+    refuse("serve.start", unsupported, start)
     if isinstance(http_options, dict):
         http_options = HTTPOptions(**http_options)
     elif not isinstance(http_options, HTTPOptions | None):
@@ -69,7 +69,7 @@ def run(
     (`__cause__` is the exception of user code), or if the application is deleted, replaced or shut
     down while it starts.
     """
-    refuse("serve.run", unsupported)
+    refuse("serve.run", unsupported, run)
     _check_target(target)
     check_names(name, route_prefix)
     with serving_until_signal() if blocking else nullcontext():
@@ -91,7 +91,7 @@ class RunTarget:
         route_prefix: str | None = "/",
         **unsupported: Never,
     ) -> None:
-        refuse("serve.RunTarget", unsupported)
+        refuse("serve.RunTarget", unsupported, RunTarget.__init__)
         self.target, self.name, self.route_prefix = target, name, route_prefix
 
 
@@ -103,7 +103,7 @@ def run_many(
     If one does not start, those that run already keep running. Raises as `run` does, and
     `ValueError`, before anything starts, if two applications have the same name.
     """
-    refuse("serve.run_many", unsupported)
+    refuse("serve.run_many", unsupported, run_many)
     names = [each.name for each in targets]
     if len({*names}) < len(names):
         raise ValueError(f"applications must have different names, got {names}; name each")

@@ -21,6 +21,7 @@ from ingress.base.options import (
     IdempotentMethods,
     Json,
     LaneLimits,
+    LogLevel,
     Loop,
     NonNegativeFloat,
     NonNegativeInt,
@@ -126,7 +127,7 @@ class LoggingConfig(Options):
     """Options of logging: format, level, destination, access log."""
 
     encoding: Literal["TEXT", "JSON"] = "TEXT"
-    log_level: str | int = "INFO"
+    log_level: LogLevel = "INFO"
     logs_dir: str | None = None
     enable_access_log: bool = True
     additional_log_standard_attrs: list[str] = Field(default_factory=list)

@@ -138,7 +138,7 @@ class DeploymentHandle:
     ) -> DeploymentHandle:
         """Return a handle with these options; options that are not given stay as they are."""
         if unsupported:
-            refuse("handle.options", unsupported)
+            refuse("handle.options", unsupported, DeploymentHandle.options)
         given: dict[str, Any] = {"method_name": method_name, "stream": stream}
         given["multiplexed_model_id"] = multiplexed_model_id
         for name in ("method_name", "multiplexed_model_id"):
@@ -217,6 +217,14 @@ class DeploymentHandle:
                 return self.options(method_name=name)
             raise absent_method(self._id.name, name, methods)
         raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        method = self._options.method_name
+        name = "handle" if method == "__call__" else f"handle.{method}"
+        raise TypeError(
+            f"a handle of deployment '{self._id.name}' is not callable; its calls are "
+            f"{name}.remote(...), and their answers are awaited: await {name}.remote(...)"
+        )
 
     def __repr__(self) -> str:
         return f"DeploymentHandle(deployment='{self._id.name}', app='{self._id.app_name}')"

@@ -7,10 +7,15 @@ mistake.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,9 +25,10 @@ from starlette.requests import Request
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import RayServeException
-from tests.servers import PATIENCE_S, bind
+from tests.servers import INGRESS, PATIENCE_S, bind, environment, get, process, write_module
 
 SOON_S = 1.0
+MOST_LINES = 3
 
 
 class Model:
@@ -37,6 +43,10 @@ class Model:
 
 
 class Empty: ...
+
+
+class TakesAll:
+    def __init__(self, *arguments: Any) -> None: ...
 
 
 async def function(request: Request) -> str:
@@ -116,6 +126,25 @@ def result_in_a_loop() -> None:
         handle.remote(None).result()
 
     asyncio.run(ask())
+
+
+def handle_as_function() -> None:
+    run(deploy().bind())(1)
+
+
+def method_as_function() -> None:
+    run(deploy().bind()).items(1)
+
+
+def misspelt_handle_option() -> None:
+    run(deploy().bind()).options(method="items")
+
+
+def bind_in_a_cycle() -> None:
+    arguments: list[Any] = []
+    first = serve.deployment(name="First")(TakesAll).bind(arguments)
+    arguments.append(serve.deployment(name="Second")(TakesAll).bind(first))
+    run(first)
 
 
 def unknown_method() -> None:
@@ -267,7 +296,21 @@ CASES: list[tuple[int, Mistake, tuple[type[Exception], ...], list[str]]] = [
     (31, unknown_method, (RayServeException, AttributeError), ["itemz", "items"]),
     (32, serve.get_replica_context, (RayServeException,), ["may only be called from within"]),
     (36, busy_port, (RuntimeError,), ["Failed to bind to address", "127.0.0.1"]),
-    (36, bad_host, (RuntimeError,), ["256.0.0.1"]),
+    (36, bad_host, (RuntimeError,), ["host must be an address of this machine", "256.0.0.1"]),
+    (37, lambda: deploy().remote(1), (AttributeError,), ["serve.run(Name.bind())"]),
+    (38, lambda: deploy().bind().bind(), (AttributeError,), ["it is bound already"]),
+    (38, lambda: deploy().bind().remote(1), (AttributeError,), ["handle = serve.run(app)"]),
+    (39, handle_as_function, (TypeError,), ["'Model'", "not callable", "handle.remote(...)"]),
+    (39, method_as_function, (TypeError,), ["handle.items.remote(...)"]),
+    (40, wrong_batch(batch_size=8), (TypeError,), ["'batch_size'", "did you mean max_batch_size?"]),
+    (41, misspelt_handle_option, (TypeError,), ["'method'", "did you mean method_name?"]),
+    (
+        42,
+        lambda: serve.LoggingConfig(log_level="nope"),
+        (ValueError,),
+        ["log_level must be DEBUG, INFO", "'nope'"],
+    ),
+    (43, bind_in_a_cycle, (ValueError,), ["First -> Second -> First", "get_deployment_handle"]),
     (45, subclass, (TypeError,), ["func_or_class"]),
 ]
 
@@ -294,6 +337,7 @@ def test_a_mistake_is_refused_where_it_is_made(
     assert time.monotonic() - began < SOON_S
     said = str(refused.value)
     assert [part for part in parts if part not in said] == [], said
+    assert len(said.splitlines()) <= MOST_LINES
 
 
 @pytest.mark.reliability("C09")
@@ -303,3 +347,204 @@ def test_a_flag_that_is_neither_0_nor_1_is_refused_when_the_engine_starts(
     monkeypatch.setenv(SYNC_IN_THREADPOOL, "yes")
     with pytest.raises(ValueError, match=re.escape("0 or 1, got 'yes'")):
         run(bind(serve.deployment(Model)))
+
+
+# At the command line: the user's line and one last line, of a module that begins with HEAD.
+
+HEAD = """\
+import sys
+from fastapi import FastAPI, UploadFile
+import ingress as serve
+
+@serve.deployment
+class A:
+    def __init__(self, *children):
+        self.children = children
+
+app = FastAPI()
+"""
+
+NO_MULTIPART = """\
+sys.modules['python_multipart'] = sys.modules['multipart'] = None
+@app.post('/upload')
+def upload(file: UploadFile): ...
+"""
+
+# The line with the mistake, the words of the last line, and the lines that are said.
+MODULES: dict[str, tuple[str, list[str], int]] = {
+    "option": (
+        "serve.deployment(num_replica=2)(A.func_or_class)",
+        ["TypeError: unexpected keyword argument 'num_replica'; did you mean num_replicas?"],
+        3,
+    ),
+    "value": ("serve.deployment(num_replicas=0)", ["num_replicas must be", "got 0"], 3),
+    "remote": ("A.remote()", ["serve.run(Name.bind())"], 3),
+    "bound-twice": ("A.bind().bind()", ["it is bound already"], 3),
+    "batch": ("serve.batch(batch_size=3)", ["did you mean max_batch_size?"], 3),
+    "logging": ("serve.LoggingConfig(log_level='nope')", ["DEBUG, INFO, WARNING", "'nope'"], 3),
+    "metrics": (
+        "from ingress import metrics",
+        ["ingress has no 'metrics'; read serve.status()"],
+        3,
+    ),
+    "llm": ("from ingress.llm import LLMConfig", ["ingress has no 'llm'; write a deployment"], 3),
+    "syntax": ("class B", ["SyntaxError: expected ':'"], 3),
+    "library": ("import json; json.loads('{')", ["JSONDecodeError: Expecting property name"], 3),
+    "name": ("bound = a.bind()", ["NameError: name 'a' is not defined"], 3),
+    "module": ("import no_such_module", ["No module named 'no_such_module'"], 3),
+    "exit": ("B = A.func_or_class(1).child", ["has no attribute 'child'"], 3),
+    "multipart": (
+        NO_MULTIPART,
+        ["Error: ", "mistaken.py:12: forms and uploads need python-multipart", "pip install"],
+        1,
+    ),
+    "cycle": (
+        "bound = A.bind([]); bound.init_args[0].append(A.options(name='B').bind(bound))",
+        ["Error: bind() makes a cycle: A -> B -> A"],
+        1,
+    ),
+    "two-apps": (
+        "from a_module_with_a_typo import *",
+        ["No module named 'a_module_with_a_typo'"],
+        3,
+    ),
+    "constructor": (
+        "class Bad:\n    def __init__(self): self.n = 1 / 0\nbound = serve.deployment(Bad).bind()",
+        ["Deploying application 'default' failed: deployment 'Bad'", "ZeroDivisionError"],
+        3,
+    ),
+    "handle": (
+        "class Bad:\n    def __init__(self, a): a(1)\nbound = serve.deployment(Bad).bind(A.bind())",
+        ["deployment 'Bad' failed to start: TypeError: a handle of deployment 'A' is not callable"],
+        3,
+    ),
+}
+
+EACH = """
+import contextlib, io, json, sys, pathlib
+from ingress.cli.commands import app
+
+for name, source in json.loads(sys.argv[1]).items():
+    pathlib.Path("mistaken.py").write_text(source)
+    sys.modules.pop("mistaken", None)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            app(["run", "mistaken:bound", "--port", "0"])
+        except SystemExit as end:
+            print(json.dumps([name, end.code, said.getvalue()]))
+"""
+
+
+def said_of(folder: Path, sources: dict[str, str]) -> dict[str, tuple[int, list[str]]]:
+    """Return the exit code and the lines that `ingress run` prints, for each module."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", EACH, json.dumps(sources)],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [name for name, *_ in found] == list(sources), done
+    return {name: (code, text.splitlines()) for name, code, text in found}
+
+
+def test_a_mistake_in_a_module_is_the_users_line_and_one_last_line(tmp_path: Path) -> None:
+    said = said_of(tmp_path, {name: HEAD + mistake for name, (mistake, *_) in MODULES.items()})
+
+    wrong = {}
+    for name, (mistake, parts, count) in MODULES.items():
+        code, lines = said[name]
+        print(f"{mistake}\n  " + "\n  ".join(lines) + "\n")
+        is_placed = count == 1 or (
+            lines[0].startswith(f'  File "{tmp_path}/mistaken.py", line ')
+            and lines[1].strip() in mistake
+        )
+        is_said = bool(lines) and all(part in lines[-1] for part in parts)
+        if not (code == 1 and len(lines) == count <= MOST_LINES and is_placed and is_said):
+            wrong[name] = code, lines
+    assert wrong == {}
+
+
+def test_an_error_has_its_cause_and_only_the_frames_of_the_user(tmp_path: Path) -> None:
+    source = """
+import json
+def read(text):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RuntimeError("no settings") from error
+read("{")
+"""
+    code, lines = said_of(tmp_path, {"cause": source})["cause"]
+
+    assert code == 1
+    file = f'  File "{tmp_path}/mistaken.py", line '
+    assert lines == [
+        f"{file}5, in read",
+        "    return json.loads(text)",
+        lines[2],
+        "which caused:",
+        f"{file}8, in <module>",
+        '    read("{")',
+        f"{file}7, in read",
+        '    raise RuntimeError("no settings") from error',
+        "RuntimeError: no settings",
+    ]
+    assert lines[2].startswith("json.decoder.JSONDecodeError: Expecting property name")
+
+
+def test_ctrl_c_while_a_module_is_imported_is_one_line(tmp_path: Path) -> None:
+    write_module(tmp_path, "slow", "import threading\nprint('imports', flush=True)\n" + WAITS)
+    command = [*INGRESS, "run", "slow:app"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        server.wait_for("imports")
+        server.signal(signal.SIGINT)
+
+        assert server.wait() == 130
+    _, line = server.output.splitlines()
+    assert line == f"Error: interrupted while 'slow' was imported, at {tmp_path}/slow.py:3"
+
+
+WAITS = "threading.Event().wait()\n"
+
+UNUSED = """
+import ingress as serve
+
+@serve.deployment(max_surge_percent=10)
+class Idle:
+    def __call__(self, request): return "idle"
+
+idle = Idle.bind()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["explain", "unused:idle"],
+        ["run", "unused:idle", "--port", "0"],
+        ["run", "unused:idle", "--port", "0", "--workers", "2"],
+    ],
+    ids=["explain", "run", "workers"],
+)
+def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[str]) -> None:
+    write_module(tmp_path, "unused", UNUSED)
+    environ = {**environment(tmp_path), "INGRESS_TRASE": "x"}
+    with process([*INGRESS, *command], tmp_path, environ) as server:
+        if command[0] == "run":
+            server.wait_for("is ready")
+            assert get(server.port, "/").body == b"idle"
+            server.signal()
+        assert server.wait() == 0
+        output = server.output
+
+    warning = f"{tmp_path}/unused.py:4: OptionNotActedOnWarning: deployment 'Idle' has options"
+    assert output.count(warning) == 1
+    assert output.count("OptionNotActedOnWarning") == 1
+    assert output.count("INGRESS_TRASE has no effect; did you mean INGRESS_TRACE?") == 1
+    blocking = f"{tmp_path}/unused.py:6: SyncMethodOnEventLoopWarning: RAY_SERVE_RUN_SYNC"
+    assert output.count(blocking) == (command[0] == "run")
+    assert output.count("Calling sync method") == (command[0] == "run")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -167,6 +168,16 @@ def is_lane(name: object) -> bool:
     return bool(is_name) and name not in ("serial", "executor")
 
 
+def _is_level(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.upper() in logging.getLevelNamesMapping()
+    return _is_int(value, at_least=0)
+
+
+LogLevel = Annotated[
+    str | int,
+    _must_be("DEBUG, INFO, WARNING, ERROR, CRITICAL or a number of Python's logging", _is_level),
+]
 PositiveInt = Annotated[int, _must_be("an integer ≥ 1", lambda v: _is_int(v, at_least=1))]
 NonNegativeInt = Annotated[int, _must_be("an integer ≥ 0", lambda v: _is_int(v, at_least=0))]
 PositiveFloat = Annotated[float, _must_be("a number > 0", lambda v: is_number(v) and v > 0)]

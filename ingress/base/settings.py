@@ -31,8 +31,10 @@ engine reads the environment again.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +48,7 @@ FREEZE_GC = "INGRESS_FREEZE_GC"
 RAISE_FILE_LIMIT = "INGRESS_RAISE_FILE_LIMIT"
 HANDLE_SIGNALS = "INGRESS_HANDLE_SIGNALS"
 SET_NATIVE_THREADS = "INGRESS_SET_NATIVE_THREADS"
+HTTP_HOST = "RAY_SERVE_DEFAULT_HTTP_HOST"
 MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
 ENGINES = ("local", "ray")
@@ -67,6 +70,15 @@ NATIVE_THREADS = (
     "VECLIB_MAXIMUM_THREADS",
 )
 """Without Rayon, Polars and TensorFlow, where all calls of a process share one pool."""
+_KNOWN = frozenset(
+    value
+    for name, value in globals().items()
+    if name.isupper() and isinstance(value, str) and value.startswith(("INGRESS_", "RAY_"))
+)
+
+
+_ALIKE = 0.9  # two letters of a name; below, names of other programs would be meant
+_told: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +137,7 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read the variables. Raises `ValueError` with the variable and its value."""
         env = os.environ if environ is None else environ
+        _warn_of_misspelt(env)
         threshold_ms = _time(env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to watch nothing")
         return cls(
             run_sync_in_threadpool=_flag(env, SYNC_IN_THREADPOOL, default=False),
@@ -137,7 +150,7 @@ class Settings:
             freeze_gc=_flag(env, FREEZE_GC, default=True),
             raise_file_limit=_flag(env, RAISE_FILE_LIMIT, default=True),
             set_native_threads=_flag(env, SET_NATIVE_THREADS, default=True),
-            http_host=env.get("RAY_SERVE_DEFAULT_HTTP_HOST") or "127.0.0.1",
+            http_host=env.get(HTTP_HOST) or "127.0.0.1",
             engine=engine_name(env),
             ray_address=env.get(RAY_ADDRESS) or None,
             trace_file=env.get(TRACE_FILE) or None,
@@ -158,6 +171,17 @@ def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
         else:
             os.environ[name] = value
     return before
+
+
+def _warn_of_misspelt(env: Mapping[str, str]) -> None:
+    """Warn, once for each, of variables without effect whose name is almost that of another."""
+    for name in env.keys() - _told:
+        if name in _KNOWN or not name.startswith(("INGRESS_", "RAY_SERVE_", "RAY_ADDRES")):
+            continue
+        for meant in difflib.get_close_matches(name, _KNOWN, n=1, cutoff=_ALIKE):
+            _told.add(name)
+            text = f"the variable {name} has no effect; did you mean {meant}?"
+            warnings.warn_explicit(text, UserWarning, "<environment>", 1)
 
 
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:

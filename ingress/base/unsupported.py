@@ -3,6 +3,7 @@
     NAMES        serve.xyz, and serve.module of a module of Ray Serve
     MEMBERS      attributes of objects that the API returns, and names in its modules
     PARAMETERS   keywords of functions and methods; for options see `elsewhere` in `config`
+    MISPLACED    attributes of other objects than the one at hand; not names of Ray Serve
 
 docs/compatibility.md lists the same sentences. Tests check that the lists are complete and that
 every sentence reaches the user.
@@ -10,6 +11,8 @@ every sentence reaches the user.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -170,6 +173,50 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+MISPLACED: Mapping[str, Mapping[str, str]] = {
+    "Application": {
+        "bind": "it is bound already; give all arguments to the first bind()",
+        "options": "options come first: Name.options(...).bind(...)",
+        "remote": "it does not run yet; handle = serve.run(app), then handle.remote(...)",
+    },
+    "Deployment": {
+        "remote": "it does not run yet; handle = serve.run(Name.bind()), then handle.remote(...)",
+    },
+}
+"""Attributes that another object has, with advice."""
+
+MEANT: Mapping[str, Mapping[str, str]] = {
+    "handle.options": {"method": "method_name"},
+    "serve.batch": {
+        "batch_size": "max_batch_size",
+        "batch_timeout_s": "batch_wait_timeout_s",
+        "timeout_s": "batch_wait_timeout_s",
+    },
+}
+"""Keywords that are often taken for another one, where the spelling alone does not tell which."""
+
+
+class AbsentModules:
+    """A finder at the end of `sys.meta_path`: the imports in `NAMES` fail with their advice.
+
+    `from ingress import metrics` first asks the module for an attribute, then for a submodule. The
+    advice of the `AttributeError` is lost on the way.
+    """
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+        package, _, name = fullname.rpartition(".")
+        if package == "ingress" and name in NAMES:
+            # Without the error's `name`: Python would drop an error about this very module.
+            raise ModuleNotFoundError(f"ingress has no {name!r}; {NAMES[name]}")
+
+
+def explain_imports() -> None:
+    """Make imports of what is absent say what to use instead, for good."""
+    if AbsentModules not in sys.meta_path:
+        sys.meta_path.append(AbsentModules)
+
+
 def teller(module: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which raises `AttributeError` with advice."""
     kind = module.rpartition(".")[2]
@@ -188,8 +235,9 @@ def teller(module: str) -> Callable[[str], Any]:
 def absent_member(owner: Any, name: str) -> AttributeError:
     """Return the error for an attribute that an object does not have; for `__getattr__`."""
     kind = type(owner).__name__
+    advice = {**MEMBERS.get(kind, {}), **MISPLACED.get(kind, {})}
     return AttributeError(
-        f"{kind!r} object has no attribute {name!r}{_told(MEMBERS.get(kind, {}), name)}",
+        f"{kind!r} object has no attribute {name!r}{_told(advice, name)}",
         name=name,
         obj=owner,
     )
@@ -203,15 +251,31 @@ def absent_method(deployment: str, name: str, methods: list[str]) -> AttributeEr
     )
 
 
-def refuse(function: str, given: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for keywords that the function of that name does not take."""
+def refuse(function: str, given: Mapping[str, Any], signature: Callable[..., Any]) -> None:
+    """Raise `TypeError` for keywords that the function of that name and signature does not take."""
     for name in given:
-        advice = PARAMETERS[function]
+        advice = PARAMETERS.get(function, {})
         known = advice.get(name)
         if known is None and function == "serve.start":
             known = advice["kwargs"]
+        if known is None:
+            known = _meant(function, name, signature)
         told = f"; {known}" if known else ""
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{told}")
+
+
+def _meant(function: str, name: str, signature: Callable[..., Any]) -> str:
+    parameters = inspect.signature(signature).parameters.values()
+    takes = [
+        each.name
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name != "self"
+    ]
+    nearest = MEANT.get(function, {}).get(name) or next(
+        iter(difflib.get_close_matches(name, takes, n=1)), None
+    )
+    hint = "" if nearest is None else f"did you mean {nearest}? "
+    return f"{hint}it takes: {', '.join(takes)}"
 
 
 def _told(advice: Mapping[str, str], name: str) -> str:

@@ -15,8 +15,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, overload
+from typing import Any, Never, overload
 
+from ingress.base.unsupported import refuse
 from ingress.batching.batch_item import Item
 from ingress.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
 from ingress.calls.call import CURRENT_CALL
@@ -58,6 +59,7 @@ def batch(
     batch_size_fn: Callable[[list[Any]], int] | None = None,
     *,
     per_item_errors: bool = False,
+    **unsupported: Never,
 ) -> Any:
     """Turn a function of lists into a function of single values, whose calls run together.
 
@@ -79,6 +81,7 @@ def batch(
 
     Raises `TypeError` or `ValueError`. Source: Ray 2.60.0, batching.py.
     """
+    refuse("serve.batch", unsupported, batch)
     limits = Limits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
     if not _is_whole(max_concurrent_batches) or max_concurrent_batches < 1:
         raise TypeError(

@@ -178,7 +178,8 @@ def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
     """Return ruff's diagnostics of the copies, each with its original file."""
     if importlib.util.find_spec("ruff") is None:
         raise CheckError(
-            "ingress check needs ruff; install it: python -m pip install 'fastapi-ingress[check]'"
+            "ingress check needs ruff; install it, in the folder of ingress's project: "
+            'python -m pip install -e ".[check]"'
         )
     with tempfile.TemporaryDirectory(prefix="ingress-check-") as folder:
         originals = {}

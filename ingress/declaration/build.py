@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from ingress.asgi import BoundApp
 from ingress.config import options_not_acted_on
@@ -27,6 +28,9 @@ from ingress.declaration.declaration import Application, Deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 
 logger = logging.getLogger("ingress")
+
+# What a warning was about: applications are built for `explain`, for the plan and for the start.
+_told: WeakSet[Deployment | Application] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ def build(application: Application, name: str, *, acts_on_all: bool = False) -> 
     `acts_on_all` is true for an engine on which every option has an effect.
 
     Raises `ValueError` for a `user_config` without `reconfigure` and for arguments that contain
-    themselves, `RayServeException` for more than one `@ingress` class. Otherwise warns once, with
-    `OptionNotActedOnWarning`, about options that have no effect yet.
+    themselves, `RayServeException` for more than one `@ingress` class. Otherwise warns once for
+    each deployment, with `OptionNotActedOnWarning`, about options that have no effect yet.
     """
     plan = _Flattening(name)
     plan.add(application)
@@ -111,29 +115,37 @@ class _Flattening:
 
     app_name: str
     built: dict[Application, BuiltDeployment] = field(default_factory=dict)
-    unfinished: set[Application] = field(default_factory=set)
+    unfinished: list[Application] = field(default_factory=list)  # each in the arguments of the last
 
     def add(self, node: Application) -> BuiltDeployment:
         if node in self.built:
             return self.built[node]
         if node in self.unfinished:
-            raise ValueError(f"the arguments of {node!r} contain itself; bind another application")
-        self.unfinished.add(node)
+            cycle = [*self.unfinished[self.unfinished.index(node) :], node]
+            raise ValueError(
+                f"bind() makes a cycle: {' -> '.join(each.deployment.name for each in cycle)}; a "
+                "deployment cannot be an argument of itself: look the handle up when it is needed, "
+                "with serve.get_deployment_handle(name)"
+            )
+        self.unfinished.append(node)
         args, kwargs = _map_leaves((node.init_args, node.init_kwargs), self._slot)
-        name = self._free_name(node.deployment.name)
+        name = self._free_name(node)
         self.built[node] = BuiltDeployment(name, node.deployment, args, kwargs)
+        self.unfinished.pop()
         return self.built[node]
 
     def _slot(self, leaf: Any) -> Any:
         return HandleSlot(self.add(leaf).name) if isinstance(leaf, Application) else leaf
 
-    def _free_name(self, wanted: str) -> str:
+    def _free_name(self, node: Application) -> str:
+        wanted = node.deployment.name
         taken = {built.name for built in self.built.values()}
         name, number = wanted, 0
         while name in taken:
             number += 1
             name = f"{wanted}_{number}"
-        if number:
+        if number and node not in _told:
+            _told.add(node)
             logger.warning(
                 "application %r has several deployments named %r; this one is now %r. "
                 "Give it a name of its own with .options(name=...)",
@@ -187,15 +199,23 @@ def _check(built: BuiltApplication) -> None:
 
 
 def _warn_of_options_not_acted_on(built: BuiltApplication) -> None:
-    options = [
-        f"{each.name}: {option}"
-        for each in built.deployments
-        for option in options_not_acted_on(each.deployment.config)
-    ]
-    if options:
-        warnings.warn(
-            f"application {built.name!r} sets options that are recorded but have no effect in "
-            f"this version; {'; '.join(options)}",
-            OptionNotActedOnWarning,
-            stacklevel=3,
-        )
+    """Warn at the line of each deployment that has such options, once for each deployment."""
+    for each in built.deployments:
+        options = options_not_acted_on(each.deployment.config)
+        if options and each.deployment not in _told:
+            _told.add(each.deployment)
+            warnings.warn_explicit(
+                f"deployment {each.deployment.name!r} has options without effect in this process: "
+                f"{'; '.join(options)}; leave them out, or run it with engine='ray'",
+                OptionNotActedOnWarning,
+                *_place_of(each.deployment.func_or_class),
+            )
+
+
+def _place_of(func_or_class: Any) -> tuple[str, int]:
+    """Return file and line of a class or function."""
+    try:
+        file = inspect.getsourcefile(func_or_class) or inspect.getfile(func_or_class)
+        return file, inspect.getsourcelines(func_or_class)[1]
+    except (OSError, TypeError):  # it was not read from a file
+        return "<unknown>", 0

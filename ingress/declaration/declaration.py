@@ -42,7 +42,7 @@ class ApplicationHost(Protocol):
         """Start the application on entry and stop it on exit."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class Deployment:
     """A class or function with deployment options; `.bind(...)` makes an `Application` of it."""
 
@@ -134,6 +134,9 @@ class Application:
             )
         schema: dict[str, Any] = spec.bind(cls).openapi()
         return schema
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_member(self, name)
 
     def __repr__(self) -> str:
         return f"Application({_call(self.deployment, self.init_args, self.init_kwargs)})"

@@ -19,7 +19,7 @@ _warned_lock = threading.Lock()
 
 
 def warn_of_def_on_loop(func: Callable[..., Any], name: str) -> None:
-    """Log and warn, once for each method. Source: seed "Environment flags"."""
+    """Warn, once for each method. Source: seed "Environment flags"."""
     # The method's own line, not the line of a wrapper, which all decorated methods share.
     code = code_of(inspect.unwrap(underlying(func)))
     file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
@@ -38,8 +38,7 @@ def warn_of_def_on_loop(func: Callable[..., Any], name: str) -> None:
         "this one; to stay on the loop, make it `async def`, or say execution='event_loop'. "
         f"({name} at {file}:{line})"
     )
-    logger.warning("%s", text)
     try:
         warnings.warn_explicit(text, SyncMethodOnEventLoopWarning, file, line)
-    except SyncMethodOnEventLoopWarning:
-        pass  # `-W error` is for tests; it must not fail the request
+    except SyncMethodOnEventLoopWarning:  # `-W error` is for tests; it must not fail the request
+        logger.warning("%s", text)

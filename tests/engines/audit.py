@@ -117,7 +117,12 @@ def _judged_name(name: str, known: set[str]) -> dict[str, str]:
         return _absent("")
     if not inspect.isfunction(ours):
         return {"verdict": "same"}
-    names = {*inspect.signature(ours).parameters} - {"absent", "options", "func_or_class"}
+    names = {*inspect.signature(ours).parameters} - {
+        "absent",
+        "options",
+        "func_or_class",
+        "unsupported",
+    }
     if name == "deployment":
         names |= {*DeploymentConfig.model_fields, "max_concurrent_queries"}
     return _wider(each for each in names if f"serve.{name}({each})" not in known)
