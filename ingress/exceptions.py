@@ -142,7 +142,7 @@ class RequestBodyTimeoutError(RequestTimeoutError):
     """No part of the request's body arrived for `body_idle_timeout_s`."""
 
     def __str__(self) -> str:
-        return f"The body of request {self.request_id} stood still for {self.timeout_s:g}s."
+        return f"The body of request {self.request_id} stalled for {self.timeout_s:g}s."
 
 
 class RequestBodyTooLargeError(RayServeException):

@@ -140,7 +140,7 @@ def test_clients_that_stop_in_a_small_body_hold_no_slot_and_get_a_408() -> None:
 
     assert {(each.status, each.is_complete) for each in answers} == {(408, True)}
     assert {each.headers["connection"] for each in answers} == {"close"}
-    assert answers[0].body.endswith(b" stood still for 0.4s.")
+    assert answers[0].body.endswith(b" stalled for 0.4s.")
     assert log.entries == []
     assert IDLE_S <= time.monotonic() - begun < IDLE_S + 2
 
@@ -171,7 +171,7 @@ def test_a_response_that_has_begun_is_cut_when_its_body_stops(
     with caplog.at_level(logging.WARNING, "ingress"), Connection(port) as connection:
         post(connection, "/echo", LARGE, BUFFER_BYTES)
         answer = connection.answer()
-        wait_until(lambda: "stood still" in caplog.text)
+        wait_until(lambda: "stalled for" in caplog.text)
 
     assert (answer.status, answer.is_complete) == (200, False)
     assert "to /echo was cut: The body of request" in caplog.text

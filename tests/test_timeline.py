@@ -430,7 +430,7 @@ def test_a_stall_is_on_the_track_of_the_servers_loop_if_that_is_where_user_code_
     trace, picture = check(timeline)
     assert [each.track for each in trace.stalls] == [f"{thread} stalls"]
     assert picture.tracks == [f"{thread}, event loop"]
-    assert "the loop stands still" in picture.legend
+    assert "the event loop is stalled" in picture.legend
 
 
 @pytest.mark.parametrize(

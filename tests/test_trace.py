@@ -248,7 +248,7 @@ def test_the_picture_shows_the_same(
         assert {part.kind for part in bar.parts} >= {"loop", "run"}
     assert blocking.picture.is_stairs
     assert [bar.work.kind for bar in threaded.picture.bars_of("work")] == ["work"] * 3
-    assert {"waits for the event loop", "the loop stands still"} <= {*blocking.picture.legend}
+    assert {"waits for the event loop", "the event loop is stalled"} <= {*blocking.picture.legend}
     assert "runs in a worker thread" in threaded.picture.legend
     assert [each.picture.axis[0] for each in (blocking, awaiting, threaded)] == ["0"] * 3
     assert blocking.picture.axis[-1].endswith(",000 ms")

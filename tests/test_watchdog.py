@@ -341,12 +341,12 @@ def test_a_stall_that_does_not_end_is_logged_before_it_does(
     monkeypatch.setenv(STALL_THRESHOLD_MS, "10")
     response = run(user_module(BLOCKING, gate=gate)).plain.remote()
     wait_until(lambda: records.all)
-    assert "has not turned for" in records.all[0].getMessage()
+    assert "has been stalled for" in records.all[0].getMessage()
     gate.opened.set()
     assert response.result(timeout_s=PATIENCE_S) == "x"
 
     wait_until(lambda: len(records.all) == 2)
-    assert "stood still for" in records.all[1].getMessage()
+    assert "loop of Model#0 stalled for" in records.all[1].getMessage()
     assert [each.is_over for each in gate.over()] == [True]
 
 
@@ -706,18 +706,18 @@ model = Model.bind()
 
 @pytest.mark.parametrize("separate", ["0", "1"])
 @pytest.mark.parametrize("command", ["uvicorn", "ingress run"])
-def test_sigusr1_logs_what_stood_still(tmp_path: Path, command: str, separate: str) -> None:
+def test_sigusr1_logs_the_recent_stalls(tmp_path: Path, command: str, separate: str) -> None:
     write_module(tmp_path, "users", APPLICATION)
     uvicorn = [*UVICORN, "--loop", "asyncio", "users:model"]
     line = uvicorn if command == "uvicorn" else [*INGRESS, "run", "users:model", "--port", "0"]
     with process(line, tmp_path, environment(tmp_path, separate=separate)) as server:
         assert get(server.port, "/free").status == 200
         server.signal(signal.SIGUSR1)
-        server.wait_for("no event loop stood still lately")
+        server.wait_for("no recent stalls of event loops")
         assert get(server.port, "/blocking").status == 200
-        server.wait_for(r"stood still for \d+ ms in Model.blocking")
+        server.wait_for(r" stalled for \d+ ms in Model.blocking")
         server.signal(signal.SIGUSR1)
-        server.wait_for(r"that stood still lately:\n.*in Model.blocking .*users.py:13: `time.sleep")
+        server.wait_for(r"recent stalls of .*:\n.*in Model.blocking .*users.py:13: `time.sleep")
         assert get(server.port, "/free").status == 200
 
 
@@ -736,7 +736,7 @@ def test_a_process_that_was_stopped_and_goes_on_reports_nothing(tmp_path: Path) 
         assert get(port, "/blocking").status == 200
         server.wait_for("in Model.blocking")
 
-        assert server.output.count("stood still") == 1
+        assert server.output.count(" stalled for") == 1
 
 
 FORKING = """

@@ -17,7 +17,7 @@ LEGEND = {
     WaitKind.QUEUE: "waits for a slot",
     WaitKind.LOOP: "waits for the event loop",
     WaitKind.THREAD: "waits for a thread",
-    "stall": "the loop stands still",
+    "stall": "the event loop is stalled",
 }
 """The activities of a request, by the kinds of its bar's segments."""
 
@@ -92,8 +92,8 @@ def place_of_stall(each: Standstill) -> str:
     stall = each.stall
     line = f" at {PurePath(stall.place.file).name}:{stall.place.line}" if stall.place.file else ""
     if stall.reason is StallReason.GIL:
-        return "waited for the GIL" + (f", which a thread had{line}" if line else "")
-    return f"stood still{line}" + (f" in {stall.method}" if stall.method else "")
+        return "waited for the GIL" + (f", held by a thread{line}" if line else "")
+    return f"stalled{line}" + (f" in {stall.method}" if stall.method else "")
 
 
 def _total_s(spans: Iterable[Run | Wait]) -> float:

@@ -81,7 +81,7 @@ class Stall:
     is_over: bool = True
 
     def __str__(self) -> str:
-        what = "stood still" if self.is_over else "has not turned"
+        what = "stalled" if self.is_over else "has been stalled"
         begin = f"The event loop of {self.loop} {what} for {self.duration_ms:.0f} ms"
         several = "s" if self.waited > 1 else ""
         end = f"Meanwhile {self.waited or 'no'} other request{several} waited."
@@ -90,12 +90,12 @@ class Stall:
             return (
                 f"{begin}, waiting for the GIL while other threads were at work: {holders}. {end} "
                 "Python runs one thread at a time: compute in another process, or in a library "
-                "that lets go of the GIL."
+                "that releases the GIL."
             )
         if self.reason is StallReason.UNKNOWN:
             return (
-                f"{begin}. {end} Its own code held the GIL, in one call of C or in the garbage "
-                "collector, so that the watchdog could not look."
+                f"{begin}. {end} Code on the loop held the GIL, in one C call or in the garbage "
+                "collector, so the watchdog could not take a sample."
             )
         whose = f" in {self.method}" if self.method else ""
         if self.request_ids:
@@ -104,11 +104,11 @@ class Stall:
         if self.calls > 1:
             whose += f", {self.calls} calls one after another"
         if holders:
-            end += f" Other threads were at work, {holders}; it may have waited for the GIL, too."
+            end += f" Other threads were at work, {holders}; the loop may have waited for the GIL."
         place = self.place
         at = str(place) if place.function != self.method else f"{place.file}:{place.line}"
         return (
-            f"{begin}{whose}, at {at}{_source(place)}. {end} Run what blocks in a "
+            f"{begin}{whose}, at {at}{_source(place)}. {end} Run blocking code in a "
             "thread, `await asyncio.to_thread(...)` or a `def` with "
             "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1; compute in another process."
         )
@@ -137,7 +137,7 @@ class StallLog:
         more = self._more(stall.place)
         if more is None and not follows:
             return False
-        again = f" ({more} more there since the last record)" if more else ""
+        again = f" ({more} more stalls at this line since the last record)" if more else ""
         context.run(logger.warning, "%s%s", stall, again, extra={"stall": stall})
         return True
 

@@ -133,7 +133,7 @@ class Watchdog:
                     self._is_asked = False
                     logger.warning("%s", self._report())
             except Exception:
-                logger.exception("the watchdog of event loops failed; it goes on in a minute")
+                logger.exception("the watchdog of event loops failed; it resumes in a minute")
                 pause_s = QUIET_S
         sampler.look([])  # reports current stalls, whose loops are no longer watched
         GIL_PRESSURE.relax()
@@ -147,9 +147,9 @@ class Watchdog:
         return list(self._loops.values())
 
     def _report(self) -> str:
-        lines = ["event loops that stood still lately:"]
+        lines = ["recent stalls of event loops:"]
         for stall in self.stalls():
             lines.append(f"{strftime('%H:%M:%S', localtime(stall.began_at_s))} {stall}")
             if not stall.is_over:
                 lines += [f"    {place}" for place in stall.stack]
-        return "\n".join(lines) if len(lines) > 1 else "no event loop stood still lately"
+        return "\n".join(lines) if len(lines) > 1 else "no recent stalls of event loops"
