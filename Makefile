@@ -26,7 +26,7 @@ export IS_PRE_RELEASE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: .venv/.test ## Serve app_examples/hello.py on 127.0.0.1:8000
+run: .venv/.run ## Serve app_examples/hello.py on 127.0.0.1:8000
 	@echo "Serving app_examples/hello.py; Ctrl-C stops it. In another terminal:"
 	@echo "  curl 'http://127.0.0.1:8000/sync?name=you'"
 	@echo "  curl http://127.0.0.1:8000/async"
@@ -101,12 +101,19 @@ clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-fastapi .venv-python .venv-peers .venv-ray .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 
-# The stamps: an environment is made again when pyproject.toml changed.
-.venv/.test: pyproject.toml
+# The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it
+# is imported: compiling all that is installed takes longer than the rest of a first `make run`.
+.venv/.run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Making .venv ..."
 	@$(PYTHON) -m venv .venv
+	@echo "Installing ingress and its requirements into it ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar off -e .
+	@touch $@
+
+.venv/.test: .venv/.run
+	@echo "Installing what the tests need ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[test]"
 	@touch $@
 
