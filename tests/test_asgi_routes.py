@@ -559,7 +559,7 @@ def test_an_app_that_was_served_without_a_class_is_bound_all_the_same() -> None:
             return "root"
 
     with TestClient(app) as plain:
-        assert plain.get("/").status_code == 422
+        assert plain.get("/").status_code == 500
         assert plain.get("/openapi.json").status_code == 200
     with serve(K) as client:
         assert client.get("/").json() == "root"

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
+from fastapi.openapi.utils import get_openapi
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -98,3 +99,23 @@ def test_an_application_without_a_name_is_described() -> None:
         "This app is served without its deployment Nameless, which has its methods. Bind the "
         "deployment, application = Nameless.bind(), and serve application."
     )
+
+
+def test_the_schema_of_the_app_itself_has_no_self() -> None:
+    app, router = FastAPI(), APIRouter()
+    app.include_router(router)
+
+    @serve.ingress(app)
+    class K:
+        @app.get("/first")
+        def first(self, n: int) -> int:
+            return n
+
+        @router.get("/second")
+        async def second(this, n: int) -> int:
+            return n
+
+    for operations in get_openapi(title="", version="", routes=app.routes)["paths"].values():
+        assert [each["name"] for each in operations["get"]["parameters"]] == ["n"]
+    with replicas_of(K) as client:
+        assert [client.get(f"/{path}?n=1").json() for path in ("first", "second")] == [1, 1]

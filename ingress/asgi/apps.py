@@ -24,7 +24,7 @@ from ingress.asgi.parts import Part, app_parts
 from ingress.asgi.responses import error_response, refusal
 from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
-from ingress.asgi.users_app import mark_clone, show_clones, showing
+from ingress.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -33,10 +33,6 @@ from ingress.exceptions import (
 from ingress.execution.other_loop import is_noted, note_other_loop
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
-
-_apps_lock = threading.RLock()
-"""Held while a user's app is read or changed. Two deployments may share one app and be built in two
-threads: both would replace its class."""
 
 
 class BoundRoutes:
@@ -59,7 +55,7 @@ class BoundRoutes:
             return
         methods = Methods(cls)
         tree = RouteTree(methods)
-        with _apps_lock:
+        with APPS_LOCK:
             check_routes(app.routes, methods)
             show_clones(app)
             self._router = tree.clone(app.router)

@@ -32,7 +32,8 @@ from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.asgi.routes import RouteInfo, check_routes
 from ingress.asgi.template import RouteTemplates
-from ingress.asgi.users_app import show_clones
+from ingress.asgi.unbound import hide_self
+from ingress.asgi.users_app import APPS_LOCK, show_clones
 from ingress.context import ReplicaRuntime
 from ingress.execution.execution import Role, kind
 
@@ -125,9 +126,11 @@ def ingress(app: Any = None) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         _check_class(cls, spec)
         cls.__ingress_spec__ = spec  # type: ignore[attr-defined]
-        note_class(spec.app, cls)
-        if isinstance(spec.app, Starlette):
-            show_clones(spec.app)
+        with APPS_LOCK:
+            note_class(spec.app, cls)
+            if isinstance(spec.app, Starlette):
+                show_clones(spec.app)
+                hide_self(spec.app, cls)
         return cls
 
     return decorate

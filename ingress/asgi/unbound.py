@@ -6,6 +6,7 @@ made. Its methods have no instance there: FastAPI would ask the client for the p
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Iterable
@@ -39,6 +40,21 @@ def refusal(app: Any, scope: Scope) -> ASGIApp | None:
             logger.error("%s", told)
             return None if is_start else _answering(told)
     return None
+
+
+def hide_self(app: Any, cls: type) -> None:
+    """Take `self` out of the query parameters of the class's methods in the user's app.
+
+    Extensions make clients, tools and documents from `app.routes`, long before there is a replica.
+    """
+    methods = Methods(cls)
+    for served in served_routes(app.routes):
+        dependant = getattr(served, "dependant", None)
+        if dependant is not None and methods.takes_self(_endpoint(served)):
+            name = next(iter(inspect.signature(served.endpoint).parameters), None)
+            dependant.query_params[:] = [
+                field for field in dependant.query_params if field.name != name
+            ]
 
 
 def _endpoint(served: Any) -> Any:

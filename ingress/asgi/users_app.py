@@ -10,6 +10,7 @@ these finds the clone by itself, so the class of the user's app looks it up.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.asgi.unbound import refusal
 from ingress.context import REPLICA
+
+APPS_LOCK = threading.RLock()
+"""Held while a user's app is read or changed. Two deployments may share one app and be built in two
+threads: both would replace its class."""
 
 _OF_ALL = "dependency_overrides"
 """The attribute that no clone has to itself: tests set it from outside, for all replicas."""
@@ -68,8 +73,7 @@ class UsersApp:
 def show_clones(app: Starlette) -> None:
     """Make `app` show the clone inside of each replica.
 
-    Called again, it includes the attributes that were set since. The caller holds the lock of
-    `apps`: two deployments may share the app.
+    Called again, it includes the attributes that were set since. The caller holds `APPS_LOCK`.
     """
     base = class_of(app)
     shown = {name: _shown(name) for name in vars(app) if name != _OF_ALL}
