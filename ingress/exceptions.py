@@ -155,7 +155,7 @@ class RequestBodyTooLargeError(RayServeException):
         self.max_body_size = max_body_size
 
     def __str__(self) -> str:
-        return f"The request's body is too large: it may have {self.max_body_size} bytes."
+        return f"The request's body is too large: the limit is {self.max_body_size} bytes."
 
 
 class RequestCycleError(RayServeException):

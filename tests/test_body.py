@@ -229,7 +229,7 @@ def test_a_body_whose_length_is_over_the_limit_is_refused_before_it_is_read(path
     assert answer.status == 413
     assert answer.headers["connection"] == "close"
     assert answer.headers["x-request-id"]
-    assert answer.body == b"The request's body is too large: it may have 1000 bytes."
+    assert answer.body == b"The request's body is too large: the limit is 1000 bytes."
     assert log.entries == []
 
 

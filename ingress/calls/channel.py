@@ -119,7 +119,7 @@ class Channel:
     def _try_put(self, item: Any, size: int, wake: Callable[[], Any] | None) -> bool:
         with self._lock:
             if self._closed:
-                raise StreamClosedError("the consumer of this stream is gone")
+                raise StreamClosedError("the consumer has closed this stream")
             if (
                 len(self._items) + self._taken >= self._max_items
                 or self._bytes + self._taken_bytes >= self._max_bytes

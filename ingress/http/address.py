@@ -63,7 +63,7 @@ class Address:
                 pass
 
     def _refusal(self, error: OSError) -> RuntimeError:
-        advice = "stop what listens there, or choose another port"
+        advice = "stop the program that listens there, or choose another port"
         if isinstance(error, socket.gaierror) or error.errno in _NOT_OF_THIS_MACHINE:
             advice = (
                 f"host must be an address of this machine, got {self.host!r}; use 127.0.0.1 for "
@@ -100,8 +100,8 @@ def _bind_path(path: str) -> socket.socket:
     except OSError as error:
         bound.close()
         raise RuntimeError(
-            f"Failed to bind to the Unix domain socket {path!r}: {error.strerror or error}; name a "
-            "path in a folder that is there and can be written, of at most 107 bytes"
+            f"Failed to bind to the Unix domain socket {path!r}: {error.strerror or error}; give a "
+            "path of at most 107 bytes in a folder that exists and can be written"
         ) from error
     return bound
 

@@ -94,7 +94,7 @@ class Body:
 
     def _check(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
-            raise self.error or StreamClosedError("the client of this request is gone")
+            raise self.error or StreamClosedError("the client of this request has disconnected")
 
     def timeout(self, now: float, request_id: str) -> RequestBodyTimeoutError | None:
         """Return an error once the body has stalled for too long. Called at every sweep.

@@ -115,7 +115,7 @@ class Connections:
         if now >= self._quiet_until:
             self._quiet_until = now + QUIET_S
             logger.warning(
-                "%d connections are open, which is the limit: further ones are answered 503; raise "
+                "%d connections are open, which is the limit: further connections get 503; raise "
                 "limit_connections, or lower the keep-alive timeout",
                 self.limits.limit_connections,
             )
@@ -150,7 +150,7 @@ class Guarded(_Uvicorns):
         self._others.report_full(self.loop.time())
         self._refuse(
             503,
-            f"The server has as many connections as it may have: {limit}.",
+            f"The server has reached its limit of {limit} connections.",
             f"retry-after: {RETRY_AFTER_S}\r\n",
         )
 
@@ -202,13 +202,13 @@ class Guarded(_Uvicorns):
             if name == b"host":
                 hosts += 1
                 if _HOST.fullmatch(value) is None:
-                    return "its Host is none"
+                    return "its Host field is invalid"
             elif name == b"content-length":
                 has_length = True
             elif name == b"transfer-encoding":
                 has_coding = True
         if version != "1.1" and version != "1.0":
-            return f"HTTP/{version} is not spoken here"
+            return f"HTTP/{version} is not supported"
         if hosts != 1 and (hosts or version == "1.1"):
             return f"it has {hosts} Host fields"
         if has_coding and (has_length or version == "1.0"):
@@ -223,7 +223,7 @@ class Guarded(_Uvicorns):
     @property
     def _too_large(self) -> str:
         return (
-            "The headers of the request are too large: they may have "
+            "The headers of the request are too large: the limit is "
             f"{self._max_bytes} bytes and {HEADER_FIELDS} fields."
         )
 

@@ -74,7 +74,9 @@ class HTTPServer:
                 async with asyncio.timeout(0.9):
                     await run_on(self.home.loop, self._stop())
         except TimeoutError:
-            logger.error("user code blocks the event loop of %s; left behind", self.home.name)
+            logger.error(
+                "user code blocks the event loop of %s; its thread is left behind", self.home.name
+            )
         finally:
             self._socket.close()
             self._address.clean_up()

@@ -164,7 +164,7 @@ class SameLoopTransport(Transport):
     async def send(self, message: Message) -> None:
         if self._client.is_gone:
             self._client.is_heard = True
-            raise StreamClosedError("the client of this request is gone")
+            raise StreamClosedError("the client of this request has disconnected")
         if message.get("more_body"):
             self._client.pump()
             self._chunks += 1
