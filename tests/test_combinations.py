@@ -263,7 +263,7 @@ def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
     wait_until(lambda: caplog.records)
     serve.shutdown()
     (record,) = caplog.records
-    assert "failed after the requests of its batch had left" in record.message
+    assert "failed after all requests of its batch were cancelled" in record.message
     assert all(response.request_id in record.message for response in responses)
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "too late"

@@ -336,7 +336,7 @@ def test_a_task_of_the_users_own_that_exits_does_not_end_the_loop(
         handle.remote().result(timeout_s=PATIENCE_S)
         assert handle.gone.remote().result(timeout_s=PATIENCE_S)
 
-    assert "user code ended the event loop of Spawner#0; it runs again" in caplog.text
+    assert "user code ended the event loop of Spawner#0; the loop is restarted" in caplog.text
 
 
 @pytest.mark.reliability("B29")
@@ -355,7 +355,7 @@ def test_a_method_that_stops_its_own_loop_does_not_end_it(
         answers = [handle.remote().result(timeout_s=PATIENCE_S) for _ in range(3)]
 
     assert answers == ["still here"] * 3
-    assert "user code stopped the event loop of Stopper#0; it runs again" in caplog.text
+    assert "user code stopped the event loop of Stopper#0; the loop is restarted" in caplog.text
 
 
 @pytest.mark.reliability("S08")

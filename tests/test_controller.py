@@ -274,8 +274,8 @@ def test_replicas_get_the_file_descriptors_the_hard_limit_allows() -> None:
 
 def test_more_loops_than_descriptors_fail_before_the_first_is_made() -> None:
     result = run_python(LIMITED.format(hard=300))
-    assert "80 event loops more need " in result
-    assert "and this process may have 300; raise the limit" in result
+    assert "80 more event loops need " in result
+    assert "and this process may open 300; raise the limit" in result
     assert "Too many open files" not in result
 
 

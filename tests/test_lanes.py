@@ -42,11 +42,11 @@ FLAGS = pytest.mark.parametrize("flags", flag_values(router="1"), indirect=True)
             ValueError,
             (
                 "execution must be one of 'event_loop', 'threadpool', 'serial', got 'thread'; "
-                "leave @serve.method out to have the role of the function and the flag decide"
+                "without @serve.method, the role of the function and the flag decide"
             ),
         ),
-        ({"execution": 1}, ValueError, "got 1; leave"),
-        ({"execution": ["serial"]}, ValueError, "got ['serial']; leave"),
+        ({"execution": 1}, ValueError, "got 1; without"),
+        ({"execution": ["serial"]}, ValueError, "got ['serial']; without"),
         (
             {"lane": "my lane"},
             ValueError,
@@ -107,14 +107,14 @@ class Lifecycle:
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        (coroutine, ValueError, "coroutine: it is an `async def`, which runs on the event loop"),
-        (async_items, ValueError, "async_items: it is an `async def generator`"),
+        (coroutine, ValueError, "coroutine, an `async def`, which runs on the event loop"),
+        (async_items, ValueError, "async_items, an `async def generator`"),
         (serve.batch(lambda items: items), TypeError, "above @serve.batch; put it below"),
         (SomeDeployment, TypeError, "decorates a function, got Deployment(name='SomeDeployment')"),
         (Lifecycle, TypeError, "put it on a method of the class"),
         (Lifecycle(), TypeError, "put it next to the `def`"),
-        (Lifecycle.__init__, ValueError, "Lifecycle.__init__: it runs on the event loop, or in"),
-        (Lifecycle.__del__, ValueError, "cannot be said of Lifecycle.__del__"),
+        (Lifecycle.__init__, ValueError, "Lifecycle.__init__, which runs on the event loop, or in"),
+        (Lifecycle.__del__, ValueError, "is not allowed on Lifecycle.__del__"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_with_the_fix(
@@ -174,7 +174,7 @@ def test_an_async_constructor_beside_a_serial_method_is_refused_when_it_is_bound
         @serve.method(execution="serial")
         def work(self) -> None: ...
 
-    with pytest.raises(ValueError, match=r"Api.work has execution='serial', so Api.__init__ is to"):
+    with pytest.raises(ValueError, match=r"Api.work has execution='serial', so Api.__init__ must"):
         serve.deployment(Api).bind()
 
 
@@ -184,7 +184,7 @@ def test_an_async_constructor_beside_a_serial_method_is_refused_when_it_is_bound
     ids=repr,
 )
 def test_bad_lanes_are_refused_with_the_default(lanes: Any) -> None:
-    with pytest.raises(ValueError, match="lanes must be a dict of lanes") as caught:
+    with pytest.raises(ValueError, match="lanes must be a dict from lanes") as caught:
         serve.deployment(lanes=lanes)
 
     assert f"got {lanes!r}; leave it out for the default, {{}}" in str(caught.value)

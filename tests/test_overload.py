@@ -234,7 +234,8 @@ def test_a_call_is_turned_away_if_more_wait_than_get_a_slot_in_its_time() -> Non
     queue = standing(rate=20, now=now)
 
     assert queue.turns_away(now + 1, now) == (
-        "1.000 s are left to answer it, about 20 requests are begun in that time, and 101 wait"
+        "1.000 s are left to answer the request, about 20 requests start in that time, "
+        "and 101 requests wait"
     )
     assert queue.turns_away(now + 5, now)
     assert not queue.turns_away(now + 6, now)

@@ -209,8 +209,8 @@ Loop = Annotated[
 LaneLimits = Annotated[
     dict[str, int],
     _must_be(
-        "a dict of lanes and how many threads each has in a replica, such as {'db': 8}: each an "
-        f"integer ≥ 1, under {LANE_RULE}",
+        "a dict from lanes to their numbers of threads in a replica, such as {'db': 8}; a number "
+        f"is an integer ≥ 1, a lane is {LANE_RULE}",
         lambda v: (
             isinstance(v, dict)
             and all(is_lane(name) and _is_int(limit, at_least=1) for name, limit in v.items())
@@ -220,8 +220,8 @@ LaneLimits = Annotated[
 IdempotentMethods = Annotated[
     list[str],
     _must_be(
-        f"a list of idempotent methods, of {', '.join(sorted(IDEMPOTENT_METHODS))}: what has an "
-        "effect each time it runs must not run twice",
+        f"a list of idempotent methods, each one of {', '.join(sorted(IDEMPOTENT_METHODS))}: a "
+        "request of another method must not run twice",
         lambda v: (
             isinstance(v, list | tuple | set | frozenset)
             and all(isinstance(each, str) and each in IDEMPOTENT_METHODS for each in v)

@@ -138,7 +138,9 @@ class Settings:
         """Read the variables. Raises `ValueError` with the variable and its value."""
         env = os.environ if environ is None else environ
         _warn_of_misspelt(env)
-        threshold_ms = _time(env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to watch nothing")
+        threshold_ms = _time(
+            env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to disable the watchdog"
+        )
         return cls(
             run_sync_in_threadpool=_flag(env, SYNC_IN_THREADPOOL, default=False),
             run_user_code_in_separate_thread=_flag(env, USER_CODE_IN_SEPARATE_THREAD, default=True),

@@ -313,7 +313,7 @@ class BatchQueue:
         if all(item.has_left for item in items) and not is_cancellation(error):
             ids = [item.call.metadata.request_id for item in items if item.call is not None]
             logger.warning(
-                "%s failed after the requests of its batch had left: %s",
+                "%s failed after all requests of its batch were cancelled: %s",
                 self._handler.name,
                 ", ".join(ids),
                 exc_info=error,
@@ -331,7 +331,7 @@ class BatchQueue:
                 mailbox_of(models.loop).post(models.end, batch)
         # Cancelled before its first step, the task has run no line: no caller may wait for ever.
         if any(not item.is_over for item in items):
-            cancelled = asyncio.CancelledError("before it began")
+            cancelled = asyncio.CancelledError("the batch was cancelled before it began")
             fail(items, UserCodeExit(cancelled, self._handler.name))
         self._advance()
 

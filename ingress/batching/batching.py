@@ -100,7 +100,7 @@ def batch(
         if not callable(func) or inspect.isclass(func) or hasattr(func, "func_or_class"):
             raise TypeError(
                 f"@serve.batch decorates a function, got {func!r}; put it on the method that takes "
-                "the lists, options by name: @serve.batch(max_batch_size=8)"
+                "the lists, and give options by name: @serve.batch(max_batch_size=8)"
             )
         handler = Handler(
             func,
@@ -139,8 +139,8 @@ class Batcher:
         parameters = parameters[self._has_receiver :]
         if not parameters:
             raise TypeError(
-                f"@serve.batch hands a function lists, and '{handler.name}' takes none; give it a "
-                "parameter for the values that are collected"
+                f"@serve.batch passes lists, but '{handler.name}' has no parameter for a list; "
+                "give it a parameter for the collected values"
             )
         self._signature = inspect.Signature(parameters)
         # The number of arguments of a simple call, as nearly all are; -1 if no call can be simple.

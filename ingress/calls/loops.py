@@ -68,8 +68,8 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
     needed = len(os.listdir("/dev/fd")) + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise RuntimeError(
-            f"{loops} event loops more need {needed} file descriptors in all, and this process "
-            f"may have {hard}; raise the limit (`ulimit -n {needed}`, LimitNOFILE= of a service), "
+            f"{loops} more event loops need {needed} file descriptors in all, and this process "
+            f"may open {hard}; raise the limit (`ulimit -n {needed}`, LimitNOFILE= of a service), "
             "start fewer replicas, or let them share a loop with "
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0"
         )
@@ -322,10 +322,14 @@ class EventLoopThread:
             try:
                 self.loop.run_forever()
             except BaseException:
-                logger.exception("user code ended the event loop of %s; it runs again", self.name)
+                logger.exception(
+                    "user code ended the event loop of %s; the loop is restarted", self.name
+                )
             else:
                 if not self._stopping:
-                    logger.error("user code stopped the event loop of %s; it runs again", self.name)
+                    logger.error(
+                        "user code stopped the event loop of %s; the loop is restarted", self.name
+                    )
         self._close()
 
     def _close(self) -> None:
@@ -347,7 +351,7 @@ class EventLoopThread:
         try:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=deadline - monotonic()))
         except BaseException:  # from one of the tasks; the others must still end
-            logger.exception("while the event loop of %s was closed", self.name)
+            logger.exception("a task failed while the event loop of %s was closed", self.name)
 
 
 async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

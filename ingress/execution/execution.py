@@ -307,8 +307,8 @@ def _take_threads(made: ExecutionPlan, lane: str, lanes: Lanes | None) -> None:
 def no_such_lane(name: str, lane: str, limits: Mapping[str, int]) -> str:
     """Return the error message for a callable whose deployment does not have its lane."""
     return (
-        f"{name} runs in lane={lane!r}, and its deployment has lanes={dict(limits)!r}; say how "
-        f"many threads that lane has: @serve.deployment(lanes={{{lane!r}: 8}})"
+        f"{name} runs in lane={lane!r}, but its deployment has lanes={dict(limits)!r}; add the "
+        f"lane with its number of threads: @serve.deployment(lanes={{{lane!r}: 8}})"
     )
 
 

@@ -168,9 +168,9 @@ class LanePool(WorkerPool):
             self.mailbox.post(turn.end)  # a thread has begun it
             return
         error = RequestCycleError(
-            f"Lane {self._lane!r} can never run the request: its limit of {self._limit} is reached "
-            f"by requests that wait for it, in the cycle {chain}. Raise the limit, or do not wait "
-            "in a lane for what needs that lane."
+            f"Lane {self._lane!r} can never run the request: all {self._limit} of its threads are "
+            f"held by requests that wait for the lane, in the cycle {chain}. Raise the limit, or "
+            "do not wait in a lane for a call that needs the same lane."
         )
         self.mailbox.post(turn.fail, error)
 

@@ -85,8 +85,8 @@ def check_lanes(func_or_class: Any, limits: Mapping[str, int]) -> None:
             init = func_or_class.__init__
             if kind(init).is_async:
                 raise ValueError(
-                    f"{name} has execution='serial', so {name_of(init)} is to run in the same "
-                    "thread, and it is an `async def`, which runs on the event loop; make it a "
+                    f"{name} has execution='serial', so {name_of(init)} must run in the same "
+                    "thread, but an `async def` runs on the event loop; make the constructor a "
                     "`def`"
                 )
 
@@ -101,8 +101,8 @@ def _override(func: object, execution: object, lane: object) -> Override:
         )
     if execution is not None and (not isinstance(execution, str) or execution not in _MODES):
         raise ValueError(
-            f"execution must be one of {', '.join(map(repr, _MODES))}, got {execution!r}; leave "
-            "@serve.method out to have the role of the function and the flag decide"
+            f"execution must be one of {', '.join(map(repr, _MODES))}, got {execution!r}; without "
+            "@serve.method, the role of the function and the flag decide"
         )
     if lane is None:
         return Override(_MODES[str(execution)])
@@ -132,13 +132,13 @@ def _check_function(func: Any, override: Override) -> None:
     name = name_of(func)
     if func.__name__ in _LIFECYCLE:
         raise ValueError(
-            f"{override} cannot be said of {name}: it runs on the event loop, or in the serial "
-            "thread if a method has execution='serial'; give a method that"
+            f"{override} is not allowed on {name}, which runs on the event loop, or in the serial "
+            "thread if a method has execution='serial'; put it on a method"
         )
     if kind(func).is_async and override.mode is not ExecutionMode.EVENT_LOOP:
         raise ValueError(
-            f"{override} cannot be said of {name}: it is an `{kind(func).value}`, which runs on "
-            "the event loop; make it a `def`, or leave @serve.method out"
+            f"{override} is not allowed on {name}, an `{kind(func).value}`, which runs on the "
+            "event loop; make it a `def`, or leave @serve.method out"
         )
     before = override_of(func)
     if before not in (None, override) and not hasattr(func, "__wrapped__"):

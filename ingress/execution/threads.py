@@ -143,7 +143,10 @@ class WorkerThreads:
                 try:
                     call()
                 except BaseException:  # raised by a callback of a user's future
-                    logger.exception("in a worker thread of %s, which goes on", self.name)
+                    logger.exception(
+                        "a callback failed in a worker thread of %s; the thread continues",
+                        self.name,
+                    )
                 del call  # an idle thread must not keep the last call's objects alive
                 with self._lock:
                     self._unfinished -= 1

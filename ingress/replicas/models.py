@@ -288,7 +288,9 @@ class _Cache:
 
     def _begin(self, model_id: str) -> _Model:
         if self._replica.is_stopped:
-            raise ReplicaUnavailableError(f"{self._plan.name} was called when its replica stopped.")
+            raise ReplicaUnavailableError(
+                f"{self._plan.name} was called after its replica had stopped."
+            )
         call = CURRENT_CALL.get(None)
         metadata = RequestMetadata(
             "" if call is None else call.metadata.request_id,
@@ -440,8 +442,8 @@ class _Cache:
         elif self._waiting.pop(load, None) is not None:
             error = RequestCycleError(
                 f"Model {load.id!r:.200} can never be loaded: max_num_models_per_replica="
-                f"{self._limit}, and those that are there are used by requests that wait for it, "
-                f"in the cycle {chain}. Raise max_num_models_per_replica of {self._plan.name}, or "
-                "break the cycle."
+                f"{self._limit}, and all loaded models are used by requests that wait for this "
+                f"model, in the cycle {chain}. Raise max_num_models_per_replica of "
+                f"{self._plan.name}, or break the cycle."
             )
             mailbox.post(load.fail, error)

@@ -44,7 +44,7 @@ class Shed(NamedTuple):
     @property
     def reason(self) -> str:
         return (
-            f"{self.left_s:.3f} s are left to answer it, and requests like it usually take "
+            f"{self.left_s:.3f} s are left to answer the request, and such requests usually take "
             f"{self.usual_s:.3f} s"
         )
 
@@ -184,8 +184,8 @@ class WaitingCalls:
         if turns is None or len(self._calls) <= max(turns, MIN_TURNS):
             return ""
         return (
-            f"{left_s:.3f} s are left to answer it, about {turns:.0f} requests are begun in that "
-            f"time, and {len(self._calls)} wait"
+            f"{left_s:.3f} s are left to answer the request, about {turns:.0f} requests start in "
+            f"that time, and {len(self._calls)} requests wait"
         )
 
     def add(self, call: Call, now: float) -> None:

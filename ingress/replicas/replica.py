@@ -384,14 +384,16 @@ class Replica:
                 async with asyncio.timeout(timeout_s):
                     await run_on(self.loop, self._wind_down())
         except TimeoutError:
-            logger.error("%s did not stop within %.1f s; left behind", self.replica_id, timeout_s)
+            logger.error(
+                "%s did not stop within %.1f s; ingress waits no longer", self.replica_id, timeout_s
+            )
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
             if task.cancelling():
                 raise
             # `_wind_down` was cancelled, not this task: the owner of the loop ends all its tasks.
-            logger.error("%s did not stop before its event loop did", self.replica_id)
+            logger.error("the event loop of %s ended before the replica stopped", self.replica_id)
         except Exception:
             logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
         self.pools.shutdown()
@@ -436,7 +438,11 @@ class Replica:
             joins.append(("executor threads", self._executor.join))
         stuck = [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]
         if stuck:
-            logger.error("%s left its %s behind, stuck", self.replica_id, " and ".join(stuck))
+            logger.error(
+                "user code of %s still blocks its %s; they are left behind",
+                self.replica_id,
+                " and ".join(stuck),
+            )
 
     def _on_dead(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Turn away or interrupt a call that can no longer reach the user loop."""

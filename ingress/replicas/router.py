@@ -296,8 +296,8 @@ class Router:
         name = self.deployment_id.name
         return (
             f"This call of '{name}' can never start: all slots of '{name}' are held by calls that "
-            f"wait for one, in the cycle {chain}. Raise max_ongoing_requests or num_replicas "
-            f"of '{name}', or break the cycle."
+            f"wait for such a slot, in the cycle {chain}. Raise max_ongoing_requests or "
+            f"num_replicas of '{name}', or break the cycle."
         )
 
     def add(self, replica: Runner) -> None:
