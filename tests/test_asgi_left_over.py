@@ -56,7 +56,6 @@ MISTAKES = {
     "unrelated": (UNRELATED, 8, "Other.lost", "put @serve.ingress(...) on its own class"),
     "wrong-app": (WRONG_APP, 9, "K.lost", "Write @serve.ingress(app)."),
     "not-included": (NOT_INCLUDED, 11, "K.lost", "or app.include_router(router)"),
-    "no-route": (NO_ROUTE, 9, "K.lost", "Give the method a route"),
 }
 
 
@@ -91,6 +90,19 @@ def test_a_route_that_is_left_over_is_named_once(
     assert (said[0].filename, said[0].lineno) == (file, line)
     assert str(said[0].message).startswith(f"{name} ({file}:{line}) is a ")
     assert fix in str(said[0].message)
+
+
+def test_a_class_without_a_route_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, module = load(tmp_path, NO_ROUTE)
+
+    bound(module.K)
+    bound(module.K)
+
+    assert [each.message.partition(", whose")[0] for each in caplog.records] == [
+        f"K.lost ({file}:9) is a method of K"
+    ]
 
 
 def test_deployments_that_share_an_app_are_no_mistake(tmp_path: Path) -> None:

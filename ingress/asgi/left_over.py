@@ -9,11 +9,13 @@ none at all                                            add one, or give the righ
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
+from weakref import WeakSet
 
 from starlette.applications import Starlette
 from starlette.routing import Router
@@ -22,6 +24,8 @@ from ingress.asgi.methods import Methods
 from ingress.asgi.routes import RouteTree, served_routes
 from ingress.exceptions import RouteNotServedWarning
 from ingress.execution.execution import code_of, name_of
+
+logger = logging.getLogger("ingress")
 
 _CLASSES = "_ingress_classes"
 
@@ -71,15 +75,20 @@ def _elsewhere(app: Any, cls: type, tree: RouteTree) -> Iterator[tuple[str, Any,
 
 
 def _warn_if_no_route(app: Any, cls: type) -> None:
-    """Warn if the class has methods and its app no route but FastAPI's documentation."""
+    """Log, once, a class that has methods and whose app has no route but FastAPI's documentation.
+
+    Not a warning: handles may call the methods.
+    """
     methods = [value for name, value in vars(cls).items() if _is_public_method(name, value)]
     endpoints = [getattr(route, "endpoint", None) for route in app.routes]
     is_empty = all(getattr(each, "__module__", "") == "fastapi.applications" for each in endpoints)
-    if methods and is_empty:
-        _warn(
-            f"is a method of {name_of(cls)}, whose app has no route: all requests are answered "
-            "with 404. Give the method a route, for example @app.get('/').",
-            methods[0],
+    if methods and is_empty and methods[0] not in _logged:
+        _logged.add(methods[0])
+        logger.warning(
+            "%s is a method of %s, whose app has no route: all HTTP requests are answered with "
+            "404. Give the method a route, for example @app.get('/')",
+            _named(methods[0]),
+            name_of(cls),
         )
 
 
@@ -105,16 +114,23 @@ def _apps_beside(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _warn(text: str, func: Callable[..., Any]) -> None:
-    code = code_of(func)
-    file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
     warnings.warn_explicit(
-        f"{name_of(func)} ({file}:{line}) {text}",
-        RouteNotServedWarning,
-        file,
-        line,
-        registry=_said,
+        f"{_named(func)} {text}", RouteNotServedWarning, *_place(func), registry=_said
     )
+
+
+def _named(func: Callable[..., Any]) -> str:
+    file, line = _place(func)
+    return f"{name_of(func)} ({file}:{line})"
+
+
+def _place(func: Callable[..., Any]) -> tuple[str, int]:
+    code = code_of(func)
+    return (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
 
 
 _said: dict[Any, Any] = {}
 """Warnings that were given: a deployment is bound again by `ingress explain` and `openapi()`."""
+
+_logged: WeakSet[Any] = WeakSet()
+"""The methods that the log has named."""
