@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -256,6 +258,22 @@ def test_workers_print_the_same_plan_and_the_same_line_as_one_process(folder: Pa
     one, workers = printed
     assert one[:-1] == workers[:-1]
     assert workers[-1] == one[-1].replace(" (Ctrl-C", ", in 2 processes (Ctrl-C")
+
+
+@pytest.mark.slow  # it is silent for five seconds
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_a_worker_that_is_silent_is_replaced_after_the_time_of_the_option(folder: Path) -> None:
+    words = ["app:hello", "--port", "0", "--workers", "2", "--timeout-worker-healthcheck", "5"]
+    with process(run(*words), folder, environment(folder)) as server:
+        server.wait_for("is ready at ")
+        pid = server.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        commands = {int(each): Path(f"/proc/{each}/cmdline").read_bytes() for each in children}
+        silent = next(each for each, command in commands.items() if b"spawn_main" in command)
+        os.kill(silent, signal.SIGSTOP)
+
+        server.wait_for(f"worker {silent} does not answer; it is killed")
+        server.wait_for(r"worker \d+ is ready")
 
 
 REFUSED = {
