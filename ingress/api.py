@@ -106,7 +106,9 @@ def run_many(
     refuse("serve.run_many", unsupported, run_many)
     names = [each.name for each in targets]
     if len({*names}) < len(names):
-        raise ValueError(f"applications must have different names, got {names}; name each")
+        raise ValueError(
+            f"applications must have different names, got {names}; give each its own name"
+        )
     with serving_until_signal() if blocking else nullcontext():
         return [
             run(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets
@@ -134,7 +136,7 @@ def serving_until_signal() -> Iterator[None]:
                 if stopped.number == signal.SIGINT:
                     raise KeyboardInterrupt from None  # Python then exits as for Ctrl-C
                 raise SystemExit(128 + stopped.number) from None
-        logger.info("stopping: waiting for what runs; a second signal stops at once")
+        logger.info("stopping: waiting for running requests; a second signal stops at once")
         current_engine().leave()
         time.sleep(LAME_DUCK_S)  # requests that are on their way are still served
         shutdown()

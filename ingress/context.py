@@ -105,14 +105,14 @@ def get_replica_context() -> ReplicaContext:
         return replica.public
     message = (
         "`serve.get_replica_context()` may only be called from within a deployment: in its "
-        "constructor, in its methods and endpoints, and in what they call."
+        "constructor, in its methods and endpoints, and in functions that they call."
     )
     if threading.current_thread() is not threading.main_thread() and not _has_running_loop():
         message += (
             f" This is the thread {threading.current_thread().name!r}; a thread you start yourself "
             "begins with an empty context. Start it with "
             "`Thread(target=contextvars.copy_context().run, args=(function,))`, or use "
-            "`asyncio.to_thread`, which does that."
+            "`asyncio.to_thread`, which copies the context."
         )
     raise RayServeException(message)
 

@@ -357,7 +357,7 @@ class DeploymentResponseGenerator(_Response):
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "another consumer waits for the next item of this DeploymentResponseGenerator; "
-                "make a call for each consumer, or let one pass the items on"
+                "make a call for each consumer, or let one consumer pass the items on"
             )
 
     async def aclose(self) -> None:

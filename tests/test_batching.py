@@ -153,7 +153,7 @@ def test_a_batch_over_a_route_is_refused_when_the_class_is_decorated(
         async def route(self, xs: list[int]) -> list[int]:
             return xs
 
-    with pytest.raises(TypeError, match=r"K\.route.*decorate an inner method and await it from"):
+    with pytest.raises(TypeError, match=r"K\.route.*Decorate an inner method and await it from"):
         serve.ingress(app)(K)
 
 

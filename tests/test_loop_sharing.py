@@ -341,8 +341,8 @@ def test_one_line_names_object_file_and_line_and_the_options(
     )
     assert line == (
         f"lock (asyncio.Lock, tests/test_loop_sharing.py:{number}) belongs to one event loop, so "
-        'the replicas of Locks run on one, with all that share it; @serve.deployment(loop="shared")'
-        ' says so in the code, loop="own" gives each replica its own'
+        "the replicas of Locks run on the shared loop; declare this with "
+        '@serve.deployment(loop="shared"), or give each replica its own loop with loop="own"'
     )
 
 

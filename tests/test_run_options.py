@@ -279,7 +279,7 @@ def test_a_worker_that_is_silent_is_replaced_after_the_time_of_the_option(folder
 REFUSED = {
     "two-addresses": (["--uds", "s", "--port", "1"], "--uds and --host or --port are both given"),
     "uds-and-fd": (["--uds", "s", "--fd", "3"], "--uds and --fd are both given"),
-    "uds-nowhere": (["--uds", "no/such/s"], "name a path in a folder that is there"),
+    "uds-nowhere": (["--uds", "no/such/s"], "in a folder that exists"),
     "fd-closed": (["--fd", "77"], "fd=77 is not an open socket: Bad file descriptor"),
     "no-key": (["--ssl-certfile", "app.py"], "--ssl-certfile needs a certificate and its key"),
     "no-certificate": (["--ssl-ciphers", "x"], "give both --ssl-certfile and --ssl-keyfile"),
@@ -290,7 +290,7 @@ REFUSED = {
     "prefix": (["--route-prefix", "api"], "Invalid route_prefix 'api', must start with"),
     "on-ray": (["--engine", "ray", "--uds", "s"], "--uds is for the local engine"),
     "on-ray-too": (["--engine", "ray", "--no-proxy-headers"], "--no-proxy-headers is for"),
-    "no-factory": (["--factory"], "'app:hello' is an application, no factory"),
+    "no-factory": (["--factory"], "'app:hello' is an application, not a factory"),
     "host": (["--host", "10.255.255.1"], "an address of this machine, got '10.255.255.1'"),
 }
 

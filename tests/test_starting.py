@@ -361,7 +361,7 @@ def test_of_two_runs_of_a_name_the_later_one_stays(doors: Doors) -> None:
 
     error = earlier.join().error
     assert isinstance(error, RuntimeError)
-    assert "another one of its name was run while it started" in str(error)
+    assert "another application of its name was run while it started" in str(error)
     assert later.remote().result(timeout_s=PATIENCE_S) == "later"
     assert get(port, "/").body == b"later"
 
@@ -491,7 +491,7 @@ def test_two_runs_of_a_name_at_once_leave_one_of_them(switch_interval: None) -> 
             each.join()
 
         errors = [each.error for each in runs if each.error is not None]
-        assert all("another one of its name" in str(each) for each in errors)
+        assert all("another application of its name" in str(each) for each in errors)
         assert len(errors) < len(runs)
         assert list(serve.status().applications) == ["default"]
         (model,) = serve.status().applications["default"].deployments.values()
@@ -703,8 +703,9 @@ def test_after_ten_seconds_what_still_constructs_is_named_with_its_line(tmp_path
     line = 1 + ONE_IS_SLOW.split(HANG)[0].count("\n")
     command = [*INGRESS, "run", "app:model", "--port", "0"]
     with process(command, tmp_path, environment(tmp_path)) as server:
-        wait_until(lambda: "still starts" in server.output, 45)
+        wait_until(lambda: "still starting" in server.output, 45)
         says = (
-            rf"application 'default' still starts after 10 s: Model#1 at \S*app.py:{line} in Model"
+            r"application 'default' is still starting after 10 s: Model#1 at "
+            rf"\S*app.py:{line} in Model"
         )
         assert re.search(says, server.output), server.output

@@ -292,14 +292,14 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
             continue
         elif getattr(route.endpoint, "__ingress_batched__", None) is route.endpoint:
             raise TypeError(
-                f"@serve.batch stands over the route {route.endpoint.__qualname__}, and FastAPI "
-                "would call past it: decorate an inner method and await it from the route."
+                f"@serve.batch above the route {route.endpoint.__qualname__} would have no effect: "
+                "FastAPI calls the function below it. Decorate an inner method and await it from "
+                "the route."
             )
         elif hasattr(route.endpoint, "__ingress_batcher__"):
             raise TypeError(
-                f"{route.endpoint.__qualname__} is a route and a @serve.batch: FastAPI would take "
-                "its lists for those of one request. Decorate an inner method and await it from "
-                "the route."
+                f"{route.endpoint.__qualname__} is a route and a @serve.batch: FastAPI would read "
+                "its lists from one request. Decorate an inner method and await it from the route."
             )
         elif (override := override_of(route.endpoint)) is not None and (
             mounted_at or not isinstance(route, (APIRoute, APIWebSocketRoute))

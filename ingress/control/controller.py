@@ -259,9 +259,9 @@ class Controller:
             found = await asyncio.to_thread(next, loop_objects(built), None)  # it reads files
         if found is not None:
             logger.info(
-                "%s belongs to one event loop, so the replicas of %s run on one, with all that "
-                'share it; @serve.deployment(loop="shared") says so in the code, loop="own" gives '
-                "each replica its own",
+                "%s belongs to one event loop, so the replicas of %s run on the shared loop; "
+                'declare this with @serve.deployment(loop="shared"), or give each replica its own '
+                'loop with loop="own"',
                 found,
                 built.name,
             )

@@ -205,7 +205,7 @@ def _check_arguments(
         problem = f"missing {', '.join(missing)}"
     raise TypeError(
         f"{_call(deployment, args, kwargs)} does not match "
-        f"{cls.__name__}.__init__{signature}: {problem}; give bind() what the constructor takes"
+        f"{cls.__name__}.__init__{signature}: {problem}; give bind() the constructor's arguments"
     )
 
 

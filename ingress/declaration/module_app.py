@@ -37,8 +37,8 @@ def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) 
             raise
         where = "here" if app_dir is None else f"in {app_dir.resolve()}"
         raise NotAnApplication(
-            f"there is no module {module_name!r} {where}; check the spelling, or say where it is "
-            "with --app-dir"
+            f"there is no module {module_name!r} {where}; check the spelling, or name its "
+            "folder with --app-dir"
         ) from None
     found: Any = module
     for name in attribute.split("."):
@@ -62,7 +62,7 @@ def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) 
         if bound:
             hint = f"did you mean {module_name}:{bound[0]}?"
         elif isfunction(found) and not is_factory:
-            hint = "if it returns one, say --factory"
+            hint = "if it returns an application, add --factory"
     raise NotAnApplication(
         f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
     )
@@ -70,12 +70,12 @@ def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) 
 
 def _made(target: str, factory: Any) -> Any:
     if isinstance(factory, Application):
-        raise NotAnApplication(f"{target!r} is an application, no factory; leave out --factory")
+        raise NotAnApplication(f"{target!r} is an application, not a factory; leave out --factory")
     try:
         signature(factory).bind()
     except (TypeError, ValueError) as error:
         raise NotAnApplication(
-            f"{target!r} cannot be called without arguments ({error}), as --factory does; give "
+            f"--factory calls {target!r} without arguments, which is not possible ({error}); give "
             "its parameters defaults"
         ) from None
     return factory()

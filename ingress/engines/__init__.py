@@ -167,8 +167,8 @@ def _is_meant_for_ray() -> bool:
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     message = (
-        "INGRESS_ENGINE='ray': an application that a server runs is in that server's process; "
-        "use ingress run --engine ray, or unset it"
+        "INGRESS_ENGINE='ray' is not possible under another server, which runs the application "
+        "in its own process; use ingress run --engine ray, or unset INGRESS_ENGINE"
     )
     if scope["type"] != "lifespan":
         raise RuntimeError(message)

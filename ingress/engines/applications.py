@@ -30,7 +30,7 @@ from ingress.schema import ApplicationStatus, ApplicationStatusOverview
 CLOSED = "it was closed while it started"
 DELETED = "it was deleted while it started"
 INTERRUPTED = "it was interrupted while it started"
-REPLACED = "another one of its name was run while it started"
+REPLACED = "another application of its name was run while it started"
 SHUT_DOWN = "everything was shut down while it started"
 
 
@@ -309,7 +309,7 @@ class Applications:
             if other.name == new.name and other.proxy is not new.proxy:
                 raise RayServeException(
                     f'Application name "{new.name}" is being used by an application that is served '
-                    "as an ASGI app. Give this one another name."
+                    "as an ASGI app. Give this application another name."
                 )
             if other.name == new.name or other.proxy is not proxy or new.proxy is not proxy:
                 continue

@@ -23,7 +23,7 @@ async def tell_while_starting(application: RunningApplication) -> None:
         await asyncio.sleep(next_s - passed_s)
         passed_s, next_s = next_s, 2 * next_s
         logger.warning(
-            "application '%s' still starts after %.0f s: %s",
+            "application '%s' is still starting after %.0f s: %s",
             application.name,
             passed_s,
             constructing(application),
@@ -43,7 +43,7 @@ def constructing(application: RunningApplication) -> str:
         texts.append(f"{replica.replica_id}{where}")
     if len(replicas) > _NAMED:
         texts.append(f"and {len(replicas) - _NAMED} more")
-    return ", ".join(texts) or "what it replaces is yet to end"
+    return ", ".join(texts) or "the application that it replaces has not ended yet"
 
 
 def _awaited(loop: asyncio.AbstractEventLoop) -> Place:

@@ -393,7 +393,7 @@ class Replica:
             if task.cancelling():
                 raise
             # `_wind_down` was cancelled, not this task: the owner of the loop ends all its tasks.
-            logger.error("the event loop of %s ended before the replica stopped", self.replica_id)
+            logger.error("%s did not stop before its event loop stopped", self.replica_id)
         except Exception:
             logger.exception("Exception during graceful shutdown of replica: %s", self.replica_id)
         self.pools.shutdown()

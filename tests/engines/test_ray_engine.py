@@ -691,7 +691,7 @@ def test_an_application_ends_with_ctrl_c_and_the_cluster_that_was_there_stays(
     [
         ("127.0.0.1:1", "cannot connect to a Ray cluster at 127.0.0.1:1: Connection refused"),
         ("nowhere", "address 'nowhere' is not host:port of a Ray cluster"),
-        ("ray://127.0.0.1:10001", "is one of Ray Client, which cannot stream"),
+        ("ray://127.0.0.1:10001", "is for Ray Client, which cannot stream"),
     ],
 )
 def test_a_cluster_that_is_not_there_is_one_line(

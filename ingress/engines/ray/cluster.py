@@ -64,7 +64,7 @@ class Cluster:
             _disconnect()
             if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
                 raise RuntimeError(
-                    f"the Ray cluster at {address} wants a token: on its own machine say "
+                    f"the Ray cluster at {address} requires a token: on its own machine use "
                     "--address auto, elsewhere set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
                 ) from None
             raise _unreachable(address, _first_line(error)) from error
@@ -176,7 +176,7 @@ def _check_reachable(address: str) -> None:
     """Raise `RuntimeError` if no cluster answers. Ray itself would try for over a minute."""
     if address.startswith("ray://"):
         raise RuntimeError(
-            f"address {address!r} is one of Ray Client, which cannot stream; run on a node of the "
+            f"address {address!r} is for Ray Client, which cannot stream; run on a node of the "
             "cluster with its host:port, or deploy with ingress build and serve deploy"
         )
     if address == "auto":
@@ -194,7 +194,7 @@ def _check_reachable(address: str) -> None:
     try:
         grpc.channel_ready_future(channel).result(REACH_S)
     except grpc.FutureTimeoutError:
-        raise _unreachable(address, "what answers there is not a Ray cluster") from None
+        raise _unreachable(address, "the server there is not a Ray cluster") from None
     finally:
         channel.close()
 

@@ -58,8 +58,8 @@ class ByPath:
         target = _behind(found)
         if not callable(target):
             raise ImportError(
-                f"module {self.module!r} of the workers has no {self.name!r}; is it another "
-                "version of it?"
+                f"module {self.module!r} of the workers has no {self.name!r}; give the "
+                "workers the same version of the module"
             )
         return target  # type: ignore[no-any-return]
 

@@ -76,7 +76,7 @@ def died(deployment: DeploymentID, error: BaseException) -> exceptions.ReplicaUn
     """Return the error of a caller whose replica's process ended during the call."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return exceptions.ReplicaUnavailableError(
-        f"A replica of {deployment} went before it answered ({reason}); send the request again if "
+        f"A replica of {deployment} died before it answered ({reason}); send the request again if "
         "that is safe."
     )
 

@@ -133,14 +133,14 @@ def http_options_for_ray(options: HTTPOptions, settings: Settings) -> dict[str, 
     if options.retry_started_methods:
         raise ValueError(
             f"retry_started_methods={options.retry_started_methods!r} has no effect on Ray, whose "
-            "proxies try no request again that user code may have seen; leave it out"
+            "proxies retry no request that may have reached user code; leave it out"
         )
     given = options.model_fields_set
     limits = sorted(given & {each.name for each in fields(HTTPLimits)})
     if limits:
         raise ValueError(
-            f"{' and '.join(limits)} cannot be set on Ray, where the proxies are Ray's; leave out "
-            "what is for the local engine"
+            f"{' and '.join(limits)} cannot be set on Ray, where the proxies are Ray's; leave "
+            "these limits of the local engine out"
         )
     lowered = {
         name: getattr(options, name)

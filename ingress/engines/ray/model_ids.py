@@ -43,7 +43,9 @@ class ModelIds:
             try:
                 self._tell(self._replica.model_ids)
             except Exception:
-                logger.exception("could not tell Ray which models %s has", self._replica.replica_id)
+                logger.exception(
+                    "could not report the models of %s to Ray", self._replica.replica_id
+                )
             await asyncio.sleep(PERIOD_S)
 
     def _tell(self, ids: frozenset[str]) -> None:
