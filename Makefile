@@ -18,8 +18,8 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test coverage test-python test-reliability test-ray check bench bench-handles bench-peers \
-	bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
+.PHONY: help run test coverage test-python test-reliability test-ray test-ecosystem check bench bench-handles \
+	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -81,6 +81,10 @@ bench-overload: .venv/.test ## Goodput under overload, against another checkout:
 bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there
 	@$(BIN)/python -m benchmarks.document
 
+test-ecosystem: .venv-ecosystem/.made ## Packages against plain FastAPI, and docs/ecosystem.md: 10 minutes
+	@.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
+	@.venv-ecosystem/bin/python -m tests.ecosystem.document
+
 test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions, and a pre-release
 
 test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the oldest and the newest
@@ -98,8 +102,8 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 		else echo "There is no pre-release of either"; fi
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-fastapi .venv-python .venv-peers .venv-ray .mypy_cache .pytest_cache .ruff_cache \
-		.import_linter_cache .hypothesis
+	@rm -rf .venv .venv-fastapi .venv-python .venv-peers .venv-ray .venv-ecosystem .ecosystem \
+		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it
 # is imported: compiling all that is installed takes longer than the rest of a first `make run`.
@@ -132,6 +136,13 @@ clean: ## Remove the environments and caches
 	@$(PYTHON) -m venv .venv-fastapi/$*
 	@.venv-fastapi/$*/bin/python -m pip install -qq --disable-pip-version-check \
 		-e ".[test]" "fastapi$(if $(filter-out newest pre,$*),==$(subst .x,.*,$*))"
+	@touch $@
+
+.venv-ecosystem/.made: pyproject.toml tests/ecosystem/requirements.txt
+	@echo "Making .venv-ecosystem ..."
+	@$(PYTHON) -m venv .venv-ecosystem
+	@.venv-ecosystem/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" \
+		-r tests/ecosystem/requirements.txt
 	@touch $@
 
 .venv-ray/.made: pyproject.toml

@@ -1,0 +1,33 @@
+from fastapi import FastAPI
+from sqlalchemy import Column, Integer, String, create_engine
+from sqlalchemy.orm import declarative_base
+from sqlalchemy.pool import StaticPool
+from starlette_admin.contrib.sqla import Admin, ModelView
+
+PACKAGE = "starlette-admin"
+Base = declarative_base()
+engine = create_engine("sqlite://", connect_args={"check_same_thread": False}, poolclass=StaticPool)
+
+
+class Hero(Base):
+    __tablename__ = "heroes"
+    id = Column(Integer, primary_key=True)
+    name = Column(String)
+
+
+Base.metadata.create_all(engine)
+app = FastAPI()
+admin = Admin(engine, title="Heroes")
+admin.add_view(ModelView(Hero))
+admin.mount_to(app)
+
+
+@app.get("/")
+def root():
+    return "root"
+
+
+REQUESTS = [
+    "GET /", "GET /admin/", ("POST /admin/hero/create", {"data": {"name": "a"}}),
+    "GET /admin/api/hero?limit=10",
+]  # fmt: skip
