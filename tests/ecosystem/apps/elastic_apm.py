@@ -9,8 +9,7 @@ apm = make_apm_client(
     }
 )  # fmt: skip
 seen = []
-queue = apm.queue
-apm.queue = lambda kind, data, flush=False: seen.append(
+apm.tracer.queue_func = lambda kind, data, flush=False: seen.append(
     [kind, data.get("name"), data.get("result")]
 )
 app = FastAPI()

@@ -17,7 +17,7 @@ class Hero(Base):
 
 Base.metadata.create_all(engine)
 app = FastAPI()
-admin = Admin(engine, title="Heroes")
+admin = Admin(engine, title="Heroes", secret_key="s" * 32)
 admin.add_view(ModelView(Hero))
 admin.mount_to(app)
 
@@ -28,6 +28,7 @@ def root():
 
 
 REQUESTS = [
-    "GET /", "GET /admin/", ("POST /admin/hero/create", {"data": {"name": "a"}}),
-    "GET /admin/api/hero?limit=10",
+    "GET /", "GET /admin/", "GET /admin/hero/list",
+    ("POST /admin/hero/create", {"data": {"name": "a"}}), "GET /admin/none/list",
 ]  # fmt: skip
+VOLATILE = [r'csrf[^>]*"[^"]{30,}"']
