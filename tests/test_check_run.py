@@ -239,15 +239,15 @@ def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
         if each["rule"].startswith("IG"):
             text = APP.splitlines()[each["line"] - 1].strip()
             evidence[text] = each["evidence"]
-    assert "came too late" in evidence.pop("self.n = n + 1  # lost")
-    assert "came too late" in evidence.pop("self.model = object()  # twice")
-    assert "came too late" in evidence.pop("self.cache[key] = 1  # twice")
-    assert "came too late" in evidence.pop('self.yielded = getattr(self, "yielded", 0) + 1')
+    assert "overwrote another's" in evidence.pop("self.n = n + 1  # lost")
+    assert "overwrote another's" in evidence.pop("self.model = object()  # twice")
+    assert "overwrote another's" in evidence.pop("self.cache[key] = 1  # twice")
+    assert "overwrote another's" in evidence.pop('self.yielded = getattr(self, "yielded", 0) + 1')
     assert "no running event loop" in evidence.pop(
         "return asyncio.get_running_loop().time()  # no loop"
     )
     assert "created in a thread" in evidence.pop('self.db = sqlite3.connect(":memory:")')
-    assert "came too late" in evidence.pop("self.hits += 1  # lost")
+    assert "overwrote another's" in evidence.pop("self.hits += 1  # lost")
     assert evidence == {"self.n += 1": ""}, "no test calls it"
     (dropped,) = [note for note in report["notes"] if note.startswith("dropped: ")]
     assert "IG101 `self.guarded`" in dropped
@@ -268,7 +268,7 @@ def test_what_the_tests_leave_running_is_tried_too(folder: Path) -> None:
 
     findings = {each["line"]: each for each in json.loads(result.stdout)["findings"]}
     line = next(at for at, text in enumerate(APP.splitlines(), 1) if "self.n = n + 1" in text)
-    assert "came too late" in findings[line]["evidence"]
+    assert "overwrote another's" in findings[line]["evidence"]
 
 
 @pytest.mark.parametrize("command", ["make test", "", "python tests.py"])

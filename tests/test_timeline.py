@@ -545,5 +545,5 @@ def test_a_request_is_a_path_or_a_method_a_path_and_a_body(text: str, read: Want
     if read is not None:
         assert wanted(text) == read
     else:
-        with pytest.raises(ValueError, match="is no request; write a path"):
+        with pytest.raises(ValueError, match="is not a request; write a path"):
             wanted(text)

@@ -383,8 +383,8 @@ def test_ctrl_c_ends_requests_that_have_no_end(folder: Path) -> None:
 MISTAKES = {
     "no-module": (["nothing:app"], "there is no module 'nothing' in"),
     "no-path": (["app:where", "/nope"], "GET /nope is not found; there is GET /sync/{item}, "),
-    "no-request": (["app:where", "nope"], "'nope' is no request; write a path"),
-    "no-method": (["app:where", "FETCH /async"], "'FETCH /async' is no request; write a path"),
+    "no-request": (["app:where", "nope"], "'nope' is not a request; write a path"),
+    "no-method": (["app:where", "FETCH /async"], "'FETCH /async' is not a request; write a path"),
     "does-not-start": (["app:failing"], "failed to start: ValueError: no model"),
     "no-folder": (["app:where", "/async", "-o", "no/such/t.json"], "no folder 'no/such'"),
     "a-folder": (["app:where", "/async", "--svg", "."], "--svg='.' cannot be written: it is a"),

@@ -91,7 +91,7 @@ def affine_objects(
         if isinstance(node, ast.Call) and users:
             name = sources.full_name(node.func, constructor.file)
             if name in _THREAD_STATE:
-                yield Access("IG106", node, ""), f"sets {_THREAD_STATE[name]}, each thread's own,"
+                yield Access("IG106", node, ""), f"sets {_THREAD_STATE[name]}, which is per thread,"
 
 
 def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State) -> str:

@@ -32,7 +32,7 @@ def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> 
         if file is not None and file.allows("IG111", each.line):
             continue
         message = (
-            f"{each.name} ({each.kind}) belongs to one event loop: the replicas of {names} share a "
-            "loop because of it"
+            f"{each.name} ({each.kind}) belongs to one event loop, so the replicas of {names} "
+            "share a loop"
         )
         yield Finding(RULES["IG111"], path, each.line, 1, message, tuple(b.name for b in users))

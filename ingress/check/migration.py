@@ -40,8 +40,8 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
     function = subject.function
     if subject.sync_wrapper:
         message = (
-            f"{function.name} is `async def` below {subject.sync_wrapper}, which is not: at "
-            f"{SYNC_IN_THREADPOOL}=1 the wrapper runs in a thread, and what it wraps on the loop"
+            f"{function.name} is an `async def`, its wrapper {subject.sync_wrapper} is not: at "
+            f"{SYNC_IN_THREADPOOL}=1 the wrapper runs in a thread, the `async def` on the loop"
         )
         access = Access("IG104", function.node, "")
         yield from _allowed(_finding(access, function, subject, message), function, access)
@@ -64,15 +64,15 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
     if subject.moves:
         for access, used in awaitables(function, sources):
             message = (
-                f"{function.name} returns the awaitable of {used}{where}; it is awaited on the "
-                "event loop, and not at all by Ray Serve 2.60"
+                f"{function.name} returns the awaitable of {used}{where}; ingress awaits it on "
+                "the event loop, Ray Serve 2.60 does not await it"
             )
             yield from _allowed(_finding(access, function, subject, message), function, access)
 
 
 _RACES = {
     "IG101": "`{place}` is read and written without a lock",
-    "IG102": "`{place}` is looked at, then changed, without a lock",
+    "IG102": "`{place}` is checked, then changed, without a lock",
 }
 
 
@@ -89,7 +89,7 @@ def _of_constructor(
     for access, what in affine_objects(constructor, users, sources):
         message = (
             f"{constructor.name} {what} in the event loop's thread; at "
-            f"{SYNC_IN_THREADPOOL}=1 methods run in others"
+            f"{SYNC_IN_THREADPOOL}=1 methods run in other threads"
         )
         finding = Finding(
             RULES[access.rule_id],

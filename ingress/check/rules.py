@@ -59,12 +59,12 @@ RULES = {
         ),
         Rule(
             "ASYNC240",
-            "File system asked on the event loop",
+            "File system call on the event loop",
             "anyio.Path, or await asyncio.to_thread(path.read_text)",
         ),
         Rule(
             "ASYNC250",
-            "Input awaited on the event loop",
+            "Blocking input() on the event loop",
             "await asyncio.to_thread(input)",
         ),
         Rule(
@@ -90,12 +90,12 @@ RULES = {
         Rule(
             "IG104",
             "Sync wrapper round an `async def`",
-            "make the wrapper `async def` and await what it wraps",
+            "make the wrapper `async def` and await the wrapped function",
         ),
         Rule(
             "IG105",
             "`def` that returns an awaitable",
-            "make it `async def` and await what it returns",
+            "make the function `async def` and await the awaitable",
         ),
         Rule(
             "IG106",
@@ -105,7 +105,7 @@ RULES = {
         Rule(
             "IG111",
             "Object of one event loop that replicas share",
-            'make it in __init__ or in the lifespan, or say so: @serve.deployment(loop="shared")',
+            'make it in __init__ or the lifespan, or declare it: @serve.deployment(loop="shared")',
         ),
     )
 }

@@ -83,19 +83,21 @@ def _decided(report: Report, writes: list[Any], errors: list[Any], code: int) ->
         if error:
             decided.findings.append(finding.confirmed(error))
         elif seen is not None and seen.lost:
-            evidence = f"{seen.lost} of {seen.count} writes in {seen.threads} threads came too late"
+            evidence = (
+                f"{seen.lost} of {seen.count} writes in {seen.threads} threads overwrote another's"
+            )
             decided.findings.append(finding.confirmed(evidence))
         elif seen is not None and seen.threads > 1 and seen.count >= ENOUGH_WRITES:
             decided.notes.append(
                 f"dropped: {shown(finding.path)}:{finding.line} {finding.rule.id} `{finding.place}`"
-                f", {seen.count} writes in {seen.threads} threads, none too late"
+                f", {seen.count} writes in {seen.threads} threads, none overwrote another's"
             )
         else:
             untried += finding.rule.id in _RACES
             decided.findings.append(finding)
     if untried:
         decided.notes.append(
-            f"not tried: {untried}; no test calls them here, or their state is no attribute of self"
+            f"not tried: {untried}; no test calls them here, or their state is not in self"
         )
     if code != 0:
         decided.failure = f"pytest ended with {code}: not all tests passed, or none ran"

@@ -257,14 +257,14 @@ class _Planner:
                 "replica makes progress. Make it `async def` if nothing in it waits or computes "
                 "for long; else give it a thread, once it is thread-safe: "
                 f"@serve.method(execution='threadpool') for one, {SYNC_IN_THREADPOOL}=1 for all. "
-                "@serve.method(execution='event_loop') leaves it here without a word",
+                "@serve.method(execution='event_loop') leaves it here without this warning",
             )
         elif is_on_loop and kind is Kind.GENERATOR and plan.kind.is_async:
             yield Finding(
                 "generator-on-loop",
                 Level.WARN,
                 f"a def generator that {plan.name}, an async def, returns: it runs on the event "
-                "loop whatever the flag, and holds up everybody until its next item. Make it an "
+                "loop whatever the flag, and delays all requests until its next item. Make it an "
                 "async generator, or return it from a def",
             )
         elif plan.mode is ExecutionMode.ANYIO:

@@ -81,8 +81,8 @@ class Latch:
 
     def _too_late(self) -> TimeoutError:
         return TimeoutError(
-            f"{self!r} did not open within {self._timeout_s} s; who was to count it down did not "
-            "get there, or waits for this one"
+            f"{self!r} did not open within {self._timeout_s} s; the code that counts it down "
+            "was not reached, or waits for this latch"
         )
 
     def __repr__(self) -> str:

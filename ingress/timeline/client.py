@@ -39,8 +39,8 @@ def wanted(text: str) -> Wanted:
     method = (found[1] or "GET").upper() if found is not None else ""
     if found is None or method not in METHODS:
         raise ValueError(
-            f"{text!r} is no request; write a path such as /items, or a method and a path and, if "
-            'there is one, the body: \'POST /items {"name": "pen"}\''
+            f"{text!r} is not a request; write a path such as /items, or a method and a path and, "
+            'if there is one, the body: \'POST /items {"name": "pen"}\''
         )
     return Wanted(method, found[2], found[3] or "")
 
