@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 import ingress as serve
+from ingress.asgi.compat import IncludedRouter
 from tests.asgi_helpers import serve as replicas_of
 
 app, nameless, router = FastAPI(), [FastAPI()], APIRouter()
@@ -115,7 +116,10 @@ def test_the_schema_of_the_app_itself_has_no_self() -> None:
         async def second(this, n: int) -> int:
             return n
 
-    for operations in get_openapi(title="", version="", routes=app.routes)["paths"].values():
+    paths = get_openapi(title="", version="", routes=app.routes)["paths"]
+    # Older FastAPIs copy a router's routes when it is included.
+    assert [*paths] == (["/first"] if IncludedRouter is None else ["/first", "/second"])
+    for operations in paths.values():
         assert [each["name"] for each in operations["get"]["parameters"]] == ["n"]
     with replicas_of(K) as client:
-        assert [client.get(f"/{path}?n=1").json() for path in ("first", "second")] == [1, 1]
+        assert [client.get(f"{path}?n=1").json() for path in paths] == [1] * len(paths)
