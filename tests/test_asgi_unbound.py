@@ -118,7 +118,7 @@ def test_the_schema_of_the_app_itself_has_no_self() -> None:
 
     paths = get_openapi(title="", version="", routes=app.routes)["paths"]
     # Older FastAPIs copy a router's routes when it is included.
-    assert [*paths] == (["/first"] if IncludedRouter is None else ["/first", "/second"])
+    assert {*paths} == ({"/first"} if IncludedRouter is None else {"/first", "/second"})
     for operations in paths.values():
         assert [each["name"] for each in operations["get"]["parameters"]] == ["n"]
     with replicas_of(K) as client:
