@@ -244,6 +244,14 @@ class Locks:
 
 
 @serve.deployment(num_replicas=2)
+class Locked:
+    async def __call__(self, request: Any) -> str:
+        async with lock:
+            await asyncio.sleep(0.001)
+        return where()
+
+
+@serve.deployment(num_replicas=2)
 class Clients:
     async def __call__(self, request: Any) -> str:
         assert (await client.get(url)).text == "slow"
@@ -394,7 +402,7 @@ def test_a_wrong_loop_is_refused_where_it_is_written() -> None:
 def test_an_error_about_another_loop_says_what_to_do(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target: Any = Locks if kind == "function" else Served
+    target: Any = Locked if kind == "function" else Served
     port = served(bind(target.options(loop="own")))
     with ThreadPoolExecutor(24) as threads:
         found = [*threads.map(lambda _: get(port, "/"), range(24))]

@@ -93,7 +93,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=WAYS.values(), ids=list(WAYS))
+@pytest.fixture(
+    params=[
+        *(pytest.param(WAYS[way], id=way) for way in ("one", "workers")),
+        # As with --workers, one process more: `make test-reliability`.
+        pytest.param(WAYS["reload"], id="reload", marks=pytest.mark.slow),
+    ]
+)
 def way(request: pytest.FixtureRequest) -> list[str]:
     way: list[str] = request.param
     return way

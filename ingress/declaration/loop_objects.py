@@ -172,7 +172,7 @@ class _Walk:
         if top == self._package or top == "__main__":
             return True
         file = getattr(sys.modules.get(module), "__file__", None)
-        return file is not None and not str(Path(file).resolve()).startswith(_LIBRARIES)
+        return file is not None and not _is_in_library(file)
 
     def _parts(self, value: Any, name: _Name, depth: int) -> Iterator[tuple[Any, _Name, int]]:
         """Yield what `value` names, contains or consists of."""
@@ -239,6 +239,11 @@ def _global_name(value: Any, name: _Name) -> _Name | None:
     variables = vars(sys.modules[name.module]) if name.module in sys.modules else {}
     key = next((key for key, each in [*variables.items()] if each is value), None)
     return None if key is None else _Name(name.module, key)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_in_library(file: str) -> bool:
+    return str(Path(file).resolve()).startswith(_LIBRARIES)
 
 
 def _kind_of(value: Any) -> str:
