@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
 import fastapi
 import pytest
+from starlette.types import Message
 
+from ingress.http.uvicorn_connection import send_chunks
 from tests.servers import ROOT
 
 # Imported before: the libraries themselves still have the names that they have imported.
@@ -173,3 +176,21 @@ def test_an_unknown_kind_of_route_is_an_error_when_the_app_is_bound() -> None:
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert "routes of a kind that ingress does not know, fastapi.routing.Tree" in last
+
+
+@pytest.mark.parametrize("missing", ["chunked_encoding", "disconnected", "flow", "scope"])
+def test_chunks_are_messages_on_a_uvicorn_that_has_renamed_what_frames_them(missing: str) -> None:
+    sent: list[bytes] = []
+
+    class Cycle:
+        chunked_encoding, disconnected, scope = True, False, {"method": "GET"}
+        flow = transport = None
+
+        async def send(self, message: Message) -> None:
+            sent.append(message["body"])
+
+    Cycle.__module__ = "uvicorn.protocols.http.httptools_impl"
+    delattr(Cycle, missing)
+    asyncio.run(send_chunks(Cycle().send, [b"one", b"two"]))
+
+    assert sent == [b"one", b"two"]

@@ -156,7 +156,7 @@ class SameLoopTransport(Transport):
     __slots__ = ("_chunks",)
 
     def __init__(self, client: Client, first: Message | None) -> None:
-        self._client = client
+        self._client = client  # not by `super`, which costs every request 0.1 us
         self._first = first
         self._start = None
         self._chunks = 0
