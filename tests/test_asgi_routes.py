@@ -19,7 +19,14 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ingress.asgi import RouteInfo, ingress
-from ingress.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ingress.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    RequestTimeoutError,
+)
 from ingress.execution.execution import Kind
 from tests.asgi_helpers import WORKER, bound, serve
 
@@ -496,11 +503,20 @@ def test_routes_are_listed_in_order_as_they_are_served() -> None:
     ]
 
 
-ERRORS = [BackPressureError(2, 1, "Child"), DeploymentUnavailableError("Child is gone")]
+ERRORS = [
+    BackPressureError(2, 1, "Child"),
+    BackPressureError(2, 1, "Child", status_code=429, retry_after_s=1.5),
+    DeploymentUnavailableError("Child is gone"),
+    ReplicaUnavailableError("the replica of Child died"),
+    RequestTimeoutError("mine", 1.5),
+]
+STATUSES = [503, 429, 503, 503, 408]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_child_that_cannot_answer_is_a_503_with_its_message(error: RayServeException) -> None:
+@pytest.mark.parametrize(("error", "status"), list(zip(ERRORS, STATUSES, strict=True)))
+def test_a_child_that_cannot_answer_is_its_errors_status_and_message(
+    error: RayServeException, status: int
+) -> None:
     app = FastAPI()
 
     @ingress(app)
@@ -512,11 +528,21 @@ def test_a_child_that_cannot_answer_is_a_503_with_its_message(error: RayServeExc
     with serve(K) as client:
         response = client.get("/")
 
-    assert (response.status_code, response.text) == (503, error.message)
+    assert (response.status_code, response.text) == (status, error.message)
+    assert response.headers.get("retry-after") == (None if status != 429 else "2")
 
 
-@pytest.mark.parametrize("handled", [BackPressureError, RayServeException])
-def test_the_users_handler_for_it_is_kept(handled: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("handled", "error"),
+    [
+        (BackPressureError, ERRORS[0]),
+        (RayServeException, ERRORS[0]),
+        (RequestCancelledError, ERRORS[-1]),
+        (Exception, ERRORS[0]),
+        (500, ERRORS[-1]),
+    ],
+)
+def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception) -> None:
     app = FastAPI()
 
     @app.exception_handler(handled)
@@ -527,9 +553,9 @@ def test_the_users_handler_for_it_is_kept(handled: type[Exception]) -> None:
     class K:
         @app.get("/")
         async def root(self) -> None:
-            raise ERRORS[0]
+            raise error
 
-    with serve(K) as client:
+    with serve(K, raise_server_exceptions=False) as client:
         assert client.get("/").status_code == 418
 
 

@@ -29,10 +29,20 @@ from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
     RayServeException,
+    ReplicaUnavailableError,
+    RequestTimeoutError,
 )
 from ingress.execution.other_loop import is_noted, note_other_loop
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
+
+_ANSWERED = (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestTimeoutError,
+)
+"""Errors of calls to other deployments, with a status that tells the client what to do."""
 
 
 class BoundRoutes:
@@ -124,7 +134,7 @@ def docs_path(app: object) -> str | None:
 
 
 async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
-    """Answer a request that fails because a called deployment is overloaded or unavailable."""
+    """Answer a request that fails because a called deployment could not answer."""
     assert isinstance(error, RayServeException)
     if isinstance(connection, WebSocket):
         await connection.close(TRY_AGAIN_LATER, reason=error.message[:100])
@@ -166,14 +176,19 @@ def _wrapped(layers: Any, stack: ASGIApp) -> ASGIApp:
     return wrapped
 
 
-def _with_our_handlers(handlers: Any) -> dict[Any, Callable[..., Any]]:
-    """Return the user's exception handlers, plus defaults for errors that have none there."""
-    ours: dict[Any, Callable[..., Any]] = {}
-    for error in (BackPressureError, DeploymentUnavailableError):
-        if handlers.keys().isdisjoint((error, RayServeException)):
-            ours[error] = answer_unavailable
-    if handlers.keys().isdisjoint((500, Exception)):
-        ours[Exception] = answer_failure  # Starlette raises the error after that
+def _with_our_handlers(handlers: dict[Any, Any]) -> dict[Any, Callable[..., Any]]:
+    """Return the user's exception handlers, plus defaults for errors that have none there.
+
+    A handler of the user's for all errors is among them, as in FastAPI.
+    """
+    if not handlers.keys().isdisjoint((500, Exception)):
+        return dict(handlers)  # a replica may add its own
+    ours: dict[Any, Callable[..., Any]] = {
+        error: answer_unavailable
+        for error in _ANSWERED
+        if handlers.keys().isdisjoint(error.__mro__)
+    }
+    ours[Exception] = answer_failure  # Starlette raises the error after that
     return {**handlers, **ours}
 
 

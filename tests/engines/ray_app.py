@@ -190,6 +190,10 @@ class Front:
             return f"Boom {error.number}"
         return "nothing"
 
+    @api.get("/child-dies")
+    async def child_dies(self) -> None:
+        await self.child.die.remote()
+
     @api.get("/error")
     async def error(self) -> None:
         raise ValueError("mine")

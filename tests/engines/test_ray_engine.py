@@ -422,6 +422,9 @@ def test_a_handle_crosses_to_another_process(it: Served) -> None:
 def test_a_replica_that_dies_is_told_to_its_caller_and_made_again(it: Served) -> None:
     with pytest.raises(ReplicaUnavailableError, match="send the request again if that is safe"):
         it.child.die.remote().result()
+    answer = it.get("/child-dies")
+    assert answer.status_code == 503
+    assert "died before it answered" in answer.text
 
     assert it.child.remote(2).result() == 4
     running = {"RUNNING": 2}
