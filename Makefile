@@ -91,14 +91,14 @@ test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the o
 
 test-fastapi-%: .venv-fastapi/%/.test
 	@echo "FastAPI $*: $$(.venv-fastapi/$*/bin/python -c 'import fastapi; print(fastapi.__version__)')"
-	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py
+	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py
 
 # A pre-release shows a break before it is a release. Mostly there is none, and that is no error.
 test-fastapi-pre: .venv-fastapi/pre/.test
 	@.venv-fastapi/pre/bin/python -m pip install -qq --disable-pip-version-check --upgrade --pre \
 		fastapi starlette
 	@if .venv-fastapi/pre/bin/python -c "$$IS_PRE_RELEASE"; \
-		then .venv-fastapi/pre/bin/python -m pytest -q tests/test_asgi_*.py; \
+		then .venv-fastapi/pre/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py; \
 		else echo "There is no pre-release of either"; fi
 
 clean: ## Remove the environments and caches

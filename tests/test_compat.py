@@ -13,9 +13,10 @@ from starlette.types import Message
 from ingress.http.uvicorn_connection import send_chunks
 from tests.servers import ROOT
 
-# Imported before: the libraries themselves still have the names that they have imported.
+# Imported before: the libraries themselves still have the names that they have imported. An older
+# FastAPI does not import `starlette.staticfiles`.
 RENAMED = """
-import fastapi.testclient, importlib
+import fastapi.testclient, importlib, starlette.staticfiles
 module, _, path = {path!r}.partition(":")
 *owners, name = path.split(".")
 owner = importlib.import_module(module)
@@ -141,8 +142,18 @@ def test_a_name_that_only_compiled_routes_need_is_warned_of(path: str) -> None:
     assert f"it lacks {path}" in warned
 
 
+# With the name whose absence is an error since 0.137.
+NEWER = """
+import fastapi.routing
+
+fastapi.__version__ = "0.9999.0"
+if not hasattr(fastapi.routing, "_IncludedRouter"):
+    fastapi.routing._IncludedRouter = type("_IncludedRouter", (), {})
+"""
+
+
 def test_a_fastapi_that_is_newer_is_warned_of_once() -> None:
-    result = run("import fastapi\nfastapi.__version__ = '0.9999.0'\n" + SERVED)
+    result = run(NEWER + SERVED)
 
     assert result.stdout == "21 422\n", result.stderr
     (warned,) = [line for line in result.stderr.splitlines() if "CompiledRoutesOffWarning:" in line]
