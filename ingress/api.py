@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any, Never, TypeVar
 
 from ingress.base.signals import Stopped, StopSignals
 from ingress.base.unsupported import refuse
-from ingress.config import HTTPOptions
+from ingress.config import HTTPOptions, LoggingConfig
 from ingress.context import get_replica_context
 from ingress.declaration.declaration import Application, Deployment
 from ingress.engines import current_engine
@@ -23,6 +23,8 @@ from ingress.schema import ApplicationStatus, ServeStatus
 from ingress.watchdog import WATCHDOG, Stall
 
 logger = logging.getLogger("ingress")
+
+Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 
@@ -40,14 +42,9 @@ def start(
     the address cannot be bound, or the engine cannot be used.
     """
     refuse("serve.start", unsupported, start)
-    if isinstance(http_options, dict):
-        http_options = HTTPOptions(**http_options)
-    elif not isinstance(http_options, HTTPOptions | None):
-        raise TypeError(
-            f"http_options must be an HTTPOptions or a dict of its options, got {http_options!r}; "
-            "use serve.start(serve.HTTPOptions(port=8000))"
-        )
-    current_engine(engine).start(http_options)
+    current_engine(engine).start(
+        _options(HTTPOptions, http_options, "http_options", "serve.HTTPOptions(port=8000)")
+    )
 
 
 def run(
@@ -55,6 +52,7 @@ def run(
     blocking: bool = False,
     name: str = "default",
     route_prefix: str | None = "/",
+    logging_config: LoggingConfig | dict[str, Any] | None = None,
     *,
     engine: str | None = None,
     **unsupported: Never,
@@ -64,16 +62,20 @@ def run(
     The application is served over HTTP under `route_prefix`; `None` disables HTTP for it. It
     replaces an application of the same name, which stops when the new one is ready, or at once if
     it is still starting. With `blocking`, returns on Ctrl-C or SIGTERM, after shutting everything
-    down. `engine` is "local" for this process, or "ray"; the default is the engine that runs
-    applications already, else `INGRESS_ENGINE`. Raises `RuntimeError` if a replica does not start
-    (`__cause__` is the exception of user code), or if the application is deleted, replaced or shut
-    down while it starts.
+    down. `logging_config` is for Ray's loggers of the deployments that have none; in this process
+    it has no effect but a warning. `engine` is "local" for this process, or "ray"; the default is
+    the engine that runs applications already, else `INGRESS_ENGINE`. Raises `RuntimeError` if a
+    replica does not start (`__cause__` is the exception of user code), or if the application is
+    deleted, replaced or shut down while it starts.
     """
     refuse("serve.run", unsupported, run)
     _check_target(target)
     check_names(name, route_prefix)
+    logging_options = _options(
+        LoggingConfig, logging_config, "logging_config", "serve.LoggingConfig(log_level='DEBUG')"
+    )
     with serving_until_signal() if blocking else nullcontext():
-        return current_engine(engine).run(target, name, route_prefix)
+        return current_engine(engine).run(target, name, route_prefix, logging_options)
 
 
 @dataclass(init=False, slots=True)
@@ -83,16 +85,19 @@ class RunTarget:
     target: Application
     name: str
     route_prefix: str | None
+    logging_config: LoggingConfig | dict[str, Any] | None
 
     def __init__(
         self,
         target: Application,
         name: str = "default",
         route_prefix: str | None = "/",
+        logging_config: LoggingConfig | dict[str, Any] | None = None,
         **unsupported: Never,
     ) -> None:
         refuse("serve.RunTarget", unsupported, RunTarget.__init__)
         self.target, self.name, self.route_prefix = target, name, route_prefix
+        self.logging_config = logging_config
 
 
 def run_many(
@@ -111,7 +116,13 @@ def run_many(
         )
     with serving_until_signal() if blocking else nullcontext():
         return [
-            run(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets
+            run(
+                each.target,
+                name=each.name,
+                route_prefix=each.route_prefix,
+                logging_config=each.logging_config,
+            )
+            for each in targets
         ]
 
 
@@ -192,6 +203,18 @@ def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> 
 def _is_serving() -> bool:
     applications = status().applications.values()
     return any(each.status is ApplicationStatus.RUNNING for each in applications)
+
+
+def _options(kind: type[Chosen], given: Any, name: str, example: str) -> Chosen | None:
+    """Return options that were given as an object or a dict. Raises `TypeError` for others."""
+    if isinstance(given, dict):
+        return kind(**given)
+    if isinstance(given, kind | None):
+        return given
+    raise TypeError(
+        f"{name} must be a serve.{kind.__name__} or a dict of its options, got {given!r}; "
+        f"use {example}"
+    )
 
 
 def _check_target(target: Any) -> None:

@@ -11,6 +11,7 @@
        ├─ RequestBodyTooLargeError        413  the request's body exceeds `max_body_size`
        ├─ RequestCycleError               500  the request is part of a deadlock of calls
        ├─ StreamClosedError               499  the consumer of a stream has gone
+       ├─ UnknownMethodError              500  the deployment has no method of that name
        ├─ UnreadableError                 500  user code raised an exception that cannot be read
        └─ UserCodeExit                    500  user code raised no `Exception`, e.g. `SystemExit`
 
@@ -166,6 +167,10 @@ class StreamClosedError(RayServeException, OSError):
     """The consumer of a stream has gone; an `OSError`, as ASGI requires of `send`."""
 
     status_code = 499
+
+
+class UnknownMethodError(RayServeException, AttributeError):
+    """The deployment has no such method; an `AttributeError`, as Python requires of `hasattr`."""
 
 
 class UnreadableError(RayServeException):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing
 from contextvars import copy_context
@@ -24,7 +25,12 @@ from ingress.base.unsupported import absent_member, absent_method, refuse, telle
 from ingress.calls.call import CURRENT_CALL, Call, Queue, begin_wait, end_wait
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import running_loop
-from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
+from ingress.exceptions import (
+    RayServeException,
+    RequestCancelledError,
+    StreamClosedError,
+    UnknownMethodError,
+)
 
 if TYPE_CHECKING:  # code that only declares deployments need not import the replicas
     from ingress.replicas.user_code import UserCode
@@ -104,7 +110,10 @@ class HandleOptions:
 
 
 class DeploymentHandle:
-    """A handle to one deployment. Thread-safe, immutable, cheap to make."""
+    """A handle to one deployment. Thread-safe, immutable, cheap to make.
+
+    Handles of the same deployment with the same options are equal.
+    """
 
     __slots__ = ("__weakref__", "_directory", "_id", "_options")
 
@@ -215,7 +224,7 @@ class DeploymentHandle:
             methods = self._directory.methods(self._id)
             if methods is None or name in methods:
                 return self.options(method_name=name)
-            raise absent_method(self._id.name, name, methods)
+            raise UnknownMethodError(absent_method(self._id.name, name, methods))
         raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -226,6 +235,23 @@ class DeploymentHandle:
             f"{name}.remote(...), and their answers are awaited: await {name}.remote(...)"
         )
 
+    def shutdown(self) -> None:
+        """Do nothing but warn, because Ray Serve has this method and a handle holds nothing."""
+        _warn_of_shutdown("shutdown")
+
+    async def shutdown_async(self) -> None:
+        """Do nothing but warn, as `shutdown`."""
+        _warn_of_shutdown("shutdown_async")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeploymentHandle) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (self._id, self._options, id(self._directory))
+
     def __repr__(self) -> str:
         return f"DeploymentHandle(deployment='{self._id.name}', app='{self._id.app_name}')"
 
@@ -234,6 +260,15 @@ class DeploymentHandle:
 
     def __deepcopy__(self, memo: object) -> DeploymentHandle:
         return self
+
+
+def _warn_of_shutdown(method: str) -> None:
+    warnings.warn(
+        f"handle.{method}() has no effect, because a handle holds no resources; leave it out. A "
+        f'method of the deployment is called with handle.options(method_name="{method}").remote()',
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 class _Response:

@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.exceptions import RayServeException
+from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 from tests.servers import PATIENCE_S, bind, served, set_flags
 
 
@@ -168,6 +168,21 @@ def test_http_options_of_another_type_are_refused_by_name(options: Any) -> None:
     with pytest.raises(TypeError, match=r"http_options must be .*got .*serve\.HTTPOptions"):
         serve.start(options)
     assert serve.status().proxies == {}
+
+
+@pytest.mark.parametrize("given", [{"log_level": "DEBUG"}, serve.LoggingConfig(encoding="JSON")])
+def test_a_logging_config_of_run_is_accepted_and_said_to_have_no_effect_here(given: Any) -> None:
+    with pytest.warns(OptionNotActedOnWarning, match=r"serve.run\(logging_config=") as told:
+        handle = serve.run(bind(Echo, "one"), route_prefix=None, logging_config=given)
+    assert told[0].filename == __file__
+    assert handle.remote().result(timeout_s=PATIENCE_S) == "one"
+
+
+@pytest.mark.parametrize(("given", "error"), [("DEBUG", TypeError), ({"level": 1}, TypeError)])
+def test_a_logging_config_is_checked(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"logging_config must be|unexpected keyword argument 'level'"):
+        serve.run(bind(Echo, "one"), route_prefix=None, logging_config=given)
+    assert serve.status().applications == {}
 
 
 def test_options_for_a_server_that_listens_take_effect_or_are_said_not_to(

@@ -57,11 +57,19 @@ def test_a_declaration_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [Model("p", device="cpu"), "Model", 3, echo], ids=lambda target: type(target).__name__
+    "target", [Model("p", device="cpu"), 3, echo], ids=lambda target: type(target).__name__
 )
 def test_only_a_class_or_function_can_be_a_deployment(target: Any) -> None:
     with pytest.raises(TypeError, match="must be called on a class or function, got"):
         deployment(target)
+
+
+def test_a_name_without_its_keyword_declares_what_ray_does_and_warns_at_its_line() -> None:
+    with pytest.warns(UserWarning, match=r"write @serve\.deployment\(name='counter'\)") as told:
+        made = deployment("counter", num_replicas=2)(Model)
+
+    assert (made.name, made.config.num_replicas) == ("Model", 2)
+    assert told[0].filename == __file__
 
 
 def test_calling_a_deployment_says_to_bind() -> None:

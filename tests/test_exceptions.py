@@ -21,6 +21,7 @@ from ingress.exceptions import (
     RequestTimeoutError,
     StreamClosedError,
     SyncMethodOnEventLoopWarning,
+    UnknownMethodError,
     UnreadableError,
     UserCodeExit,
 )
@@ -36,6 +37,7 @@ STATUS_CODES = {
     RequestCycleError: 500,
     RequestTimeoutError: 408,
     StreamClosedError: 499,
+    UnknownMethodError: 500,
     UnreadableError: 500,
     UserCodeExit: 500,
 }

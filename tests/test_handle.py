@@ -426,6 +426,9 @@ def test_a_name_the_deployment_lacks_is_an_attribute_error_that_lists_its_method
 ) -> None:
     with pytest.raises(AttributeError, match=r"no method 'predict'.*'items'"):
         child.predict
+    with pytest.raises(RayServeException, match="no method 'predict'"):
+        child.predict
+    assert not hasattr(child, "predict")
     assert not hasattr(child, "__x__")
     assert not hasattr(child, "_private")
     assert not hasattr(child, "__getstate__x__")
@@ -485,6 +488,26 @@ def test_handles_are_found_by_name(child: DeploymentHandle) -> None:
         serve.get_deployment_handle("Absent", "default")
     with pytest.raises(RayServeException, match="needs the application's name"):
         serve.get_deployment_handle("Child")
+
+
+def test_handles_of_one_deployment_with_the_same_options_are_equal(
+    child: DeploymentHandle,
+) -> None:
+    assert serve.get_app_handle("default") == serve.get_app_handle("default") == child
+    assert {child, serve.get_deployment_handle("Child", "default")} == {child}
+    assert child.items == child.options(method_name="items") != child
+    assert child != "Child"
+
+
+def test_the_shutdown_of_a_handle_is_a_warning_and_the_handle_goes_on(
+    child: DeploymentHandle,
+) -> None:
+    with pytest.warns(UserWarning, match=r"handle.shutdown\(\) has no effect") as told:
+        child.shutdown()
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="shutdown_async"):
+        asyncio.run(child.shutdown_async())
+    assert result(child.remote(1)) == 1
 
 
 def test_a_handle_outlives_the_redeployment_of_what_it_calls(child: DeploymentHandle) -> None:

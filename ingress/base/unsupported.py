@@ -71,8 +71,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "dispatch": "which replica is next is the router's choice; call handle.remote()",
         "is_initialized": ALWAYS_RUNS,
         "running_replicas_populated": ALWAYS_RUNS,
-        "shutdown": ALWAYS_RUNS,
-        "shutdown_async": ALWAYS_RUNS,
     },
     "ReplicaContext": {
         "code_version": "an application has one version; leave it out",
@@ -139,7 +137,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
 
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "serve.run": {
-        "logging_config": LOGGING,
         "_local_testing_mode": "engine='local' is what it is for; leave it out",
         "external_scaler_enabled": REPLICAS,
         "controller_options": CONTROLLER,
@@ -151,7 +148,6 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "controller_options": CONTROLLER,
     },
     "serve.RunTarget": {
-        "logging_config": LOGGING,
         "external_scaler_enabled": REPLICAS,
     },
     "serve.start": {
@@ -243,12 +239,10 @@ def absent_member(owner: Any, name: str) -> AttributeError:
     )
 
 
-def absent_method(deployment: str, name: str, methods: list[str]) -> AttributeError:
-    """Return the error for a method that a deployment does not have; for a handle."""
+def absent_method(deployment: str, name: str, methods: list[str]) -> str:
+    """Return the message for a method that a deployment does not have; for a handle."""
     told = _told(MEMBERS["DeploymentHandle"], name)
-    return AttributeError(
-        f"deployment '{deployment}' has no method '{name}'; it has {methods}{told}"
-    )
+    return f"deployment '{deployment}' has no method '{name}'; it has {methods}{told}"
 
 
 def refuse(function: str, given: Mapping[str, Any], signature: Callable[..., Any]) -> None:

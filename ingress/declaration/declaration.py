@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import warnings
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -146,16 +147,26 @@ class Application:
 def deployment(func_or_class: Callable[..., Any], /) -> Deployment: ...
 @overload
 def deployment(
-    **options: Unpack[DeploymentOptions],
+    name: str = "", /, **options: Unpack[DeploymentOptions]
 ) -> Callable[[Callable[..., Any]], Deployment]: ...
 def deployment(
-    func_or_class: Callable[..., Any] | None = None, /, **options: Unpack[DeploymentOptions]
+    func_or_class: Callable[..., Any] | str | None = None, /, **options: Unpack[DeploymentOptions]
 ) -> Deployment | Callable[[Callable[..., Any]], Deployment]:
     """Declare a class or a function as a deployment, bare or with options.
 
-    The default of `name` is the name of the class or function. Raises `TypeError` for an unknown
-    option, `ValueError` for a bad value.
+    The default of `name` is the name of the class or function. A string in the place of the class
+    has no effect but a warning, as `@serve.deployment("name")` has none in Ray 2.60.0, api.py.
+    Raises `TypeError` for an unknown option, `ValueError` for a bad value.
     """
+    if isinstance(func_or_class, str):
+        warnings.warn(
+            f"@serve.deployment({func_or_class!r}) does not set the name, in Ray Serve neither; "
+            f"write @serve.deployment(name={func_or_class!r}), or leave it out for the name of the "
+            "class",
+            UserWarning,
+            stacklevel=2,
+        )
+        func_or_class = None
     given: dict[str, Any] = {**options}
     name = _valid_name(given.pop("name")) if "name" in given else None
     config = DeploymentConfig(**given)

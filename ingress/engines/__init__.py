@@ -22,7 +22,7 @@ from ingress.base.settings import ENGINES, engine_name
 from ingress.declaration.declaration import Application, ApplicationHost
 
 if TYPE_CHECKING:
-    from ingress.config import HTTPOptions
+    from ingress.config import HTTPOptions, LoggingConfig
     from ingress.engines.local import LocalEngine
     from ingress.engines.ray.engine import RayEngine
     from ingress.handle import DeploymentHandle
@@ -44,7 +44,11 @@ class Engine(Protocol):
     def start(self, http_options: HTTPOptions | None) -> None: ...
 
     def run(
-        self, application: Application, name: str, route_prefix: str | None
+        self,
+        application: Application,
+        name: str,
+        route_prefix: str | None,
+        logging_config: LoggingConfig | None = None,
     ) -> DeploymentHandle: ...
 
     def delete(self, name: str) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
@@ -13,9 +14,10 @@ from typing import Any
 
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
+from ingress.base.unsupported import LOGGING
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.loops import run_blocking
-from ingress.config import HTTPOptions
+from ingress.config import HTTPOptions, LoggingConfig
 from ingress.control.controller import Controller, RunningApplication
 from ingress.control.factories import Factories, Instrument
 from ingress.declaration.build import BuiltApplication, build
@@ -23,7 +25,11 @@ from ingress.declaration.declaration import Application
 from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
-from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    OptionNotActedOnWarning,
+    RayServeException,
+)
 from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.http.proxy import HTTPProxy
@@ -188,9 +194,20 @@ class LocalEngine:
             http.is_kept = True
 
     def run(
-        self, application: Application, name: str, route_prefix: str | None
+        self,
+        application: Application,
+        name: str,
+        route_prefix: str | None,
+        logging_config: LoggingConfig | None = None,
     ) -> DeploymentHandle:
         built = build(application, name)
+        if logging_config is not None:
+            warnings.warn(
+                f"serve.run(logging_config={logging_config!r}) has no effect in this process; "
+                f"{LOGGING}, or run it with engine='ray'",
+                OptionNotActedOnWarning,
+                stacklevel=3,  # this, serve.run, the user's line
+            )
         with self._operations:
             threads = self.acquire()
             start = Start(RunningApplication(name, route_prefix, self.http.proxy))

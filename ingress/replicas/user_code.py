@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ingress.asgi import BoundApp
 from ingress.asgi.responses import send_stream, send_value
 from ingress.context import REPLICA, ReplicaRuntime
-from ingress.exceptions import RayServeException
+from ingress.exceptions import UnknownMethodError
 from ingress.execution.execution import ExecutionPlan, Kind, Role, is_generator
 from ingress.replicas.collectors import share_collectors
 
@@ -168,7 +168,7 @@ class UserCode:
                 fix = ""
                 if method == "__call__":
                     fix = " For HTTP, define `__call__`, or use @serve.ingress(app) and routes."
-                raise RayServeException(
+                raise UnknownMethodError(
                     f"Tried to call a method '{method}' that does not exist. "
                     f"Available methods: {public_methods(self._instance)}.{fix}"
                 )

@@ -14,7 +14,7 @@ from ray.serve.exceptions import RayServeException as TheirException
 
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
-from ingress.config import HTTPOptions
+from ingress.config import HTTPOptions, LoggingConfig
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
@@ -141,9 +141,14 @@ class RayEngine:
         return cluster
 
     def run(
-        self, application: Application, name: str, route_prefix: str | None
+        self,
+        application: Application,
+        name: str,
+        route_prefix: str | None,
+        logging_config: LoggingConfig | None = None,
     ) -> DeploymentHandle:
         built = build(application, name, acts_on_all=True)
+        logging = logging_config and logging_config.model_dump(exclude_unset=True)
         with self._deploying, self._nothing_left_if_it_fails():
             # First, because errors in the application can be found without a cluster.
             lowered = application_for_ray(built, self._lowering())
@@ -153,7 +158,7 @@ class RayEngine:
                 cluster.warn_if_too_small(_reserved_cpus(built))
             is_new = name not in ray_serve.status().applications
             try:
-                ray_serve.run(lowered, name=name, route_prefix=route_prefix)
+                ray_serve.run(lowered, name=name, route_prefix=route_prefix, logging_config=logging)
             except BaseException as error:
                 told = _failed_to_deploy(name, error) if isinstance(error, Exception) else error
                 if is_new:
