@@ -14,9 +14,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import ingress as served_api
 from ingress.asgi import IngressSpec, ingress
 from ingress.exceptions import RayServeException
 from tests.asgi_helpers import bound, serve
+from tests.servers import bind, get, served
 
 
 async def answer_asgi(scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +195,7 @@ class FakeDeployment:
 
 def test_the_decorator_on_a_function_is_refused() -> None:
     with pytest.raises(ValueError, match=r"@serve\.ingress must be used with a class\."):
-        ingress(FastAPI())(lambda: None)  # type: ignore[type-var]
+        ingress(FastAPI())(lambda: None)  # type: ignore[call-overload]
 
 
 def test_a_class_with_call_is_refused() -> None:
@@ -347,3 +349,64 @@ def test_what_is_declared_after_the_class_is_checked_when_it_is_built() -> None:
     app.get("/")(K.root)
     with pytest.raises(TypeError, match="positional-only"):
         bound(K)
+
+
+# Without a class.
+
+
+async def ask_child(request: Request) -> PlainTextResponse:
+    made = served_api.get_replica_context().servable_object
+    (child,) = made.args
+    return PlainTextResponse(f"{await child.remote()} {made.kwargs['word']}")
+
+
+def fastapi_of_functions() -> FastAPI:
+    app = FastAPI()
+    app.get("/")(ask_child)
+    return app
+
+
+def starlette_of_functions() -> Starlette:
+    return Starlette(routes=[Route("/", ask_child)])
+
+
+def router_of_functions() -> APIRouter:
+    router = APIRouter()
+    router.get("/")(ask_child)
+    return router
+
+
+@pytest.mark.parametrize(
+    "app",
+    [
+        fastapi_of_functions(),
+        starlette_of_functions(),
+        router_of_functions(),
+        fastapi_of_functions,
+        starlette_of_functions,
+    ],
+    ids=["FastAPI", "Starlette", "APIRouter", "builder-FastAPI", "builder-Starlette"],
+)
+def test_without_a_class_an_app_gets_one_that_keeps_the_arguments_of_bind(app: Any) -> None:
+    @served_api.deployment
+    class Child:
+        async def __call__(self) -> str:
+            return "child"
+
+    made = ingress(app)()
+    target = served_api.deployment(made).bind(bind(Child), word="here")
+    try:
+        port = served(target)
+        assert get(port, "/").body == b"child here"
+        assert [*served_api.status().applications["default"].deployments] == ["Child", NO_CLASS]
+    finally:
+        served_api.shutdown()
+    assert (made.__name__, made.__module__) == (NO_CLASS, __name__)
+
+
+NO_CLASS = "ASGIIngressDeployment"  # Ray's name for it
+
+
+def test_without_a_class_and_without_an_app_there_is_nothing_to_serve() -> None:
+    with pytest.raises(ValueError, match="requires ASGIIngressDeployment to define"):
+        ingress()()

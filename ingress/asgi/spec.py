@@ -7,17 +7,18 @@
     a `def` without parameters               its result, from one call per replica
     none, and `__serve_build_asgi_app__`     that method's result
 
-The decorator only records its argument. The routes are bound when the deployment is built, so that
-routes declared after the class are included.
+The decorator only records its argument; called without a class, it makes one. The routes are bound
+when the deployment is built, so that routes declared after the class are included.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import fastapi
 from fastapi import APIRouter, FastAPI
@@ -109,8 +110,20 @@ class BoundApp:
         return None if self._routes is None else docs_path(self._routes.app)
 
 
-def ingress(app: Any = None) -> Callable[[C], C]:
+class Decorator(Protocol):
+    """The result of `ingress(app)`."""
+
+    @overload
+    def __call__(self, cls: C) -> C: ...
+    @overload
+    def __call__(self) -> type[Any]: ...
+
+
+def ingress(app: Any = None) -> Decorator:
     """Serve a class through an ASGI app; the app's routes become its methods.
+
+    `ingress(app)()` makes a class for an app that needs none: it takes any constructor arguments
+    and keeps them as `args` and `kwargs`.
 
     Raises `TypeError`, `ValueError` or `RayServeException` at decoration if the app or the class
     can never work.
@@ -123,9 +136,12 @@ def ingress(app: Any = None) -> Callable[[C], C]:
         )
     spec = _spec(app)
 
-    def decorate(cls: C) -> C:
+    def decorate(cls: Any = None) -> Any:
+        if cls is None:
+            # The caller's module, where workers on Ray look for the class.
+            cls = _class_without_methods(sys._getframe(1).f_globals.get("__name__", __name__))
         _check_class(cls, spec)
-        cls.__ingress_spec__ = spec  # type: ignore[attr-defined]
+        cls.__ingress_spec__ = spec
         with APPS_LOCK:
             note_class(spec.app, cls)
             if isinstance(spec.app, Starlette):
@@ -134,6 +150,19 @@ def ingress(app: Any = None) -> Callable[[C], C]:
         return cls
 
     return decorate
+
+
+def _class_without_methods(module: str) -> type[Any]:
+    """Return a new class for an app whose routes are functions. Source: Ray 2.60.0, api.py."""
+
+    class ASGIIngressDeployment:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.args = args
+            self.kwargs = kwargs
+
+    ASGIIngressDeployment.__module__ = module
+    ASGIIngressDeployment.__qualname__ = ASGIIngressDeployment.__name__
+    return ASGIIngressDeployment
 
 
 def _spec(app: Any) -> IngressSpec:
