@@ -803,44 +803,57 @@ LINES = {
 FREE = ("async_http", "async_io_bound", "async_stream")
 
 
-def test_each_blocking_example_is_reported_and_no_async_one_is(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Between an import, a busy machine and the 1,000 ms that each example blocks.
+def test_each_blocking_example_is_reported(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "100")  # of the 1,000 ms that each one blocks
+    with ExitStack() as stack:
+        _serve_slowly(stack, monkeypatch)
+        _ask_examples("blocking_stream", *LINES)
+        wait_until(lambda: {each.application for each in _of_examples(gate)} == {*LINES})
+        serve.shutdown()
+    for stall in _of_examples(gate):
+        assert Path(stall.place.file).stem == stall.application
+
+
+def test_no_async_example_is_reported(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between an import, a busy machine and the second that each example waits.
     monkeypatch.setenv(STALL_THRESHOLD_MS, "900")
     with ExitStack() as stack:
-        slow = stack.enter_context(slow_server.running())
-        monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
-        asyncio.run(_get_once(slow.url))
-        for names in (FREE, LINES):  # apart: a thread that computes delays another's loop
-            handles = {
-                name: serve.run(
-                    import_module(f"app_examples.{name}").app, name=name, route_prefix=None
-                )
-                for name in names
-            }
-            streams = {
-                name: handles.pop(name).options(stream=True).remote(None)
-                for name in ("blocking_stream", "async_stream")
-                if name in handles
-            }
-            responses = [handle.remote(None) for handle in handles.values()]
-            for stream in streams.values():
-                next(stream)
-                stream.cancel()
-            for response in responses:
-                response.result(timeout_s=PATIENCE_S)
-        wait_until(lambda: len({each.application for each in serve.stalls()} & {*LINES}) == 4)
+        _serve_slowly(stack, monkeypatch)
+        _ask_examples("async_stream", *FREE)
         serve.shutdown()
+    assert [each for each in gate.over() if each.reason is StallReason.BLOCKED] == []
 
-    # On a busy machine async examples may wait for the GIL of the other examples.
-    blocked = (each for each in gate.over() if each.reason is StallReason.BLOCKED)
-    found = {each.application: each for each in blocked}
-    assert {*found} == {*LINES}
-    for name, stall in found.items():
-        source = Path(stall.place.file).read_text().splitlines()
-        assert Path(stall.place.file).stem == name
-        assert source[stall.place.line - 1].strip() == LINES[name]
+
+def _serve_slowly(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = stack.enter_context(slow_server.running())
+    monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
+    asyncio.run(_get_once(slow.url))
+
+
+def _ask_examples(streaming: str, *names: str) -> None:
+    """Serve examples and ask each once, all at the same time."""
+    handles = {
+        name: serve.run(import_module(f"app_examples.{name}").app, name=name, route_prefix=None)
+        for name in names
+    }
+    stream = handles.pop(streaming).options(stream=True).remote(None)
+    responses = [handle.remote(None) for handle in handles.values()]
+    next(stream)
+    stream.cancel()
+    for response in responses:
+        response.result(timeout_s=PATIENCE_S)
+
+
+def _of_examples(gate: Gate) -> list[serve.Stall]:
+    """Return the stalls at the lines that block."""
+    return [
+        each
+        for each in gate.over()
+        if each.reason is StallReason.BLOCKED
+        and each.application in LINES
+        and LINES[each.application]
+        == Path(each.place.file).read_text().splitlines()[each.place.line - 1].strip()
+    ]
 
 
 async def _get_once(url: str) -> None:
