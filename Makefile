@@ -18,7 +18,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test coverage test-python test-reliability test-ray test-ecosystem check bench bench-handles \
+.PHONY: help run test test-all coverage test-python test-reliability test-ray test-ecosystem check bench bench-handles \
 	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
@@ -33,7 +33,10 @@ run: .venv/.run ## Serve app_examples/hello.py on 127.0.0.1:8000
 	@exec $(BIN)/ingress run app_examples.hello:hello --app-dir . --host 127.0.0.1 --port 8000
 
 # Many tests wait more than they work, so three at a time take less than half the time.
-test: .venv/.test ## Run the tests
+test: .venv/.test ## Run the tests, without the thorough ones
+	@$(BIN)/python -m pytest -n 3 -m "not thorough"
+
+test-all: .venv/.test ## Run the thorough tests too: a quarter of an hour
 	@$(BIN)/python -m pytest -n 3
 
 coverage: .venv/.test ## Run the tests and report what they do not reach

@@ -141,6 +141,7 @@ def test_curl_shows_what_the_docstring_says(name: str, monkeypatch: pytest.Monke
 # As a user starts them
 
 
+@pytest.mark.thorough
 @proves("hello", "composition", "echo", "fastapi_deployment")
 @pytest.mark.parametrize("name", ["hello", "composition", "echo", "fastapi_deployment"])
 def test_an_example_runs_from_the_command_line_until_ctrl_c(name: str, tmp_path: Path) -> None:
@@ -180,6 +181,7 @@ def test_two_calls_compute_at_a_time_and_health_does_not_wait_for_them() -> None
         assert {answer.result(TIMEOUT_S).text for answer in answers} == {"20"}
 
 
+@pytest.mark.thorough
 @proves("async_stream")
 def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: Path) -> None:
     with run("async_stream", tmp_path) as server:
@@ -225,6 +227,7 @@ def test_a_websocket_echoes_until_ctrl_c(tmp_path: Path) -> None:
             assert closed.value.rcvd.code == 1001
 
 
+@pytest.mark.thorough
 @proves("hello")
 def test_a_client_generated_from_the_schema_calls_the_main_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,6 +255,7 @@ def test_a_client_generated_from_the_schema_calls_the_main_example(
             assert async_endpoint(client=client) == "hi from the event loop"
 
 
+@pytest.mark.thorough
 @proves("multiplexed")
 def test_the_models_come_and_go_as_the_docstring_says(tmp_path: Path) -> None:
     docstring = import_module("app_examples.multiplexed").__doc__ or ""

@@ -162,6 +162,7 @@ def test_what_wrk_prints_is_read_with_its_units() -> None:
         load.parse("Requests/sec:  11.00")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["websocket", "leaving"])
 @pytest.mark.parametrize("served", [FASTAPI_CLIENTS, ours("clients")], ids=lambda it: it.label)
 def test_a_client_of_ours_counts_what_came_back(served: Served, kind: str) -> None:

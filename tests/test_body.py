@@ -275,6 +275,7 @@ def test_the_limits_can_be_changed_while_it_serves() -> None:
 # Under another server.
 
 
+@pytest.mark.thorough
 def test_the_test_client_and_bare_uvicorn_have_these_limits_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -327,6 +327,7 @@ app = Environment.bind()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_run_divides_the_cores_among_its_processes(tmp_path: Path, workers: int) -> None:
     write_module(tmp_path, "environ", ENVIRONMENT)

@@ -256,6 +256,7 @@ def test_a_lost_update_is_confirmed_and_no_request_fails(folder: Path) -> None:
     assert result.returncode == 1
 
 
+@pytest.mark.thorough
 def test_what_the_tests_leave_running_is_tried_too(folder: Path) -> None:
     write_module(
         folder,
@@ -271,6 +272,7 @@ def test_what_the_tests_leave_running_is_tried_too(folder: Path) -> None:
     assert "overwrote another's" in findings[line]["evidence"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["make test", "", "python tests.py"])
 def test_what_is_not_pytest_is_refused_with_one_line(folder: Path, command: str) -> None:
     result = check(folder, "app:counter", "--run", command)
@@ -280,6 +282,7 @@ def test_what_is_not_pytest_is_refused_with_one_line(folder: Path, command: str)
     assert result.returncode == 2
 
 
+@pytest.mark.thorough
 def test_tests_that_fail_are_told_of_and_leave_the_findings(folder: Path) -> None:
     write_module(folder, "test_app", "def test_this():\n    assert False\n")
 
@@ -290,6 +293,7 @@ def test_tests_that_fail_are_told_of_and_leave_the_findings(folder: Path) -> Non
     assert result.returncode == 2
 
 
+@pytest.mark.thorough
 def test_without_the_option_the_plugin_does_nothing(folder: Path) -> None:
     write_module(
         folder,

@@ -116,6 +116,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_wrong_target_is_one_line_with_the_fix(folder: Path, target: str, message: str) -> None:
     result = ingress(folder, "run", target, "--port", "0")
@@ -147,6 +148,7 @@ def test_a_bad_host_is_one_line(folder: Path) -> None:
     assert result.returncode == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("option", "value"), [("--port", "99999"), ("--workers", "0")])
 def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, value: str) -> None:
     result = ingress(folder, "run", "app:hello", option, value)
@@ -155,6 +157,7 @@ def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, val
     assert result.returncode == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flag", [SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD])
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
 def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: list[str]) -> None:
@@ -165,6 +168,7 @@ def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: li
     assert result.returncode == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
 def test_an_engine_that_is_not_there_is_one_line(folder: Path, extra: list[str]) -> None:
     result = ingress(folder, "run", "app:hello", "--port", "0", *extra, INGRESS_ENGINE="raay")
@@ -232,6 +236,7 @@ def test_the_version_is_printed_as_that_of_the_package(folder: Path) -> None:
     assert ingress(folder, "--version").stdout == f"ingress {serve.__version__}\n"
 
 
+@pytest.mark.thorough
 def test_a_shell_completes_the_commands_and_their_options(folder: Path) -> None:
     shown = ingress(folder, "--show-completion", "bash")
     assert "_INGRESS_COMPLETE=complete_bash" in shown.stdout
@@ -245,6 +250,7 @@ def test_a_shell_completes_the_commands_and_their_options(folder: Path) -> None:
     assert completions("ingress run --rel") == ["--reload"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["explain", "check"])
 def test_json_is_asked_for_by_the_same_option(folder: Path, command: str) -> None:
     result = ingress(folder, command, "app:hello", "--json")
@@ -252,6 +258,7 @@ def test_json_is_asked_for_by_the_same_option(folder: Path, command: str) -> Non
     assert "findings" in json.loads(result.stdout)
 
 
+@pytest.mark.thorough
 def test_build_prints_what_it_writes_to_a_file(folder: Path) -> None:
     printed = ingress(folder, "build", "app:hello")
     written = ingress(folder, "build", "app:hello", "-o", "serve.yaml")
@@ -262,6 +269,7 @@ def test_build_prints_what_it_writes_to_a_file(folder: Path) -> None:
     assert (printed.returncode, written.returncode, written.stdout) == (0, 0, "")
 
 
+@pytest.mark.thorough
 def test_openapi_writes_the_schema_and_starts_nothing(folder: Path) -> None:
     printed = ingress(folder, "openapi", "app:hello")
     written = ingress(folder, "openapi", "app:hello", "-o", "schema.json")

@@ -101,6 +101,7 @@ def is_there(path: str) -> bool:
     return run(f"import {module}; {module}.{name}").returncode == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", NEEDED)
 def test_a_name_that_is_needed_and_missing_is_named_at_import(path: str) -> None:
     if not is_there(path):

@@ -40,6 +40,7 @@ def test_what_was_observed_is_the_same_or_declared(scenario: Scenario) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("flag", ["0", "1"])
 def test_this_version_still_does_what_was_observed(flag: str, tmp_path: Path) -> None:

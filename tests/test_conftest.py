@@ -27,6 +27,7 @@ def run(folder: Path, source: str) -> str:
     return result.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("leak", "told"),
     [
@@ -45,6 +46,7 @@ def test_a_test_that_leaves_something_is_an_error(tmp_path: Path, leak: str, tol
     assert told in output.split("left behind:")[-1]
 
 
+@pytest.mark.thorough
 def test_what_goes_within_the_grace_is_no_leak(tmp_path: Path) -> None:
     output = run(
         tmp_path, "def test_it():\n    threading.Thread(target=time.sleep, args=(0.2,)).start()\n"
@@ -54,6 +56,7 @@ def test_what_goes_within_the_grace_is_no_leak(tmp_path: Path) -> None:
     assert "error" not in output
 
 
+@pytest.mark.thorough
 def test_a_failing_test_that_leaks_is_reported_as_failed_only(tmp_path: Path) -> None:
     output = run(
         tmp_path, "def test_it():\n    os.open('/dev/null', os.O_RDONLY)\n    assert 1 == 2\n"

@@ -375,6 +375,7 @@ def test_serve_run_takes_the_limits_of_its_options() -> None:
         serve.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="each worker has a socket of its own")
 @pytest.mark.parametrize("arguments", [("--workers", "2"), ("--reload",)], ids=lambda each: each[0])
 def test_worker_processes_have_the_same_limits(tmp_path: Path, arguments: tuple[str, ...]) -> None:

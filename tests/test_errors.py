@@ -231,6 +231,7 @@ def test_a_failure_is_logged_once_with_whose_it_is_and_the_frames_of_the_users(
     assert re.findall(r'failing.py", line \d+, in (\w+)', record) == ["boom", "fail", "boom"]
 
 
+@pytest.mark.thorough
 def test_worker_processes_keep_the_connection_too(tmp_path: Path) -> None:
     write_module(tmp_path, "failing", FAILING)
     command = [*INGRESS, "run", "failing:app", "--workers", "2", "--port", "0"]

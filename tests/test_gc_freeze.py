@@ -73,6 +73,7 @@ def test_the_objects_of_an_application_are_in_no_full_collection_until_it_stops(
     assert looked_at() >= before * 0.9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_garbage_of_an_application_that_stopped_is_collected_while_another_runs(how: str) -> None:
     serve.run(MODEL, name="other", route_prefix=None)

@@ -11,6 +11,7 @@ from tests.documents import ROOT, Reader, blocks, links
 GUIDES = [ROOT / "docs" / name for name in ("migrating.md", "testing.md")]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_a_guide_does_what_it_shows(

@@ -521,6 +521,7 @@ idle = Idle.bind()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [

@@ -575,6 +575,7 @@ class Computing:
         return sys.getswitchinterval()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("adapts", ["1", "0"])
 def test_turns_of_the_gil_are_shorter_while_loops_wait_for_it_and_then_as_they_were(
     adapts: str, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ effects = Effects.bind()
 """
 
 
+@pytest.mark.thorough
 def test_each_effect_of_a_server_can_be_switched_off(tmp_path: Path) -> None:
     write_module(tmp_path, "app", APP)
     environ = environment(tmp_path)

@@ -243,6 +243,7 @@ def test_an_engine_that_is_none_is_refused_by_name(folder: Path) -> None:
     assert result.returncode == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -262,6 +263,7 @@ def test_what_belongs_to_the_other_engine_is_refused(
     assert result.returncode == 1
 
 
+@pytest.mark.thorough
 @needs_no_ray
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None:

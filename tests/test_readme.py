@@ -100,6 +100,7 @@ def test_where_the_first_application_runs_is_printed_and_not_typed(tmp_path: Pat
     ]
 
 
+@pytest.mark.thorough
 def test_the_first_application_is_tested_at_both_values_of_the_flag(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.write(python_block("hello"))
@@ -157,6 +158,7 @@ def test_the_install_command_installs_this_project() -> None:
     assert 'name = "fastapi-ingress"' in pyproject
 
 
+@pytest.mark.thorough
 def test_the_warning_is_quoted_as_it_is_issued(recwarn: pytest.WarningsRecorder) -> None:
     (quoted,) = [text for language, text in BLOCKS if language == "text"]
     begins = " ".join(quoted.split()).removesuffix(" ...")

@@ -54,6 +54,7 @@ def test_without_a_promise():
 """
 
 
+@pytest.mark.thorough
 def test_a_figure_that_misses_its_bar_fails_its_test_and_says_so_on_the_page(
     tmp_path: Path,
 ) -> None:

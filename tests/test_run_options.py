@@ -113,6 +113,7 @@ def run(*words: str) -> list[str]:
     return [*INGRESS, "run", *words]
 
 
+@pytest.mark.thorough
 def test_name_prefix_factory_variables_and_socket_act_in_each_way(
     folder: Path, way: list[str]
 ) -> None:
@@ -136,6 +137,7 @@ def test_name_prefix_factory_variables_and_socket_act_in_each_way(
     assert not path.exists()
 
 
+@pytest.mark.thorough
 def test_a_socket_whose_server_was_killed_is_used_again(folder: Path) -> None:
     path = folder / "s"
     command = run("app:hello", "--uds", str(path))
@@ -171,6 +173,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(key), str(file)
 
 
+@pytest.mark.thorough
 def test_tls_and_believed_proxies_act_in_each_way(
     folder: Path, way: list[str], certificate: tuple[str, str]
 ) -> None:
@@ -197,6 +200,7 @@ def test_tls_and_believed_proxies_act_in_each_way(
     assert (plain["client"], plain["scheme"]) == ("127.0.0.1", "https")
 
 
+@pytest.mark.thorough
 def test_logs_and_timeouts_act_in_each_way_and_the_port_beats_that_of_the_module(
     folder: Path, way: list[str]
 ) -> None:
@@ -235,6 +239,7 @@ def test_logs_and_timeouts_act_in_each_way_and_the_port_beats_that_of_the_module
     assert " ended " not in output  # of a worker
 
 
+@pytest.mark.thorough
 def test_the_port_of_the_module_is_used_if_the_command_line_has_none(folder: Path) -> None:
     port = free_port()
     write_module(folder, "starts", starts(port))
@@ -252,6 +257,7 @@ def test_an_inherited_socket_is_served_in_each_way(folder: Path, way: list[str])
         assert httpx.get(f"{server.url}/seen").json()["application"] == "default"
 
 
+@pytest.mark.thorough
 def test_workers_print_the_same_plan_and_the_same_line_as_one_process(folder: Path) -> None:
     printed = []
     for way in (WAYS["one"], WAYS["workers"]):

@@ -532,6 +532,7 @@ def listening(port: int) -> int:
     return states.count((f"{port:04X}", "0A"))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they have one for all")
 def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder: Path) -> None:
     command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"]
@@ -557,6 +558,7 @@ def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder
         assert server.wait() in (0, -15)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"], ["--reload"]])
 def test_a_port_that_worker_processes_have_is_taken(folder: Path, extra: list[str]) -> None:
     command = [*INGRESS, "run", "app:hello", "--port"]

@@ -143,6 +143,7 @@ def server(tmp_path: Path, command: list[str], separate: str) -> Iterator[Server
         yield running
 
 
+@pytest.mark.thorough
 def test_a_stop_with_nothing_to_do_is_quick_and_clean(server: ServerProcess) -> None:
     server.signal(signal.SIGTERM)
     began = time.monotonic()
@@ -179,6 +180,7 @@ def test_what_runs_is_answered_and_what_comes_later_is_refused(server: ServerPro
     assert server.wait() == 0
 
 
+@pytest.mark.thorough
 def test_what_comes_right_after_the_signal_is_served_and_sent_elsewhere(
     server: ServerProcess,
 ) -> None:
@@ -199,6 +201,7 @@ def test_what_comes_right_after_the_signal_is_served_and_sent_elsewhere(
     assert server.wait() == 0
 
 
+@pytest.mark.thorough
 def test_what_does_not_end_in_time_is_a_503_and_the_process_goes(server: ServerProcess) -> None:
     with Connection(server.port) as running:
         running.request("/slow?s=1000")
@@ -215,6 +218,7 @@ def test_what_does_not_end_in_time_is_a_503_and_the_process_goes(server: ServerP
     assert "Traceback" not in server.output
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B15")
 @pytest.mark.parametrize("path", ["/stuck", "/blocked"])
 def test_code_that_never_returns_does_not_keep_the_process(
@@ -229,6 +233,7 @@ def test_code_that_never_returns_does_not_keep_the_process(
         assert time.monotonic() - began < GRACEFUL_S + LAST_WORDS_S
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B15")
 def test_open_streams_are_ended(server: ServerProcess) -> None:
     port = server.port
@@ -252,6 +257,7 @@ def test_open_streams_are_ended(server: ServerProcess) -> None:
     assert "Traceback" not in server.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", OTHER_COMMANDS, indirect=True)
 def test_what_has_no_end_does_not_keep_a_server_that_waits_for_it(server: ServerProcess) -> None:
     """uvicorn shuts an application down only after all requests have ended."""
@@ -285,6 +291,7 @@ def test_a_second_signal_ends_it_at_once(server: ServerProcess) -> None:
         assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B15")
 def test_under_load_every_request_is_answered_or_refused(server: ServerProcess) -> None:
     port = server.port
@@ -365,6 +372,7 @@ def held() -> tuple[int, int]:
     return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("E04")
 def test_twenty_starts_and_stops_leave_nothing(in_process: None) -> None:
     @serve.deployment(num_replicas=2)

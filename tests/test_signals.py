@@ -84,6 +84,7 @@ def command(how: str, app: str) -> list[str]:
     return [*words, last + app]
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B15")
 @pytest.mark.timeout(60 + 20 * STARTS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -104,6 +105,7 @@ def test_a_signal_as_soon_as_the_health_check_succeeds_drops_nothing(
             assert server.wait() == 0, server.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
@@ -131,6 +133,7 @@ def test_a_signal_in_the_middle_of_a_start_is_not_lost(folder: Path, how: str) -
             assert server.wait() in (0, 143, -signal.SIGTERM)
 
 
+@pytest.mark.thorough
 def test_a_terminal_that_closes_is_a_stop_like_any_other(folder: Path, how: str) -> None:
     with process(command(how, "hello"), folder, environment(folder)) as server:
         with serving(server) as client:
@@ -141,6 +144,7 @@ def test_a_terminal_that_closes_is_a_stop_like_any_other(folder: Path, how: str)
         assert server.wait() == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 @pytest.mark.parametrize(("app", "code"), [("hello", 0), ("hangs", 143)], ids=["serves", "starts"])
 def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(

@@ -68,6 +68,7 @@ def answers(port: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [[], ["--workers", "2"]], ids=["run", "workers"])
 @pytest.mark.parametrize(
     "redirection",
@@ -133,6 +134,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [[], ["--workers", "2"]], ids=["run", "workers"])
 @pytest.mark.parametrize("how", ["nohup", "plain"])
 def test_a_terminal_that_closes_stops_a_server_cleanly_unless_under_nohup(

@@ -573,6 +573,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("separate", ["0", "1"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_whose_application_starts_says_so_and_ends_at_a_signal(
@@ -593,6 +594,7 @@ def test_a_server_whose_application_starts_says_so_and_ends_at_a_signal(
         assert server.wait(BOUND_S) != 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_uvicorn_ends_at_a_signal_while_a_constructor_hangs(
     tmp_path: Path, number: signal.Signals
@@ -670,6 +672,7 @@ def test_what_starts_is_told_on_a_terminal_in_one_line_with_the_time(tmp_path: P
         os.close(terminal)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such file here")
 def test_a_start_goes_on_where_nothing_can_be_printed(tmp_path: Path) -> None:
     silent = ONE_IS_SLOW.replace('print("constructing", flush=True)', "pass")

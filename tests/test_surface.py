@@ -50,6 +50,7 @@ def tried(server: ServerProcess, folder: Path, *options: str) -> Any:
     return json.loads(report.read_text())["test_cases"]
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("C01")
 def test_what_the_schema_says_is_what_is_answered(
     figures: Figures, server: ServerProcess, tmp_path: Path

@@ -346,6 +346,7 @@ def test_what_is_no_test_function_runs_once(run: Any) -> None:
     result.stdout.fnmatch_lines(["tests at 0 only, *: 1", "tests at 0 and at 1: 1; that differ: 0"])
 
 
+@pytest.mark.thorough
 def test_processes_of_xdist_are_compared_too(run: Any) -> None:
     result = run(
         """
@@ -371,6 +372,7 @@ def test_processes_of_xdist_are_compared_too(run: Any) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flag", ["0", "1"])
 def test_one_value_is_for_all_tests_and_changes_nothing_else(run: Any, flag: str) -> None:
     result = run(

@@ -391,6 +391,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(
     folder: Path, arguments: list[str], message: str

@@ -704,6 +704,7 @@ model = Model.bind()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("separate", ["0", "1"])
 @pytest.mark.parametrize("command", ["uvicorn", "ingress run"])
 def test_sigusr1_logs_the_recent_stalls(tmp_path: Path, command: str, separate: str) -> None:
@@ -803,6 +804,7 @@ LINES = {
 FREE = ("async_http", "async_io_bound", "async_stream")
 
 
+@pytest.mark.thorough
 def test_each_blocking_example_is_reported(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STALL_THRESHOLD_MS, "100")  # of the 1,000 ms that each one blocks
     with ExitStack() as stack:
@@ -814,6 +816,7 @@ def test_each_blocking_example_is_reported(gate: Gate, monkeypatch: pytest.Monke
         assert Path(stall.place.file).stem == stall.application
 
 
+@pytest.mark.thorough
 def test_no_async_example_is_reported(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     # Between an import, a busy machine and the second that each example waits.
     monkeypatch.setenv(STALL_THRESHOLD_MS, "900")

@@ -435,6 +435,7 @@ app = Sockets.bind()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("F08")
 @pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
 def test_every_implementation_echoes_and_closes_alike(

@@ -111,6 +111,7 @@ def have_gone(pids: list[int]) -> bool:
     return not any(words(pid) for pid in pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B23")
 def test_a_start_that_fails_ends_the_command_and_says_why_once(
     folder: Path, figures: Figures
@@ -125,6 +126,7 @@ def test_a_start_that_fails_ends_the_command_and_says_why_once(
     figures.note("a start that fails ends the command in, s", took_s)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_as_it_starts_is_tried_three_times(folder: Path) -> None:
     with run(folder, "crashing") as server:
         assert server.wait(2 * PATIENCE_S) == 3  # it starts three times
@@ -133,6 +135,7 @@ def test_a_worker_that_dies_as_it_starts_is_tried_three_times(folder: Path) -> N
         assert 3 <= server.output.count("constructs") <= 6
 
 
+@pytest.mark.thorough
 def test_a_worker_that_cannot_bind_ends_the_command(folder: Path) -> None:
     write_module(folder, "sitecustomize", UNABLE_TO_BIND)
     with run(folder, "hello") as server:
@@ -141,6 +144,7 @@ def test_a_worker_that_cannot_bind_ends_the_command(folder: Path) -> None:
         assert "Traceback" not in server.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
@@ -174,6 +178,7 @@ def test_a_worker_that_is_killed_is_replaced(folder: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.thorough
 def test_what_workers_run_may_end(folder: Path) -> None:
     with serving(folder) as server:
         answers = [int(get(server.port, "/pid").body) for _ in range(20)]
@@ -198,6 +203,7 @@ SENDERS: dict[str, Callable[[ServerProcess, signal.Signals], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B17")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("how", SENDERS)
@@ -224,6 +230,7 @@ def is_cancellation(server: ServerProcess) -> bool:
     return "stopping: waiting" in server.output
 
 
+@pytest.mark.thorough
 def test_workers_do_not_outlive_the_command(folder: Path) -> None:
     with serving(folder) as server:
         workers = workers_of(server)
@@ -233,6 +240,7 @@ def test_workers_do_not_outlive_the_command(folder: Path) -> None:
         wait_until(partial(have_gone, workers))
 
 
+@pytest.mark.thorough
 def test_what_reloads_does_not_outlive_the_command(folder: Path) -> None:
     command = [*INGRESS, "run", "app:hello", "--port", "0", "--reload"]
     with process(command, folder, environment(folder)) as server:

@@ -121,6 +121,7 @@ def cut_at_sigterm(folder: Path, command: list[str], clients: int, path: str) ->
     return len(asking.cuts)
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B15")
 @pytest.mark.timeout(60 + 60 * RUNS)
 @pytest.mark.parametrize("protocol", ["httptools", "h11"])

@@ -270,6 +270,7 @@ def flagged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     serve.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("E01", "B21")
 @pytest.mark.parametrize(
     ("flagged", "has_attempts"),

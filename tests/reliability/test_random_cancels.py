@@ -196,6 +196,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.thorough
 @pytest.mark.reliability("B14")
 @pytest.mark.parametrize("seed", range(ROUNDS or 1))
 @pytest.mark.parametrize("has_middleware", [False, True], ids=["plain", "middleware"])
