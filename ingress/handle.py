@@ -25,6 +25,7 @@ from ingress.base.unsupported import absent_member, absent_method, refuse, telle
 from ingress.calls.call import CURRENT_CALL, Call, Queue, begin_wait, end_wait
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import running_loop
+from ingress.calls.tracing import TRACING, trace_call
 from ingress.exceptions import (
     RayServeException,
     RequestCancelledError,
@@ -178,6 +179,8 @@ class DeploymentHandle:
             deadline=deadline,
         )
         call = Call(metadata, None, copy_context())
+        if TRACING.tracer is not None or call.started_at >= TRACING.next_look:
+            trace_call(call)
         if parent is not None and deadline is not None:
             call.started_at = parent.started_at  # the error names the request's timeout
         # Looked up now, so that a handle outlives a redeployment.

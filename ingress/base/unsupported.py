@@ -24,7 +24,7 @@ STATE = "keep the state in a deployment of its own and pass its handle: Main.bin
 NO_GANGS = "there are no gangs: each replica is independent of the others; leave it out"
 NO_TASKS = "there is no task queue; call a handle, or consume your queue in a deployment"
 BY_REFERENCE = "how values are passed is the engine's choice; leave it out"
-TRACING = "set up OpenTelemetry in your own code; FastAPI's instrumentation sees each request"
+TRACING = "set OpenTelemetry's tracer provider in your own code; see docs/opentelemetry.md"
 HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
 EACH_REPLICA = "call the deployment; what every replica must know comes with user_config"
 REPLICAS = "set num_replicas, or autoscaling_config for engine='ray'"

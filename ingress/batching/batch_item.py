@@ -18,8 +18,8 @@ class Item:
     """One caller's part of a batch.
 
     Only items of one `group` run together: the model id and the shape of the arguments. `ready` is
-    done when the item has its answer, or its stream begins; `is_over` says that the item was
-    answered, or that its caller has left.
+    done when the item has its answer, or its stream begins. `span` is the caller's OpenTelemetry
+    span. `is_over` says that the item was answered, or that its caller has left.
     """
 
     args: tuple[Any, ...]
@@ -28,6 +28,7 @@ class Item:
     call: Call | None
     ready: asyncio.Future[None]
     channel: Channel | None
+    span: Any = None
     value: Any = None
     error: BaseException | None = None
     is_over: bool = False

@@ -23,6 +23,7 @@ from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.batching.batch_item import Item, fail
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.loops import BorrowedLoop, mailbox_of
+from ingress.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import (
     RayServeException,
@@ -237,6 +238,8 @@ class BatchQueue:
         context = self._context.copy()
         batch = Call(metadata, None, context, tuple(call for call in calls if call is not None))
         context.run(CURRENT_CALL.set, batch)
+        if TRACING.tracer is not None or batch.started_at >= TRACING.next_look:
+            trace_batch(batch, [item.span for item in items])
         # A task of its own: it goes on when the caller that completed the batch is cancelled.
         task = self.loop.create_task(self._run(items, batch), context=context)
         self._runs[task] = batch, items
@@ -263,9 +266,11 @@ class BatchQueue:
                         self._log_late([item], error)
                     item.settle(value if error is None else None, error)
         except Exception as error:
+            note_failure(error)
             self._log_late(items, error)
             fail(items, error)
         except asyncio.CancelledError as error:  # the replica stops, or user code cancelled it
+            note_failure(error)
             fail(items, UserCodeExit(error, self._handler.name))
         finally:
             for member in members:

@@ -22,6 +22,7 @@ from ingress.batching.batch_item import Item
 from ingress.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import Channel, EndOfStream
+from ingress.calls.tracing import TRACING, current_span
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.execution import execution
 from ingress.execution.execution import Kind
@@ -260,7 +261,8 @@ class Batcher:
         replica, call = REPLICA.get(None), CURRENT_CALL.get(None)
         model_id = call.metadata.multiplexed_model_id if call is not None else ""
         group = (model_id, len(args), names)
-        item = Item(args, kwargs, group, call, loop.create_future(), channel)
+        span = None if TRACING.tracer is None else current_span()
+        item = Item(args, kwargs, group, call, loop.create_future(), channel, span)
         key = (id(instance), id(replica), id(loop))
         queue = self._queues.get(key)
         if queue is None:

@@ -26,6 +26,7 @@ from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
 from ingress.calls.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
+from ingress.calls.tracing import TRACING
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
 from ingress.execution import execution
@@ -176,6 +177,7 @@ class Replica:
         self._anyio_threads = self.slots.max_ongoing + ANYIO_RESERVE
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
+        TRACING.look(monotonic())  # it may have set a tracer provider
         # Not earlier: a constructor may take long.
         if self._stall_threshold_s is not None:
             WATCHDOG.watch(self.loop, self, self._stall_threshold_s)
