@@ -16,6 +16,7 @@ from ingress.base.unsupported import refuse
 from ingress.config import HTTPOptions, LoggingConfig
 from ingress.context import get_replica_context
 from ingress.declaration.declaration import Application, Deployment
+from ingress.declaration.names import check_names
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
@@ -224,17 +225,3 @@ def _check_target(target: Any) -> None:
     if isinstance(target, Deployment):
         raise TypeError(f"{expects} Got the deployment {target.name!r}; use {target.name}.bind().")
     raise TypeError(f"{expects} Got {target!r} of type {type(target).__name__}.")
-
-
-def check_names(name: Any, prefix: Any) -> None:
-    """Raise `RayServeException` or `ValueError`, with Ray's message, for invalid names."""
-    if not isinstance(name, str) or not name:
-        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
-    if prefix is None:
-        return
-    if not isinstance(prefix, str) or not prefix.startswith("/"):
-        raise ValueError(f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/').")
-    if prefix != "/" and prefix.endswith("/"):
-        raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
-    if "{" in prefix or "}" in prefix:
-        raise ValueError(f"Invalid route_prefix {prefix!r}, may not contain wildcards.")

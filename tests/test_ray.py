@@ -375,7 +375,7 @@ def test_build_writes_what_names_the_application_its_options_and_the_flags(folde
 def test_a_request_timeout_is_in_the_file_for_the_proxies_and_for_the_replicas() -> None:
     application = build(serve.deployment(Plain).bind(), "default")
 
-    config = config_of(application, "app:hello", Settings(request_timeout_s=2.5))
+    config = config_of({"app:hello": application}, Settings(request_timeout_s=2.5))
 
     assert config["http_options"]["request_timeout_s"] == 2.5
     assert config["applications"][0]["args"]["request_timeout_s"] == 2.5

@@ -21,6 +21,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
 )
@@ -178,21 +179,34 @@ LogLevel = Annotated[
     str | int,
     _must_be("DEBUG, INFO, WARNING, ERROR, CRITICAL or a number of Python's logging", _is_level),
 ]
-PositiveInt = Annotated[int, _must_be("an integer ≥ 1", lambda v: _is_int(v, at_least=1))]
-NonNegativeInt = Annotated[int, _must_be("an integer ≥ 0", lambda v: _is_int(v, at_least=0))]
-PositiveFloat = Annotated[float, _must_be("a number > 0", lambda v: is_number(v) and v > 0)]
-NonNegativeFloat = Annotated[float, _must_be("a number ≥ 0", lambda v: is_number(v) and v >= 0)]
-Fraction = Annotated[float, _must_be("a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)]
+PositiveInt = Annotated[
+    int, Field(ge=1), _must_be("an integer ≥ 1", lambda v: _is_int(v, at_least=1))
+]
+NonNegativeInt = Annotated[
+    int, Field(ge=0), _must_be("an integer ≥ 0", lambda v: _is_int(v, at_least=0))
+]
+PositiveFloat = Annotated[
+    float, Field(gt=0), _must_be("a number > 0", lambda v: is_number(v) and v > 0)
+]
+NonNegativeFloat = Annotated[
+    float, Field(ge=0), _must_be("a number ≥ 0", lambda v: is_number(v) and v >= 0)
+]
+Fraction = Annotated[
+    float, Field(gt=0, le=1), _must_be("a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)
+]
 Port = Annotated[
-    int, _must_be("an integer from 0 to 65535", lambda v: _is_int(v, at_least=0) and v < 65536)
+    int,
+    Field(ge=0, le=65535),
+    _must_be("an integer from 0 to 65535", lambda v: _is_int(v, at_least=0) and v < 65536),
 ]
 OngoingRequests = Annotated[PositiveInt, _must_be("non-null", lambda v: v is not None)]
 QueuedRequests = Annotated[
     int,
+    Field(ge=-1),
     _must_be("-1 (no limit) or a positive integer", lambda v: _is_int(v, at_least=-1) and v != 0),
 ]
 Replicas = Annotated[
-    int | Literal["auto"],
+    Annotated[int, Field(ge=1)] | Literal["auto"],
     _must_be('an integer ≥ 1 or "auto"', lambda v: v == "auto" or _is_int(v, at_least=1)),
 ]
 ClassPath = Annotated[

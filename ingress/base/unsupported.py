@@ -103,7 +103,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
                 *("DeploymentSchema", "HTTPOptionsSchema", "RayActorOptionsSchema"),
                 *("ServeApplicationSchema", "ServeDeploySchema", "gRPCOptionsSchema"),
             ),
-            "config files are Ray's own; declare it in Python",
+            "the file is for the command line: ingress run serve.yaml",
         ),
         **dict.fromkeys(
             (

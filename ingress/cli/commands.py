@@ -19,6 +19,8 @@ from ingress import __version__
 from ingress.base.settings import TRACE_FILE, export
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
+from ingress.cli.config_command import RUN_OPTIONS
+from ingress.cli.config_command import config as config_command
 from ingress.cli.run_command import run
 from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import AppDir, Target
@@ -69,6 +71,7 @@ def _main(
 
 
 app.command()(run)
+app.command("config", context_settings=RUN_OPTIONS)(config_command)
 
 
 @app.command()
@@ -88,23 +91,31 @@ def openapi(
 
 @app.command("build")
 def build_command(
-    target: Target,
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="MODULE:APP...", help="The bound applications, such as main:hello."),
+    ],
     output: Output = None,
     app_dir: AppDir = Path("."),
 ) -> None:
-    """Write an application's configuration for Ray: `serve deploy`, KubeRay.
+    """Write a file for `ingress run`, and for Ray's `serve deploy` and KubeRay.
 
     [dim]ingress build main:hello > serve.yaml[/dim]
 
-    The configuration names the application and does not contain it: the cluster must be able to
-    import its modules, and ingress. Nothing is started, and Ray need not be installed.
+    The file names the applications and does not contain them: a cluster must be able to
+    import their modules, and ingress. Nothing is started, and Ray need not be installed.
     """
-    application = _load(target, app_dir)
+    names = ["default"] if len(targets) == 1 else [f"app{n + 1}" for n in range(len(targets))]
     try:
-        config = config_of(build(application, "default", acts_on_all=True), target, read_settings())
+        built = {
+            target: build(_load(target, app_dir), name, acts_on_all=True)
+            for target, name in zip(targets, names, strict=True)
+        }
+        config = config_of(built, read_settings())
     except (TypeError, ValueError, RayServeException) as error:
         raise _error(str(error)) from None
-    write(output, HEADER.format(target=target) + yaml.safe_dump(config, sort_keys=False))
+    header = HEADER.format(target=", ".join(targets))
+    write(output, header + yaml.safe_dump(config, sort_keys=False))
 
 
 @app.command("explain")
@@ -238,7 +249,7 @@ def trace(
     It keeps the last requests, and writes them at `kill -USR2` and at its end.
     """
     application = _load(target, app_dir)
-    budget = budget_for(application, read_settings(), processes=1)
+    budget = budget_for([application], read_settings(), processes=1)
     to_set = budget.variables
     export({**to_set, TRACE_FILE: None})  # INGRESS_TRACE is for a running server
     start_again_if_needed(budget, to_set)

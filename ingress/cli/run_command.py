@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,10 +10,17 @@ from typing import Annotated, Any
 import typer
 import uvicorn
 
-from ingress.api import check_names
 from ingress.base.settings import export
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.run_checks import check_engine, check_server, check_workers, given
+from ingress.cli.run_file import (
+    check_file,
+    http_options,
+    load_targets,
+    log_options,
+    prepare,
+    print_unused,
+)
 from ingress.cli.serving import (
     budget_for,
     prepare_ray,
@@ -21,10 +29,12 @@ from ingress.cli.serving import (
     serve_until_ctrl_c,
     start_again_if_needed,
 )
-from ingress.cli.target import AppDir, Target, load, refusal
+from ingress.cli.target import AppDir, FileOrTarget, read_file, refusal
 from ingress.cli.terminal import logging_at, print_plan
 from ingress.cli.worker import Served
 from ingress.config import HTTPOptions
+from ingress.config_file.loading import is_config_file
+from ingress.declaration.names import check_names
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
 from ingress.http.server_options import ServerOptions
@@ -57,16 +67,19 @@ _RAY = "Ray"
 
 
 def run(
-    target: Target,
+    target: FileOrTarget,
     name: Annotated[
-        str, typer.Option(help="Name of the application.", rich_help_panel=_APPLICATION)
-    ] = "default",
+        str | None,
+        _option(help="Name of the application.  [default: default]", rich_help_panel=_APPLICATION),
+    ] = None,
     route_prefix: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH", help="Path under which it is served.", rich_help_panel=_APPLICATION
+        str | None,
+        _option(
+            metavar="PATH",
+            help="Path under which it is served.  [default: /]",
+            rich_help_panel=_APPLICATION,
         ),
-    ] = "/",
+    ] = None,
     factory: Annotated[
         bool,
         _option(
@@ -253,9 +266,12 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Serve an application over HTTP until Ctrl-C.
+    """Serve an application, or those of a file, over HTTP until Ctrl-C.
 
     [dim]ingress run main:hello --port 9000[/dim]
+    [dim]ingress run serve.yaml[/dim]
+
+    The file is that of Ray's `serve deploy`; `ingress build` writes one.
 
     Ctrl-C (or SIGTERM) drains: requests in flight may end, new requests are refused.
     A second signal stops at once. Host, port and the other options here take
@@ -265,22 +281,35 @@ def run(
     of the cores that each computing call has.
     """
     make_lossy()
-    level = None if log_level is None else log_level.value
+    before = Path.cwd()
+    if is_config_file(target):  # its `working_dir` changes the folder
+        log_config, ssl_keyfile, ssl_certfile, ssl_ca_certs = (
+            None if each is None else each.absolute()
+            for each in (log_config, ssl_keyfile, ssl_certfile, ssl_ca_certs)
+        )
+    file = read_file(Path(target).absolute()) if is_config_file(target) else None
+    if file is not None:
+        check_file(file, name=name, route_prefix=route_prefix, factory=factory)
+        print_unused(file)
+    level, access_log = log_options(file, log_level and log_level.value, access_log=access_log)
     logs = {"log_config": _text(log_config) or logging_at(level), "log_level": level}
     _configure(logs, access_log=access_log, env_file=_text(env_file))
     several = reload or workers > 1
     server = ServerOptions(
-        http=given(
-            host=host,
-            port=port,
-            root_path=root_path,
-            keep_alive_timeout_s=timeout_keep_alive,
-            limit_connections=limit_connections,
-            ssl_keyfile=_text(ssl_keyfile),
-            ssl_certfile=_text(ssl_certfile),
-            ssl_keyfile_password=ssl_keyfile_password,
-            ssl_ca_certs=_text(ssl_ca_certs),
-        ),
+        http={
+            **http_options(file),
+            **given(
+                host=host,
+                port=port,
+                root_path=root_path,
+                keep_alive_timeout_s=timeout_keep_alive,
+                limit_connections=limit_connections,
+                ssl_keyfile=_text(ssl_keyfile),
+                ssl_certfile=_text(ssl_certfile),
+                ssl_keyfile_password=ssl_keyfile_password,
+                ssl_ca_certs=_text(ssl_ca_certs),
+            ),
+        },
         uvicorn=given(
             access_log=None if access_log else False,
             proxy_headers=None if proxy_headers else False,
@@ -289,44 +318,56 @@ def run(
             ssl_cert_reqs=ssl_cert_reqs,
             ssl_ciphers=ssl_ciphers,
         ),
-        uds=uds,
+        uds=None if uds is None else os.path.abspath(uds),
         fd=fd,
         shutdown_timeout_s=timeout_graceful_shutdown,
         serves_http=True,
         has_own_server=not several,
     )
+    if file is not None:
+        prepare(file)
     settings = read_settings()
     engine = engine or settings.engine
     check_engine(engine, server, reload=reload, workers=workers, ray_only=[address, working_dir])
     check_server(server)
     check_workers(timeout_worker_healthcheck, reload=reload, workers=workers)
+    name, route_prefix = name or "default", route_prefix or "/"
     try:
         check_names(name, route_prefix)
     except (ValueError, RayServeException) as error:
         raise refusal(str(error)) from None
-    served = Served(target, app_dir, name, route_prefix, server, is_factory=factory, level=level)
+    served = Served(
+        target,
+        app_dir.absolute(),
+        name,
+        route_prefix,
+        server,
+        is_factory=factory,
+        level=level,
+        file=file,
+    )
     if engine == "ray":
-        application = load(target, app_dir, is_factory=factory)
+        targets = load_targets(served)
         prepare_ray(address, working_dir, HTTPOptions(**server.http))
-        serve_until_ctrl_c(application, served, settings, None, engine)
+        serve_until_ctrl_c(targets, served, settings, None, engine)
         return
     local_engine().use(server)
-    application = load(target, app_dir, is_factory=factory)
-    budget = budget_for(application, settings, processes=workers)
+    targets = load_targets(served)
+    budget = budget_for([each.target for each in targets], settings, processes=workers)
     to_set = budget.variables
     export(to_set)
     if not several:
-        start_again_if_needed(budget, to_set)
-        serve_until_ctrl_c(application, served, settings, budget, engine)
+        start_again_if_needed(budget, to_set, before)
+        serve_until_ctrl_c(targets, served, settings, budget, engine)
         return
-    print_plan(application, settings, budget)
+    print_plan([each.target for each in targets], settings, budget)
     config = {
         **logs,
         **given(timeout_worker_healthcheck=timeout_worker_healthcheck),
         "reload": reload,
         "workers": workers,
     }
-    serve_in_new_processes(application, served, settings, config)
+    serve_in_new_processes(targets, served, settings, config)
 
 
 def _text(path: Path | None) -> str | None:

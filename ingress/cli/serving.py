@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,13 +15,14 @@ import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from ingress import api
+from ingress.api import RunTarget
 from ingress.base.settings import OMP_NUM_THREADS, Settings
 from ingress.cli.target import mistake, refusal
-from ingress.cli.terminal import console, print_plan, ready_line, showing_start
+from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
 from ingress.cli.workers import SILENCE_S, run_workers
 from ingress.config import HTTPOptions
-from ingress.declaration.build import build
+from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
@@ -35,21 +39,33 @@ def read_settings() -> Settings:
         raise refusal(str(error)) from None
 
 
-def budget_for(application: Application, settings: Settings, *, processes: int) -> ThreadBudget:
+def budget_for(
+    applications: Sequence[Application], settings: Settings, *, processes: int
+) -> ThreadBudget:
     try:
-        built = build(application, "default", acts_on_all=True)  # the start warns if it does not
-        return thread_budget(built, settings, processes=processes)
+        # The start warns of options without effect.
+        built = [build(each, "default", acts_on_all=True) for each in applications]
+        deployments = tuple(chain.from_iterable(each.deployments for each in built))
+        together = BuiltApplication("default", deployments)
+        return thread_budget(together, settings, processes=processes)
     except Exception as error:
         raise refusal(str(error)) from None
 
 
-def start_again_if_needed(budget: ThreadBudget, to_set: Mapping[str, str]) -> None:
-    """Restart the process if a library has read its number of threads before it was set."""
+def start_again_if_needed(
+    budget: ThreadBudget, to_set: Mapping[str, str], folder: Path | None = None
+) -> None:
+    """Restart the process if a library has read its number of threads before it was set.
+
+    `folder` is the current folder of the command, if a `working_dir` has replaced it since.
+    """
     if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
         verb = "was" if len(read) == 1 else "were"
         what = f"{' and '.join(read)} {verb} imported with a thread for every core"
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
         console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
+        if folder is not None:
+            os.chdir(folder)
         start_again()
 
 
@@ -62,7 +78,7 @@ def prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptio
 
 
 def serve_until_ctrl_c(
-    application: Application,
+    targets: Sequence[RunTarget],
     served: Served,
     settings: Settings,
     budget: ThreadBudget | None,
@@ -70,19 +86,23 @@ def serve_until_ctrl_c(
 ) -> None:
     try:
         with api.serving_until_signal():
-            _start(application, served, engine)
-            print_plan(application, settings, budget)
+            _start(targets, engine)
+            print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
-            line = ready_line(served.name, served.url(current_engine().url()), where)
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            _say(ready_lines(targets, current_engine().url(), where))
     except KeyboardInterrupt:  # during the start
         raise typer.Exit(130) from None
 
 
-def _start(application: Application, served: Served, engine: str) -> None:
-    run = partial(
-        api.run, application, name=served.name, route_prefix=served.route_prefix, engine=engine
-    )
+def _say(text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _start(targets: Sequence[RunTarget], engine: str) -> None:
+    def run() -> None:
+        for each in targets:
+            api.run(each.target, name=each.name, route_prefix=each.route_prefix, engine=engine)
+
     try:
         if engine == "local":
             with showing_start(local_engine().status):
@@ -105,9 +125,9 @@ def _start(application: Application, served: Served, engine: str) -> None:
 
 
 def serve_in_new_processes(
-    application: Application, served: Served, settings: Settings, config: Mapping[str, Any]
+    targets: Sequence[RunTarget], served: Served, settings: Settings, config: Mapping[str, Any]
 ) -> None:
-    """Serve a module in worker processes, or in one that restarts when a file changes.
+    """Serve applications in worker processes, or in one that restarts when a file changes.
 
     `config` are arguments of `uvicorn.Config`. Each process drains within its deployments'
     timeouts, see `engines.hosting`. A second later it cancels the remaining requests.
@@ -115,7 +135,8 @@ def serve_in_new_processes(
     server = served.server
     drain_s = server.shutdown_timeout_s
     if drain_s is None:
-        configs = [each.deployment.config for each in build(application, "default").deployments]
+        built = [build(each.target, each.name).deployments for each in targets]
+        configs = [each.deployment.config for each in chain.from_iterable(built)]
         drain_s = max(each.graceful_shutdown_timeout_s for each in configs)
     options = local_engine().http.options  # with those of `serve.start` in the module
     limits = options.limits(settings.http_limits)  # each process has its own
@@ -130,21 +151,21 @@ def serve_in_new_processes(
         **{"timeout_worker_healthcheck": SILENCE_S, **config},
         **server.uvicorn_arguments(options, limits),
     )
-    url = served.url(url_of(bound, is_tls=made.is_ssl))
+    url = url_of(bound, is_tls=made.is_ssl)
     try:
         if made.reload:
             bound.set_inheritable(True)
-            line = ready_line(served.name, url)
+            line = ready_lines(targets, url)
             ChangeReload(
                 made, target=partial(work_until_reloaded, made, served, line), sockets=[bound]
             ).run()
             return
-        line = ready_line(served.name, url, f", in {made.workers} processes")
+        line = ready_lines(targets, url, f", in {made.workers} processes")
         code = run_workers(
             made,
             served,
             SharedPort(bound, address),
-            lambda: console.print(line, highlight=False, soft_wrap=True, markup=False),
+            partial(_say, line),
         )
     finally:
         address.clean_up()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ingress.config_file.loading import ConfigFile
+from ingress.config_file.reading import ConfigFileError
 from ingress.declaration import module_app
 from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
@@ -17,6 +21,13 @@ from ingress.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
+FileOrTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:APP|FILE",
+        help="The bound application, such as main:hello, or a file, such as serve.yaml.",
+    ),
+]
 Target = Annotated[
     str, typer.Argument(metavar="MODULE:APP", help="The bound application, such as main:hello.")
 ]
@@ -27,10 +38,19 @@ AppDir = Annotated[
 
 def load(target: str, app_dir: Path, *, is_factory: bool = False) -> Application:
     """Import the application `MODULE:APP`. Ends the program if there is none, or on an error."""
+    with reporting_mistakes(target):
+        return module_app.load(target, app_dir, is_factory=is_factory)
+
+
+@contextmanager
+def reporting_mistakes(target: str) -> Iterator[None]:
+    """Print an error of the block, which imports user code, and end the program."""
     fastapis = logging.getLogger("fastapi")
     fastapis.addFilter(_is_no_mistake)
     try:
-        return module_app.load(target, app_dir, is_factory=is_factory)
+        yield
+    except ConfigFileError as error:
+        raise refusals(error) from None
     except NotAnApplication as error:
         raise refusal(str(error)) from None
     except KeyboardInterrupt as error:
@@ -51,6 +71,14 @@ def load(target: str, app_dir: Path, *, is_factory: bool = False) -> Application
         fastapis.removeFilter(_is_no_mistake)
 
 
+def read_file(path: Path) -> ConfigFile:
+    """Read a configuration file. Ends the program with a line for each of its mistakes."""
+    try:
+        return ConfigFile.read(path)
+    except ConfigFileError as error:
+        raise refusals(error) from None
+
+
 def _is_no_mistake(record: logging.LogRecord) -> bool:
     """Return whether a record of FastAPI has another text than the error that it raises next."""
     return NEEDS_MULTIPART not in record.getMessage()
@@ -60,6 +88,12 @@ def mistake(text: str) -> typer.Exit:
     """Print a mistake in user code, and return the exception that ends the program."""
     typer.echo(text, err=True)
     return typer.Exit(1)
+
+
+def refusals(error: ConfigFileError) -> typer.Exit:
+    """Print the mistakes of a file, and return the exception that ends the program."""
+    ends = [refusal(line) for line in error.lines]
+    return ends[0]
 
 
 def refusal(message: str, code: int = 1) -> typer.Exit:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -18,6 +19,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
+from ingress.api import RunTarget
 from ingress.base.settings import Settings
 from ingress.cli.target import refusal
 from ingress.declaration.declaration import Application
@@ -95,12 +97,14 @@ def _starting(status: ServeStatus) -> Iterator[str]:
                 yield f"starting {name} ({ready} of {ready + states['STARTING']} replicas)"
 
 
-def print_plan(application: Application, settings: Settings, budget: ThreadBudget | None) -> None:
+def print_plan(
+    applications: Sequence[Application], settings: Settings, budget: ThreadBudget | None
+) -> None:
     """Print the deployments, and where each route runs."""
-    explanation = explain(application, settings)
     deployments = Table("deployment", "replicas", "max ongoing", "queue", box=None, pad_edge=False)
     callables = Table("route", "calls", "written", "runs in", box=None, pad_edge=False)
-    for each in explanation.deployments:
+    explanations = [explain(each, settings) for each in applications]
+    for each in chain.from_iterable(one.deployments for one in explanations):
         config = each.deployment.config
         queue = config.max_queued_requests
         deployments.add_row(
@@ -109,7 +113,7 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
             str(config.max_ongoing_requests),
             "no limit" if queue < 0 else str(queue),
         )
-    for row in explanation.rows:
+    for row in chain.from_iterable(one.rows for one in explanations):
         if row.is_route:
             place = row.places[settings.run_sync_in_threadpool]
             callables.add_row(row.what, row.name, row.kind, place.where)
@@ -121,10 +125,14 @@ def print_plan(application: Application, settings: Settings, budget: ThreadBudge
         console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
 
 
-def ready_line(name: str, url: str | None, where: str = "") -> str:
-    """Return the line that says that the application is served."""
-    at = "" if url is None else f" at {url}"
-    return f"Application '{name}' is ready{at}{where} (Ctrl-C to stop)"
+def ready_lines(targets: Sequence[RunTarget], server: str | None, where: str = "") -> str:
+    """Return a line for each application, which says that it is served at this server."""
+    lines = []
+    for each in targets:
+        prefix = each.route_prefix
+        at = f" at {server}{'' if prefix == '/' else prefix}" if server and prefix else ""
+        lines.append(f"Application '{each.name}' is ready{at}{where}")
+    return "\n".join(lines) + " (Ctrl-C to stop)"
 
 
 class ShortPath(logging.Filter):
@@ -156,9 +164,9 @@ LOGGING: dict[str, Any] = {
 }
 
 
-def logging_at(level: str | None) -> dict[str, Any]:
+def logging_at(level: str | int | None) -> dict[str, Any]:
     """Return `LOGGING` with the level of the `ingress` logger; uvicorn sets that of its own."""
     if level is None:
         return LOGGING
-    ours = {**LOGGING["loggers"]["ingress"], "level": level.upper()}
+    ours = {**LOGGING["loggers"]["ingress"], "level": level}
     return {**LOGGING, "loggers": {**LOGGING["loggers"], "ingress": ours}}

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,15 +30,18 @@ from time import monotonic, sleep
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from ingress.api import LAME_DUCK_S
+from ingress.api import LAME_DUCK_S, RunTarget, run
 from ingress.base.signals import stop_signals
 from ingress.base.standard_streams import make_lossy
+from ingress.config_file.loading import ConfigFile
+from ingress.config_file.reading import ConfigFileError
 from ingress.declaration import module_app
-from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
 from ingress.engines import local_engine
 from ingress.engines.hosting import host_as
+from ingress.engines.together import Together
 from ingress.exceptions import OptionNotActedOnWarning
 from ingress.execution.mistakes import format_mistake
 from ingress.http.server_options import ServerOptions
@@ -53,9 +57,10 @@ logger = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An application that `ingress run` serves, as a worker process gets it.
+    """The applications that `ingress run` serves, as a worker process gets them.
 
-    `level` is that of the `ingress` logger, if the command line gives one.
+    Those of `file`, or else the one that `target`, `name` and `route_prefix` describe. `level` is
+    that of the `ingress` logger, if the command line or the file gives one.
     """
 
     target: str
@@ -65,23 +70,39 @@ class Served:
     server: ServerOptions
     _: KW_ONLY
     is_factory: bool = False
-    level: str | None = None
+    level: str | int | None = None
+    file: ConfigFile | None = None
 
-    def load(self) -> Application:
-        """Import the application in this process. Raises as `module_app.load`."""
+    def load(self) -> ASGIApp:
+        """Import the applications in this process. Raises as `module_app.load`."""
         if self.level is not None:
-            logging.getLogger("ingress").setLevel(self.level.upper())
+            logging.getLogger("ingress").setLevel(self.level)
         # The command has said these, when it imported the module.
         warnings.filterwarnings("ignore", category=OptionNotActedOnWarning)
         warnings.filterwarnings("ignore", message="the variable ", category=UserWarning)
         local_engine().use(self.server)
-        application = module_app.load(self.target, self.app_dir, is_factory=self.is_factory)
-        host_as(application, self.name, self.route_prefix)
-        return application
+        if self.file is not None:
+            self.file.prepare()
+            return Together(local_engine(), partial(run_all, list(self.targets())))
+        (application,) = self.targets()
+        host_as(application.target, self.name, self.route_prefix)
+        return application.target
 
-    def url(self, server: str | None) -> str | None:
-        """Return the application's URL at a server."""
-        return server if server is None or self.route_prefix == "/" else server + self.route_prefix
+    def targets(self) -> Iterator[RunTarget]:
+        """Import the applications, one after another."""
+        if self.file is None:
+            found = module_app.load(self.target, self.app_dir, is_factory=self.is_factory)
+            yield RunTarget(found, self.name, self.route_prefix)
+            return
+        for number, each in enumerate(self.file.config.applications):
+            loaded = self.file.load(number, self.app_dir)
+            yield RunTarget(loaded.application, each.name, each.route_prefix)
+
+
+def run_all(targets: list[RunTarget]) -> None:
+    """Start the applications on the local engine, one after another."""
+    for each in targets:
+        run(each.target, name=each.name, route_prefix=each.route_prefix, engine="local")
 
 
 def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connection) -> None:
@@ -99,7 +120,7 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
     logger.addFilter(cause)
     try:
         config.app = served.load()
-    except NotAnApplication as error:  # the file has changed since the command read it
+    except (ConfigFileError, NotAnApplication) as error:  # a file has changed since it was read
         cause.lines.append(str(error))
     except Exception as error:
         cause.lines.append(format_mistake(error))
@@ -172,7 +193,7 @@ def work_until_reloaded(
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
     try:
         config.app = served.load()
-    except NotAnApplication as error:
+    except (ConfigFileError, NotAnApplication) as error:
         sys.exit(f"Error: {error}")
     except Exception as error:
         sys.exit(format_mistake(error))

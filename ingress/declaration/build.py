@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -93,6 +93,40 @@ def build(application: Application, name: str, *, acts_on_all: bool = False) -> 
     if not acts_on_all:
         _warn_of_options_not_acted_on(built)
     return built
+
+
+def with_options(
+    application: Application, overrides: Mapping[str, Mapping[str, Any]]
+) -> Application:
+    """Return the application with other options for the deployments of these names.
+
+    The names are those of `build`. Raises `ValueError` for the name of no deployment, and for the
+    bad value of an option.
+    """
+    plan = _Flattening("")
+    plan.add(application)
+    names = {node: built.name for node, built in plan.built.items()}
+    for name in overrides:
+        if name not in names.values():
+            raise ValueError(
+                f"Deployment {name!r} does not exist. Available: {list(names.values())}"
+            )
+    made: dict[Application, Application] = {}
+
+    def replaced(leaf: Any) -> Any:
+        return made[leaf] if isinstance(leaf, Application) else leaf
+
+    for node, name in names.items():  # children first
+        options = overrides.get(name)
+        args, kwargs = _map_leaves((node.init_args, node.init_kwargs), replaced)
+        if options is None and args is node.init_args and kwargs is node.init_kwargs:
+            made[node] = node
+            continue
+        deployment = node.deployment
+        if options is not None:
+            deployment = deployment.options(name=name, **options)
+        made[node] = Application(deployment, args, kwargs)
+    return made[application]
 
 
 def fill(

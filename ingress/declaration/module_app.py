@@ -1,12 +1,15 @@
-"""`MODULE:APP`, the name of an application outside of Python."""
+"""`MODULE:APP`, the name of an application, or of its builder, outside of Python."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from inspect import isfunction, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ValidationError
 
 from ingress.declaration.declaration import Application, Deployment
 
@@ -15,10 +18,17 @@ class NotAnApplication(Exception):
     """A name that is not an application's; the message is one line for the user."""
 
 
-def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) -> Application:
+def load(
+    target: str,
+    app_dir: Path | None = None,
+    *,
+    is_factory: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Application:
     """Import the application `MODULE:APP`, from `app_dir` first if that is given.
 
-    If `is_factory`, APP is a function without parameters that returns the application.
+    If `is_factory`, APP is a function without parameters that returns the application. If there are
+    `arguments`, APP may also be a builder, see `built_with`.
 
     Raises `NotAnApplication` if there is no such application, and any error of the module itself.
     """
@@ -52,6 +62,8 @@ def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) 
             ) from None
     if is_factory:
         found = _made(target, found)
+    elif arguments is not None and (arguments or isfunction(found)):
+        found = built_with(target, found, arguments)
     if isinstance(found, Application):
         return found
     if isinstance(found, Deployment):
@@ -66,6 +78,42 @@ def load(target: str, app_dir: Path | None = None, *, is_factory: bool = False) 
     raise NotAnApplication(
         f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
     )
+
+
+def built_with(target: str, builder: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return the result of a builder: a function with one parameter, the arguments.
+
+    The parameter is a dict, or the pydantic model of its annotation. Source: Ray 2.60.0,
+    _private/api.py. Raises `NotAnApplication` for an object that takes no arguments, or not these.
+    """
+    if isinstance(builder, Application):
+        raise NotAnApplication(
+            f"{target!r} is an application, and only a builder takes arguments, got "
+            f"{', '.join(arguments)}; leave them out, or name a function with one parameter"
+        )
+    parameters = list(signature(builder).parameters.values()) if isfunction(builder) else []
+    if len(parameters) != 1:
+        raise NotAnApplication(
+            f"{target!r} is no application builder; a builder is a function with exactly one "
+            "parameter, the dict of its arguments"
+        )
+    try:
+        kind: Any = get_type_hints(builder).get(parameters[0].name)
+    except NameError:  # an annotation for type checkers only
+        kind = None
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return builder(dict(arguments))
+    try:
+        model = kind.model_validate(dict(arguments))
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+            for each in error.errors(include_url=False)
+        ]
+        raise NotAnApplication(
+            f"the arguments of {target!r} are not those of {kind.__name__}: {'; '.join(wrong)}"
+        ) from None
+    return builder(model)
 
 
 def _made(target: str, factory: Any) -> Any:

@@ -130,7 +130,7 @@ class Hosted:
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
-        server = _uvicorn()
+        server = uvicorn_server()
         loop = asyncio.get_running_loop()
         watching = None if server is None else loop.create_task(self._stop_with(server))
         try:
@@ -148,20 +148,12 @@ class Hosted:
 
         Otherwise uvicorn would wait for the start.
         """
-        while not server.should_exit:  # noqa: ASYNC110
-            await asyncio.sleep(TICK_S)
+        await must_stop(server)
         await self._end_start(INTERRUPTED)
         running = self._running
         if running is None:
             return
-        running.proxy.is_leaving = True
-        given_up = monotonic() + CLOSING_S
-        while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
-        # Not earlier: a client whose connection is closed while uvicorn listens reconnects at once.
-        # If uvicorn has not accepted that connection when it closes its socket, it is reset.
-        close_after_answers(server)
-        await asyncio.sleep(TICK_S)
+        await leave_with(server, running.proxy)
         timeout_s = self._engine.http.command_line.shutdown_timeout_s
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
@@ -301,7 +293,25 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
     await send({"type": "lifespan.shutdown.complete"})
 
 
-def _uvicorn() -> Any:
+async def must_stop(server: Any) -> None:
+    """Wait until uvicorn must stop."""
+    while not server.should_exit:  # noqa: ASYNC110
+        await asyncio.sleep(TICK_S)
+
+
+async def leave_with(server: Any, proxy: HTTPProxy) -> None:
+    """Make clients connect elsewhere, from the moment in which uvicorn does not listen."""
+    proxy.is_leaving = True
+    given_up = monotonic() + CLOSING_S
+    while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+    # Not earlier: a client whose connection is closed while uvicorn listens reconnects at once.
+    # If uvicorn has not accepted that connection when it closes its socket, it is reset.
+    close_after_answers(server)
+    await asyncio.sleep(TICK_S)
+
+
+def uvicorn_server() -> Any:
     """Return the uvicorn server that gets this process's signals, or `None` for any other server.
 
     ASGI does not offer this. As of 0.29 uvicorn's signal handler is a method of its server.

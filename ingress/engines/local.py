@@ -54,7 +54,7 @@ class LocalEngine:
 
     __slots__ = (
         "_instruments", "_lock", "_operations", "_threads", "_users", "apps", "factories", "http",
-        "routers",
+        "lender", "routers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,6 +66,8 @@ class LocalEngine:
         self._users = 0
         self._threads: EngineThreads | None = None
         self.http = EngineHTTP()
+        # The loop of a server that is not this engine's, for replicas without loops of their own.
+        self.lender: asyncio.AbstractEventLoop | None = None
         self.apps = Applications(self.http, self.routers, self.release)
 
     @property
@@ -296,6 +298,8 @@ class LocalEngine:
 
     def _serving_loop(self) -> asyncio.AbstractEventLoop:
         assert self._threads is not None
+        if self.lender is not None:
+            return self.lender
         server = self.http.server
         return self._threads.user_loop() if server is None else server.home.loop
 

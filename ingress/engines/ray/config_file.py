@@ -1,14 +1,16 @@
-"""The file that `ingress build` writes: an application's configuration for Ray's `serve deploy`.
+"""The file that `ingress build` writes, for `ingress run` and for Ray's `serve deploy`.
 
 Does not import Ray.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ingress.base.settings import Settings
 from ingress.config import HTTPOptions
+from ingress.config_file.models import RAY_BUILDER
 from ingress.declaration.build import BuiltApplication
 from ingress.engines.ray.lowering import (
     environment_for_workers,
@@ -16,25 +18,22 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 
-BUILDER = "ingress.engines.ray.builder:build"
 HOST = "0.0.0.0"  # a cluster serves other machines; Ray's own files have the same host
 
 HEADER = """\
-# For `serve deploy`, or serveConfigV2 of a KubeRay RayService: {target}
-# The cluster's Python needs ingress and the application's modules; add runtime_env.working_dir,
+# For `serve deploy`, `ingress run`, or serveConfigV2 of a KubeRay RayService: {target}
+# A cluster's Python needs ingress and the application's modules; add runtime_env.working_dir,
 # an address of a zip file, if they are not installed there.
 """
 
 
-def config_of(built: BuiltApplication, target: str, settings: Settings) -> dict[str, Any]:
+def config_of(applications: Mapping[str, BuiltApplication], settings: Settings) -> dict[str, Any]:
     """Return the configuration for `serve deploy`. Raises `ValueError` for what Ray cannot do.
 
+    The keys are MODULE:APP. One application is served at "/", each of several under its name.
     Users may edit `deployments`: its options override those in the code.
     """
     http = http_options_for_ray(HTTPOptions(), settings)
-    args: dict[str, Any] = {"target": target}
-    if settings.request_timeout_s is not None:
-        args["request_timeout_s"] = settings.request_timeout_s
     return {
         "proxy_location": "EveryNode",
         "http_options": {
@@ -44,14 +43,22 @@ def config_of(built: BuiltApplication, target: str, settings: Settings) -> dict[
         "applications": [
             {
                 "name": built.name,
-                "route_prefix": "/",
-                "import_path": BUILDER,
-                "args": args,
+                "route_prefix": "/" if len(applications) == 1 else f"/{built.name}",
+                "import_path": RAY_BUILDER,
+                "args": _arguments(target, settings),
                 "runtime_env": {"env_vars": environment_for_workers(settings)},
                 "deployments": [_options(options_for_ray(each, {})) for each in built.deployments],
             }
+            for target, built in applications.items()
         ],
     }
+
+
+def _arguments(target: str, settings: Settings) -> dict[str, Any]:
+    args: dict[str, Any] = {"target": target}
+    if settings.request_timeout_s is not None:
+        args["request_timeout_s"] = settings.request_timeout_s
+    return args
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""`ingress config`: the effective values of a file, their origins, and the file's JSON Schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from typer.main import get_command
+
+from ingress.cli.run_checks import given
+from ingress.cli.run_command import run
+from ingress.cli.run_file import prepare, print_unused
+from ingress.cli.serving import read_settings
+from ingress.cli.target import AppDir, read_file, refusal, reporting_mistakes
+from ingress.config import HTTPOptions
+from ingress.config_file.checking import written
+from ingress.config_file.models import ServeConfig
+from ingress.config_file.origins import Effective, effective, nested
+from ingress.engines import local_engine
+from ingress.http.server_options import ServerOptions
+
+RUN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+_HTTP = {
+    "host": "host",
+    "port": "port",
+    "root_path": "root_path",
+    "timeout_keep_alive": "keep_alive_timeout_s",
+    "limit_connections": "limit_connections",
+    "ssl_keyfile": "ssl_keyfile",
+    "ssl_certfile": "ssl_certfile",
+    "ssl_keyfile_password": "ssl_keyfile_password",
+    "ssl_ca_certs": "ssl_ca_certs",
+}
+"""The options of `ingress run` that are options of a file too."""
+
+
+def config(
+    context: typer.Context,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The file.", show_default=False)
+    ] = None,
+    show_origin: Annotated[
+        bool, typer.Option("--show-origin", help="A line for each value, with its origin.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    app_dir: AppDir = Path("."),
+) -> None:
+    """Print the values that `ingress run FILE` would have, without starting anything.
+
+    [dim]ingress config serve.yaml --show-origin --port 9000[/dim]
+
+    Options of `ingress run` may follow. The applications are imported, because options in code
+    count too. Of several origins the first wins:
+    command line, file, code, environment, default.
+    """
+    if schema:
+        typer.echo(json.dumps(ServeConfig.model_json_schema(), indent=2))
+        return
+    if path is None:
+        raise refusal("give a file, such as serve.yaml, or --schema")
+    values = _values(path, context.args, app_dir.absolute())
+    if as_json:
+        shown: Any = [
+            {"path": written(each.where), "value": each.value, **_origin(each)} for each in values
+        ]
+        typer.echo(json.dumps(shown if show_origin else nested(values), indent=2))
+    elif show_origin:
+        lines = [(f"{written(each.where)}: {json.dumps(each.value)}", each) for each in values]
+        width = min(80, max(len(line) for line, _ in lines))
+        for line, each in lines:
+            typer.echo(f"{line:{width}}  {' '.join(_origin(each).values())}".rstrip())
+    else:
+        typer.echo(yaml.safe_dump(nested(values), sort_keys=False), nl=False)
+
+
+def _origin(value: Effective) -> dict[str, str]:
+    return {"origin": value.origin.value, "detail": value.detail}
+
+
+def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
+    command_line = _run_options(path, options)
+    file = read_file(path.absolute())
+    print_unused(file)
+    environ = dict(os.environ)
+    prepare(file)
+    read_settings()
+    engine = local_engine()
+    engine.use(ServerOptions(has_own_server=False))
+    with reporting_mistakes(str(path)):
+        numbers = range(len(file.config.applications))
+        loaded = [file.load(number, app_dir) for number in numbers]
+    found: dict[str, Any] = {
+        option: str(value) if isinstance(value, Path) else value
+        for name, option in _HTTP.items()
+        if (value := command_line.get(name)) is not None
+    }
+    try:
+        HTTPOptions(**found)
+    except ValueError as error:
+        raise refusal(str(error)) from None
+    level = command_line.get("log_level")
+    return list(
+        effective(
+            file,
+            loaded,
+            environ=environ,
+            from_code=engine.http.options,
+            command_line=found,
+            log_level=None if level is None else level.value,
+        )
+    )
+
+
+def _run_options(path: Path, options: list[str]) -> dict[str, Any]:
+    """Return the options of `ingress run` on this command line."""
+    app = typer.Typer()
+    app.command("run")(run)
+    return given(**get_command(app).make_context("ingress run", [str(path), *options]).params)

@@ -1,0 +1,77 @@
+"""The part of `ingress run` that a file has: its options, under those of the command line."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import typer
+
+from ingress.api import RunTarget
+from ingress.cli.target import refusal, refusals, reporting_mistakes
+from ingress.cli.worker import Served
+from ingress.config_file.loading import ConfigFile
+from ingress.config_file.reading import ConfigFileError
+from ingress.exceptions import OptionNotActedOnWarning
+
+_PATHS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+
+
+def check_file(file: ConfigFile, **options: Any) -> None:
+    """Refuse options of the command line that each application of a file has."""
+    for name, value in options.items():
+        if value:
+            raise refusal(
+                f"--{name.replace('_', '-')} is for MODULE:APP; in {file.path.name}, each "
+                "application has its own"
+            )
+
+
+def print_unused(file: ConfigFile) -> None:
+    """Print, in one line of standard error, the options that only a cluster acts on."""
+    if unused := file.config.for_a_cluster():
+        text = f"Without effect here, only on a cluster: {'; '.join(unused)}"
+        typer.echo(f"{file.path.name}: {text}", err=True)
+
+
+def log_options(
+    file: ConfigFile | None, level: str | None, *, access_log: bool
+) -> tuple[str | int | None, bool]:
+    """Return the level of the loggers, and whether requests are logged."""
+    given = None if file is None else file.config.logging
+    found: str | int | None = level
+    if found is None and given is not None and "log_level" in given.model_fields_set:
+        found = given.log_level
+    if given is not None:
+        access_log = access_log and given.enable_access_log
+    return found.upper() if isinstance(found, str) else found, access_log
+
+
+def http_options(file: ConfigFile | None) -> dict[str, Any]:
+    """Return the options of HTTP that a file has. Its paths begin in the current folder."""
+    if file is None:
+        return {}
+    options = file.config.http_options
+    given = {name: getattr(options, name) for name in options.model_fields_set}
+    return {
+        name: os.path.abspath(value) if name in _PATHS and value else value
+        for name, value in given.items()
+    }
+
+
+def prepare(file: ConfigFile) -> None:
+    """Set the variables and the folder of a file. Ends the program if its applications disagree."""
+    try:
+        file.prepare()
+    except ConfigFileError as error:
+        raise refusals(error) from None
+
+
+def load_targets(served: Served) -> list[RunTarget]:
+    """Import the applications. Ends the program on an error."""
+    with reporting_mistakes(served.target):
+        targets = list(served.targets())
+    if served.file is not None:  # they are named: the file's by `print_unused`, the code's just now
+        warnings.filterwarnings("ignore", category=OptionNotActedOnWarning)
+    return targets

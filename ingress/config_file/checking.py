@@ -1,0 +1,119 @@
+"""A tree as `ServeConfig`; every mistake of a file is one line with its place.
+
+serve.yaml:7:9: applications[0].deployments[0].num_replica is not an option; did you mean
+num_replicas?
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ingress.base.options import Options
+from ingress.config_file.models import ServeConfig
+from ingress.config_file.reading import ConfigFileError, Node, Where
+
+
+def checked(top: Node, name: str) -> ServeConfig:
+    """Return the options of a tree. Raises `ConfigFileError` with all its mistakes."""
+    if not isinstance(top.value, dict):
+        raise ConfigFileError(
+            [f"{name}:{top.place}: the file must be a mapping with `applications`"]
+        )
+    unknown = list(_unknown(top, ServeConfig, ()))
+    if unknown:
+        raise ConfigFileError([f"{name}:{line}" for line in unknown])
+    try:
+        return ServeConfig.model_validate(top.plain())
+    except ValueError as error:  # a ValidationError is one too
+        found = _causes(error, ())
+    placed = sorted({(top.at(where), text) for where, text in found})
+    raise ConfigFileError([f"{name}:{place}: {text}" for place, text in placed])
+
+
+def written(where: Where) -> str:
+    """Return a path as text: `applications[0].name`."""
+    text = ""
+    for step in where:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def _unknown(node: Node, model: type[BaseModel], where: Where) -> Iterator[str]:
+    """Yield a line for each key, at any depth, that is no option."""
+    if not isinstance(node.value, dict):
+        return  # the validation says so
+    for key, value in node.value.items():
+        field = model.model_fields.get(key) if isinstance(key, str) else None
+        if field is None:
+            yield f"{node.keys[key]}: {written((*where, str(key)))} {_advice(key, model)}"
+            continue
+        yield from _inside(value, field.annotation, (*where, key))
+
+
+def _inside(node: Node, annotation: Any, where: Where) -> Iterator[str]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from _unknown(node, annotation, where)
+        return
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        yield from _inside(node, arguments[0], where)
+    elif origin in (Union, types.UnionType):
+        for each in arguments:
+            yield from _inside(node, each, where)
+    elif origin is list and isinstance(node.value, list):
+        for number, each in enumerate(node.value):
+            yield from _inside(each, arguments[0], (*where, number))
+
+
+def _advice(key: Any, model: type[BaseModel]) -> str:
+    names = sorted(model.model_fields)
+    elsewhere = model.elsewhere if issubclass(model, Options) else {}
+    if key in elsewhere:
+        return f"is not an option; {elsewhere[key].rstrip('.')}"
+    nearest = difflib.get_close_matches(str(key), names, n=1)
+    if nearest:
+        return f"is not an option; did you mean {nearest[0]}?"
+    return f"is not an option; the options are {', '.join(names)}"
+
+
+def _flat(error: ValidationError, where: Where) -> Iterator[tuple[Where, str]]:
+    """Yield path and text of each mistake, also of those in options inside of options."""
+    for each in error.errors(include_url=False):
+        inside = (*where, *each["loc"])
+        context = each.get("ctx", {}).get("error")
+        if isinstance(context, ValueError):
+            yield from _causes(context, inside)
+        elif each["type"] == "must_be":
+            yield inside, f"{_path_of(inside)}{each['msg']}"
+        elif each["type"] == "missing":
+            yield inside, f"{written(inside)} is missing; it is required"
+        else:
+            expected = each["msg"].replace("Input should be", "must be")
+            yield inside, f"{written(inside)} {expected}, got {_shown(each['input'])}"
+
+
+def _causes(error: ValueError, where: Where) -> Iterator[tuple[Where, str]]:
+    # `Options.__init__` makes one line of an error with all mistakes, which is its context.
+    if isinstance(error, ValidationError):
+        yield from _flat(error, where)
+    elif isinstance(error.__context__, ValidationError):
+        yield from _flat(error.__context__, where)
+    else:
+        yield where, f"{_path_of((*where, ''))}{error}"
+
+
+def _path_of(where: Where) -> str:
+    """Return the path around an option, which its message names."""
+    around = written(where[:-1])
+    return f"{around}: " if around else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,106 @@
+"""The applications of a file: imported, built with their arguments, with the file's options."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ingress.base.settings import export
+from ingress.config_file.checking import checked
+from ingress.config_file.models import RAY_BUILDER, ApplicationConfig, ServeConfig
+from ingress.config_file.reading import ConfigFileError, Node, Where, read
+from ingress.declaration import module_app
+from ingress.declaration.build import build, with_options
+from ingress.declaration.declaration import Application
+from ingress.declaration.module_app import NotAnApplication
+from ingress.exceptions import RayServeException
+
+SUFFIXES = (".json", ".yaml", ".yml")
+
+
+def is_config_file(target: str) -> bool:
+    """Return whether a target of the command line is a file rather than MODULE:APP."""
+    return ":" not in target and target.endswith(SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One application of a file. `written` has the options of the code, without the file's."""
+
+    config: ApplicationConfig
+    written: Application
+    application: Application
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A file that was read without mistakes. `top` has the places of its values."""
+
+    path: Path
+    config: ServeConfig
+    top: Node
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file. Raises `ConfigFileError` with all its mistakes."""
+        top = read(path)
+        return cls(path, checked(top, str(path)), top)
+
+    def prepare(self) -> None:
+        """Set the variables and the current folder that the applications share.
+
+        Raises `ConfigFileError` if two of them need different ones.
+        """
+        try:
+            environment = self.config.environment()
+            folder = self.config.folder(self.path.parent)
+        except ValueError as error:
+            raise ConfigFileError([f"{self.path}: {error}"]) from None
+        export(environment)
+        if folder is not None:
+            os.chdir(folder)
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
+
+    def load(self, number: int, app_dir: Path | None) -> Loaded:
+        """Import the application of that number.
+
+        Raises any error of its module, and `ConfigFileError` if there is no such application, or
+        its deployments cannot have these options.
+        """
+        config = self.config.applications[number]
+        target, arguments = target_of(config)
+        where: Where = ("applications", number)
+        try:
+            written = module_app.load(target, app_dir, arguments=arguments)
+            build(written, config.name)  # it warns of options in the code
+        except (NotAnApplication, RayServeException) as error:
+            place = self.top.at((*where, "import_path"))
+            raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
+        overrides: dict[str, Mapping[str, Any]] = {}
+        application = written
+        for index, each in enumerate(config.deployments):
+            overrides[each.name] = each.overriding()
+            try:
+                # One after another, so that a mistake is at the place of its deployment.
+                application = with_options(application, {each.name: overrides[each.name]})
+                build(application, config.name, acts_on_all=True)
+            except ValueError as error:
+                place = self.top.at((*where, "deployments", index))
+                raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
+        return Loaded(config, written, application)
+
+
+def target_of(config: ApplicationConfig) -> tuple[str, dict[str, Any]]:
+    """Return the application as MODULE:APP, and the arguments of its builder.
+
+    A file of `ingress build` names the builder for Ray, and the application as its argument.
+    """
+    if config.import_path == RAY_BUILDER:
+        return str(config.args.get("target")), dict(config.args.get("args") or {})
+    path = config.import_path
+    return path if ":" in path else ":".join(path.rpartition(".")[::2]), config.args

@@ -1,0 +1,26 @@
+"""The rules for the name and the route prefix of an application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ingress.exceptions import RayServeException
+
+
+def check_names(name: Any, prefix: Any) -> None:
+    """Raise `RayServeException` or `ValueError`, with Ray's message, for invalid names."""
+    if not isinstance(name, str) or not name:
+        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
+    check_prefix(prefix)
+
+
+def check_prefix(prefix: Any) -> None:
+    """Raise `ValueError`, with Ray's message, for an invalid route prefix."""
+    if prefix is None:
+        return
+    if not isinstance(prefix, str) or not prefix.startswith("/"):
+        raise ValueError(f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/').")
+    if prefix != "/" and prefix.endswith("/"):
+        raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
+    if "{" in prefix or "}" in prefix:
+        raise ValueError(f"Invalid route_prefix {prefix!r}, may not contain wildcards.")
