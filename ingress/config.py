@@ -42,17 +42,13 @@ NOT_ACTED_ON: frozenset[str] = frozenset(
         "autoscaling_config",
         "deployment_actors",
         "gang_scheduling_config",
-        "graceful_shutdown_wait_loop_s",
         "logging_config",
-        "max_constructor_retry_count",
         "max_replicas_per_node",
-        "max_surge_percent",
         "placement_group_bundle_label_selector",
         "placement_group_bundles",
         "placement_group_fallback_strategy",
         "placement_group_strategy",
         "request_router_config",
-        "rolling_update_percentage",
     }
 )
 """Deployment options without effect in this version. Of `ray_actor_options` only `num_cpus` has
@@ -272,6 +268,10 @@ class DeploymentConfig(Options):
     def num_cpus(self) -> float:
         """The CPUs a replica may use: `ray_actor_options["num_cpus"]`, default 1 as in Ray."""
         return float(self.ray_actor_options.get("num_cpus", 1))
+
+    def with_options(self, **options: Any) -> DeploymentConfig:
+        """Return a config with these options changed. Raises as the constructor."""
+        return DeploymentConfig(**self.updated(options))
 
     def updated(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options given to this config, updated with `options`, as keywords.

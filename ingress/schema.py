@@ -55,6 +55,7 @@ class ReplicaDetails:
     orphans: int = 0
     stall_ms: dict[str, Latency] = field(default_factory=dict)
     lanes: dict[str, LaneLoad] = field(default_factory=dict)
+    failed_health_checks: int = 0
 
     def __getattr__(self, name: str) -> Any:
         raise absent_member(self, name)

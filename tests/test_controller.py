@@ -16,7 +16,7 @@ from fastapi import FastAPI
 import ingress as serve
 from ingress.exceptions import DeploymentUnavailableError, SyncMethodOnEventLoopWarning
 from ingress.handle import DeploymentHandle
-from ingress.schema import ApplicationStatus, DeploymentStatus
+from ingress.schema import ApplicationStatus
 from ingress.testing import Latch
 from tests.fakes import bind
 from tests.servers import wait_until
@@ -122,46 +122,6 @@ def test_a_failed_redeployment_leaves_the_old_application_serving() -> None:
 
     assert result(handle.remote("still")) == "still"
     assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
-
-
-@serve.deployment(health_check_period_s=0.01, health_check_timeout_s=0.1)
-class Patient:
-    """A deployment whose health the test sets; the check runs on its own loop."""
-
-    asked: list[str]
-    says: BaseException | None = None
-
-    def __init__(self) -> None:
-        self.threads: list[str] = []
-
-    async def check_health(self) -> None:
-        self.threads.append(threading.current_thread().name)
-        if self.says is not None:
-            raise self.says
-
-    async def become(self, says: BaseException | None) -> None:
-        self.says = says
-
-    async def where(self) -> list[str]:
-        return self.threads
-
-
-@pytest.mark.parametrize("says", [LookupError("feverish"), SystemExit(3), asyncio.CancelledError()])
-def test_health_is_asked_again_and_again_and_is_in_the_status(says: BaseException) -> None:
-    handle = serve.run(bind(Patient), route_prefix=None)
-
-    def status() -> DeploymentStatus:
-        return serve.status().applications["default"].deployments["Patient"].status
-
-    assert status() is DeploymentStatus.HEALTHY
-    result(handle.become.remote(says))
-    wait_until(lambda: status() is DeploymentStatus.UNHEALTHY)
-    application = serve.status().applications["default"]
-    assert application.status is ApplicationStatus.UNHEALTHY
-    assert "check_health" in application.deployments["Patient"].message
-    result(handle.become.remote(None))
-    wait_until(lambda: status() is DeploymentStatus.HEALTHY)
-    assert set(result(handle.where.remote())) == {"Patient#0"}
 
 
 class Latches:

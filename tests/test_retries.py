@@ -597,13 +597,18 @@ def ongoing() -> int:
 
 
 def end_a_replica(which: Callable[[Replica], bool] = lambda replica: True) -> None:
-    """Remove a replica as a controller that replaces it does."""
+    """Remove a replica as the control plane does, without draining it."""
     engine = local_engine()
     deployment = engine.applications["default"].ingress
-    replica = next(each for each in deployment.replicas if which(each))
-    deployment.replicas.remove(replica)
-    deployment.router.remove(replica)
-    run_blocking(engine.threads.control.loop, replica.stop(0.5), PATIENCE_S)
+
+    async def end() -> None:
+        member = next(each for each in deployment.members if which(each.replica))
+        deployment.desire(count=deployment.desired.count - 1)
+        deployment.members.remove(member)
+        deployment.router.remove(member.replica)
+        await member.replica.stop(0.5)
+
+    run_blocking(engine.threads.control.loop, end(), PATIENCE_S)
 
 
 def send(port: int, method: str, path: str = "/", headers: str = "", body: bytes = b"") -> Any:

@@ -98,12 +98,17 @@ class Engine:
         )
 
     def end_a_replica(self, which: Callable[[Any], bool] = lambda replica: True) -> None:
-        """Remove a replica as a controller that replaces it does."""
+        """Remove a replica as the control plane does, without draining it."""
         deployment = self.running.ingress
-        replica = next(each for each in deployment.replicas if which(each))
-        deployment.replicas.remove(replica)
-        deployment.router.remove(replica)
-        run_blocking(self.engine.threads.control.loop, replica.stop(0.5), PATIENCE_S)
+
+        async def end() -> None:
+            member = next(each for each in deployment.members if which(each.replica))
+            deployment.desire(count=deployment.desired.count - 1)
+            deployment.members.remove(member)
+            deployment.router.remove(member.replica)
+            await member.replica.stop(0.5)
+
+        run_blocking(self.engine.threads.control.loop, end(), PATIENCE_S)
 
 
 def _tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:

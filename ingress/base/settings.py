@@ -10,6 +10,8 @@ engine reads the environment again.
     RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that has not started
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
     INGRESS_STALL_THRESHOLD_MS                 100   stall of an event loop that is reported; 0: off
+    INGRESS_WEDGED_AFTER_S                           seconds that a loop may stand, or orphans hold
+                                                     all slots; default: `health_check_timeout_s`
     INGRESS_ADAPT_SWITCH_INTERVAL                1   shorter GIL switch interval while loops wait
     INGRESS_FREEZE_GC                            1   `gc.freeze` while applications run
     INGRESS_RAISE_FILE_LIMIT                     1   soft limit of open files to the hard limit
@@ -43,6 +45,7 @@ USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
+WEDGED_AFTER_S = "INGRESS_WEDGED_AFTER_S"
 ADAPT_SWITCH_INTERVAL = "INGRESS_ADAPT_SWITCH_INTERVAL"
 FREEZE_GC = "INGRESS_FREEZE_GC"
 RAISE_FILE_LIMIT = "INGRESS_RAISE_FILE_LIMIT"
@@ -122,6 +125,7 @@ class Settings:
     request_timeout_s: float | None = None
     max_retries: int = 10
     stall_threshold_s: float | None = 0.1
+    wedged_after_s: float | None = None
     adapt_switch_interval: bool = True
     freeze_gc: bool = True
     raise_file_limit: bool = True
@@ -148,6 +152,9 @@ class Settings:
             request_timeout_s=_time(env, REQUEST_TIMEOUT_S, "seconds", 0, off="for no deadline"),
             max_retries=_count(env, MAX_RETRIES, default=10),
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,
+            wedged_after_s=_time(
+                env, WEDGED_AFTER_S, "seconds", 0, off="for health_check_timeout_s"
+            ),
             adapt_switch_interval=_flag(env, ADAPT_SWITCH_INTERVAL, default=True),
             freeze_gc=_flag(env, FREEZE_GC, default=True),
             raise_file_limit=_flag(env, RAISE_FILE_LIMIT, default=True),

@@ -296,6 +296,11 @@ class EventLoopThread:
     def ident(self) -> int | None:
         return self._thread.ident
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the thread has ended, or the loop was closed in its place. Thread-safe."""
+        return not self._thread.is_alive() or self.loop.is_closed()
+
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
@@ -318,19 +323,25 @@ class EventLoopThread:
         return True
 
     def _main(self) -> None:
-        while not self._stopping:
+        # A loop that user code stopped and closed cannot run again: its replica is replaced.
+        while not self._stopping and not self.loop.is_closed():
             try:
                 self.loop.run_forever()
             except BaseException:
-                logger.exception(
-                    "user code ended the event loop of %s; the loop is restarted", self.name
-                )
+                if not self.loop.is_closed():
+                    logger.exception(
+                        "user code ended the event loop of %s; the loop is restarted", self.name
+                    )
             else:
                 if not self._stopping:
                     logger.error(
                         "user code stopped the event loop of %s; the loop is restarted", self.name
                     )
-        self._close()
+        if self.loop.is_closed():
+            self.mailbox.close()
+            logger.error("user code closed the event loop of %s", self.name)
+        else:
+            self._close()
 
     def _close(self) -> None:
         # First, so that nothing new begins while tasks are being ended.

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.base.gc_freeze import SettledObjects
 from ingress.base.types import DeploymentID
-from ingress.control.controller import Controller, RunningApplication
+from ingress.config import DeploymentConfig
+from ingress.control.changes import Change
+from ingress.control.controller import Controller
+from ingress.control.running import RunningApplication
 from ingress.declaration.build import BuiltApplication
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.progress import tell_while_starting
@@ -252,6 +255,18 @@ class Applications:
         await asyncio.gather(*ends, *stops)
         if stopping:
             await asyncio.wait(stopping, timeout=timeout_s)
+
+    def change(
+        self,
+        application: RunningApplication,
+        options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+    ) -> list[Change]:
+        """Change options of a running application in place. See `LocalEngine.change`."""
+        return self._controller().change(application, options)
+
+    async def settled(self, application: RunningApplication) -> None:
+        """Wait until an application has the replicas that its options ask for."""
+        await self._controller().settled(application)
 
     def overviews(self) -> dict[str, ApplicationStatusOverview]:
         """Return the status of each application. Thread-safe."""

@@ -25,7 +25,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from ingress.calls.loops import Wakeup, run_on, start_on
-from ingress.control.controller import RunningApplication
+from ingress.control.running import RunningApplication
 from ingress.declaration.build import build
 from ingress.declaration.declaration import Application
 from ingress.engines import local_engine

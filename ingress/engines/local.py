@@ -6,10 +6,11 @@ import asyncio
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from ingress.base.settings import Settings
@@ -17,9 +18,11 @@ from ingress.base.types import DeploymentID
 from ingress.base.unsupported import LOGGING
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.loops import run_blocking
-from ingress.config import HTTPOptions, LoggingConfig
-from ingress.control.controller import Controller, RunningApplication
+from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
+from ingress.control.changes import Change
+from ingress.control.controller import Controller
 from ingress.control.factories import Factories, Instrument
+from ingress.control.running import RunningApplication
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.engines.applications import INTERRUPTED, Applications, Start
@@ -246,6 +249,50 @@ class LocalEngine:
                 with self._operations:
                     self.http.stop_if_unused(threads)
 
+    def change(
+        self, app_name: str, options: Mapping[str, Mapping[str, Any] | DeploymentConfig]
+    ) -> list[Change]:
+        """Change options of a running application's deployments in place. Thread-safe.
+
+            engine.change("default", {"Model": {"num_replicas": 4}})      `ingress scale`
+            engine.change("default", {"Model": config, "Gate": config})   a file that was read again
+
+        `options` has, by deployment, the options to change, or a whole `DeploymentConfig`. All of
+        them are checked first: either all apply, or an error is raised and nothing has changed.
+        Returns what differed, an empty list if nothing did; replicas then start, drain or are
+        reconfigured one after another while requests go on. `wait_until_settled` waits for them.
+
+        `control.changes.IN_PLACE` has the options that can be changed. Raises `ValueError` for any
+        other option, an unknown application or deployment, or a bad value; `TypeError` for an
+        option that does not exist. Not to be called on the control loop.
+        """
+        with self.operating() as threads:
+            running = self.applications.get(app_name)
+            if threads is None or running is None or running.stopping is not None:
+                known = ", ".join(map(repr, self.applications)) or "none"
+                raise ValueError(f"application {app_name!r} does not run; running: {known}")
+
+            async def change() -> list[Change]:
+                return self.apps.change(running, options)
+
+            return run_blocking(threads.control.loop, change())
+
+    def wait_until_settled(self, app_name: str, timeout_s: float | None = None) -> None:
+        """Wait until the replicas are those that the options ask for.
+
+        Raises `TimeoutError` after `timeout_s`, `ValueError` if the application does not run.
+        """
+        with self.operating() as threads:
+            running = self.applications.get(app_name)
+            if threads is None or running is None:
+                raise ValueError(f"application {app_name!r} does not run")
+
+            async def settle() -> None:
+                async with asyncio.timeout(timeout_s):
+                    await self.apps.settled(running)
+
+            run_blocking(threads.control.loop, settle())
+
     def writing_on_signal(self) -> AbstractContextManager[None]:
         return self.threads.writing_on_signal()
 
@@ -334,12 +381,17 @@ class LocalEngine:
     def methods(self, deployment_id: DeploymentID) -> list[str] | None:
         """Return the methods that a handle may call; `None` for a function: any name calls it."""
         router = self.router(deployment_id)
-        for replica in router.replicas:
+        for replica in list(router.replicas):
             instance = replica.context.servable_object
-            if isinstance(instance, type(lambda: None)):
-                return None
-            return public_methods(instance)
-        return []
+            return public_methods(instance) if not isinstance(instance, FunctionType) else None
+        target = self._declared(deployment_id)  # it has no replica at the moment
+        return public_methods(target) if isinstance(target, type) else None
+
+    def _declared(self, deployment_id: DeploymentID) -> Any:
+        """Return the class or function of a deployment that runs."""
+        running = self.applications.get(deployment_id.app_name)
+        deployment = None if running is None else running.deployments.get(deployment_id.name)
+        return None if deployment is None else deployment.built.deployment.func_or_class
 
     def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
         router = self.threads.router

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ingress.control.controller import RunningApplication
-from ingress.watchdog.stacks import NOWHERE, Place, awaiting, current_frames, read
+from ingress.control.health import place_of_start
+from ingress.control.running import RunningApplication
+from ingress.watchdog.stacks import NOWHERE
 
 logger = logging.getLogger("ingress")
 
 STILL_STARTING_S = 10.0
 _NAMED = 8
-_STARTS = ("Replica._start", "Lifespan._run")
-"""The coroutines that start a replica's user code."""
 
 
 async def tell_while_starting(application: RunningApplication) -> None:
@@ -34,21 +33,11 @@ def constructing(application: RunningApplication) -> str:
     """Return the replicas that have not started, and the current lines of their constructors."""
     deployments = application.deployments.values()
     replicas = [replica for each in deployments for replica in each.starting]
-    frames = current_frames()
     texts = []
     for replica in replicas[:_NAMED]:
-        stack = read(None if replica.thread is None else frames.get(replica.thread))
-        place = stack.place if stack.is_users else _awaited(replica.loop)
+        place = place_of_start(replica)
         where = "" if place is NOWHERE else f" at {place}"
         texts.append(f"{replica.replica_id}{where}")
     if len(replicas) > _NAMED:
         texts.append(f"and {len(replicas) - _NAMED} more")
     return ", ".join(texts) or "the application that it replaces has not ended yet"
-
-
-def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
-    """Return the line that an `async` constructor or lifespan on this loop awaits."""
-    coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
-    starts = (each for each in coroutines if getattr(each, "__qualname__", "") in _STARTS)
-    places = [place for each in starts if (place := awaiting(each)) is not NOWHERE]
-    return places[0] if places else NOWHERE

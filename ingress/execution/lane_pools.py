@@ -64,6 +64,11 @@ class ReplicaPools:
         """True if a worker thread of the replica is alive: calls ran there lately. Thread-safe."""
         return any(pool.threads.were_used for pool in self._all)
 
+    @property
+    def are_alive(self) -> bool:
+        """Return whether a thread of one of the pools is alive. Thread-safe."""
+        return any(pool.threads.are_alive for pool in self._all)
+
     def shutdown(self) -> None:
         for pool in self._all:
             pool.shutdown()

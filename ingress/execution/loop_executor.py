@@ -59,6 +59,11 @@ class LoopExecutor(ThreadPoolExecutor):
         """Accept no more calls. Never waits: `asyncio.run` would wait for a stuck call."""
         self._ingress_threads.close()
 
+    @property
+    def is_alive(self) -> bool:
+        """Return whether one of its threads is alive, also after `shutdown`."""
+        return self._ingress_threads.are_alive
+
     def retire_idle(self) -> None:
         """Make idle threads end now."""
         self._ingress_threads.retire_idle()

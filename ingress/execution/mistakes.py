@@ -37,6 +37,11 @@ def format_failed_start(error: BaseException) -> str:
     return ("" if cause is None else users_frames(readable(cause))) + last_line(error)
 
 
+def described(error: BaseException) -> str:
+    """Return the type and text of an error of user code, even if its `__str__` raises too."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 def users_frames(error: BaseException) -> str:
     """Return the frames of the user's files, two lines each; the last frame if there are none."""
     frames = [

@@ -77,6 +77,12 @@ class WorkerThreads:
         """True if a thread is alive: a call ran in the last `idle_s`."""
         return bool(self._threads)
 
+    @property
+    def are_alive(self) -> bool:
+        """Return whether one of the threads is alive, also after `close`."""
+        with self._lock:
+            return any(thread.is_alive() for thread in self._threads)
+
     def submit(self, call: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:

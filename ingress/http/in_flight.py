@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi.responses import error_response, refusal_of
-from ingress.calls.call import CURRENT_CALL
+from ingress.calls.call import CURRENT_CALL, Runner
 from ingress.calls.deadlines import deadlines_of
 from ingress.http import uvicorn_connection
 from ingress.http.body import answer_and_close
@@ -163,6 +163,18 @@ class InFlight:
             if now >= deadline:
                 return
             await asyncio.sleep(0.01)
+
+    def restart_websockets(self, runner: Runner) -> None:
+        """Have the clients of a replica's WebSockets connect anew: code 1012. On any loop."""
+        for each in list(self.exchanges):
+            if each.runner is runner and not each.is_http and each.is_stream:
+                each.disconnect(SERVICE_RESTART)
+
+    def stop_on(self, runner: Runner) -> None:
+        """Cancel the requests that a replica still runs. On any loop."""
+        for each in list(self.exchanges):
+            if each.runner is runner:
+                each.stop()
 
 
 async def _send_error(

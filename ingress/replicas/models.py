@@ -58,6 +58,11 @@ class Models:
         self._tasks: set[asyncio.Task[None]] = set()
         replica.models = self
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a model is being loaded or unloaded. Any thread may ask."""
+        return bool(self._tasks)
+
     async def get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
         """Return a model, loaded if necessary. On any loop. Raises the error of the load."""
         return await run_on(self.loop, self._get(func, owner, model_id, limit))

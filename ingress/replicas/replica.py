@@ -34,6 +34,7 @@ from ingress.execution.lane_pools import ReplicaPools
 from ingress.execution.lanes import lanes_of
 from ingress.execution.loop_executor import LoopExecutor
 from ingress.execution.other_loop import note_other_loop
+from ingress.execution.threads import RESERVED_THREADS
 from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
@@ -77,9 +78,10 @@ class Replica:
 
     __slots__ = (
         "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
-        "_is_checking", "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
-        "begun", "context", "is_late", "latencies", "loop", "pools", "replica_id", "slots",
-        "stalls", "state", "thread", "unhealthy_reason", "user_code",
+        "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
+        "begun", "context", "is_checking", "is_late", "is_left_behind", "latencies", "loop",
+        "pools", "replica_id", "slots", "stalls", "state", "thread", "unhealthy_reason",
+        "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +109,7 @@ class Replica:
         self.slots = Slots(self, max_ongoing)
         self.begun = 0
         self.is_late = False
+        self.is_left_behind = False  # its stop left threads behind that user code blocks
         self._in_time = 0
         self._clocks = 0.0, 0.0  # time, and CPU time of the user loop, when a call last began late
         self._release = release
@@ -146,7 +149,7 @@ class Replica:
         except BaseException:  # of cloning the user's app: the caller has no replica to stop
             self._home.stop(1.0)
             raise
-        self._is_checking = False
+        self.is_checking = False
 
     def __repr__(self) -> str:
         return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
@@ -195,10 +198,42 @@ class Replica:
         else:
             self._home.mailbox.post(self._begin, call)
 
+    async def reconfigure(self, user_config: Any) -> None:
+        """Give user code a new `user_config`, on the user loop. Raises the errors of user code."""
+        await run_on(self.loop, self.user_code.reconfigure(user_config))
+
+    def add_threads(self, max_ongoing: int) -> None:
+        """Allow worker threads for `max_ongoing` calls, before it gets that many. Thread-safe.
+
+        No thread ends: the idle ones do by themselves.
+        """
+        self.pools.default.threads.limit = max_ongoing + RESERVED_THREADS
+        self._home.mailbox.post(self._add_anyio_threads, max_ongoing)
+
+    def _add_anyio_threads(self, max_ongoing: int) -> None:
+        before, self._anyio_threads = self._anyio_threads, max_ongoing + ANYIO_RESERVE
+        limiter = current_default_thread_limiter()
+        limiter.total_tokens = max(1, limiter.total_tokens + self._anyio_threads - before)
+
     @property
     def is_ending(self) -> bool:
         """Return whether it begins no more calls. Running calls may be cut short."""
         return self.state in _ENDING
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether its own event loop has ended, so that no call can run. Thread-safe."""
+        return isinstance(self._home, EventLoopThread) and self._home.has_ended
+
+    @property
+    def borrows_loop(self) -> bool:
+        """Return whether its event loop is another owner's, or that of other replicas too."""
+        return self._borrows
+
+    @property
+    def loads_models(self) -> bool:
+        """Return whether a model is being loaded or unloaded. Thread-safe."""
+        return self._models.is_busy
 
     @property
     def orphans(self) -> int:
@@ -360,13 +395,13 @@ class Replica:
     async def _check_health(self) -> None:
         # One check at a time: a `check_health` that is stuck in a thread would otherwise take
         # another thread every period, until none is left for requests.
-        if self._is_checking:
+        if self.is_checking:
             raise TimeoutError("the previous check_health has not returned yet")
-        self._is_checking = True
+        self.is_checking = True
         try:
             await self.user_code.check_health()
         finally:
-            self._is_checking = False
+            self.is_checking = False
 
     async def stop(self, timeout_s: float) -> None:
         """Cancel calls, run the user's shutdown code, end loop and threads; all in `timeout_s`.
@@ -439,12 +474,21 @@ class Replica:
         if self._executor is not None:
             joins.append(("executor threads", self._executor.join))
         stuck = [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]
+        self.is_left_behind = bool(stuck)
         if stuck:
             logger.error(
                 "user code of %s still blocks its %s; they are left behind",
                 self.replica_id,
                 " and ".join(stuck),
             )
+
+    def has_left(self) -> bool:
+        """Return whether the threads that a stop left behind have ended meanwhile. Thread-safe."""
+        is_alive = isinstance(self._home, EventLoopThread) and not self._home.has_ended
+        executor = self._executor
+        return not (
+            is_alive or self.pools.are_alive or (executor is not None and executor.is_alive)
+        )
 
     def _on_dead(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Turn away or interrupt a call that can no longer reach the user loop."""

@@ -160,7 +160,10 @@ class Router:
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
-            elif pause_s is None or all(each is call.runner for each in self.replicas):
+            elif pause_s is None or (
+                # Without any replica the call waits: the deployment's next replica takes it.
+                self.replicas and all(each is call.runner for each in self.replicas)
+            ):
                 refused = error
             else:
                 self._resting.add(call)
@@ -205,7 +208,8 @@ class Router:
             if self._waiting or replica.is_late or slots.position == HELD:
                 self._settle_position(slots, started, shed)
             else:
-                if slots.position == FULL:
+                # A number of slots that was lowered may still be exceeded.
+                if slots.position == FULL and slots.ongoing < slots.max_ongoing:
                     self._add_available(slots)
                 if not slots.ongoing and slots.position != REMOVED:
                     self._add_idle(slots)
@@ -311,7 +315,7 @@ class Router:
         self._start(replica, started, shed)
 
     def remove(self, replica: Runner) -> None:
-        """Give a replica no more calls; the calls it runs go on."""
+        """Give a replica no more calls; the calls it runs go on. No effect the second time."""
         slots = replica.slots
         with self._lock:
             if slots.position >= 0:
@@ -321,7 +325,24 @@ class Router:
                 self._last = None
             slots.position = REMOVED
             self._held.discard(slots)
-            self.replicas.remove(replica)
+            if replica in self.replicas:
+                self.replicas.remove(replica)
+
+    def limit(self, max_queued_requests: int, backpressure: BackpressureConfig | None) -> None:
+        """Change the limit of the queue, for the calls that come from now on. Thread-safe."""
+        with self._lock:
+            self.max_queued_requests = max_queued_requests
+            self._backpressure = backpressure or BackpressureConfig()
+
+    def resize(self, replica: Runner, max_ongoing: int) -> None:
+        """Change a replica's number of slots. Calls beyond a lower number keep their slots."""
+        slots = replica.slots
+        started: list[Call] = []
+        shed: list[Shed] = []
+        with self._lock:
+            slots.max_ongoing = max_ongoing
+            self._settle_position(slots, started, shed)
+        self._start(replica, started, shed)
 
     def refuse(self, reason: str) -> None:
         """Settle all waiting calls and every new call as unavailable."""

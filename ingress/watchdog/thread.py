@@ -11,10 +11,12 @@ from time import localtime, monotonic, strftime
 from types import FrameType
 
 from ingress.base.signals import handling
+from ingress.watchdog import stacks
 from ingress.watchdog.loop_probe import LoopProbe, Owner
 from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import QUIET_S, Stall, StallLog
 from ingress.watchdog.sampler import Sampler
+from ingress.watchdog.stacks import Stack
 
 logger = logging.getLogger("ingress")
 
@@ -110,6 +112,20 @@ class Watchdog:
                     stall, _ = probe.judge(stood_s, [], is_over=False)
                     found += [stall] if stall is not None else []
         return found
+
+    def standing(self, loop: asyncio.AbstractEventLoop) -> tuple[float, Stack]:
+        """Return for how many seconds a loop has stood until now, and its stack meanwhile.
+
+        0 for a loop that turns, waits for events, or is not watched.
+        """
+        probe = self._loops.get(loop)
+        asked_at = None if probe is None else probe.asked_at
+        # Race with `LoopProbe.ask`: it clears `answered_at` before it sets `asked_at`, so a time
+        # that is read here belongs to a heartbeat whose answer is read here too, or is yet to come.
+        if probe is None or asked_at is None or probe.answered_at is not None:
+            return 0.0, stacks.EMPTY
+        seen = [each.stack for each in list(probe.samples) if not each.is_idle]
+        return monotonic() - asked_at, seen[-1] if seen else stacks.EMPTY
 
     def reporting_on_signal(self) -> AbstractContextManager[None]:
         """Make SIGUSR1 log the stalls, unless it has a handler or this is not the main thread."""

@@ -20,8 +20,8 @@ from ray.serve import exceptions as theirs
 
 from ingress import exceptions
 from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.control.controller import described
 from ingress.exceptions import RayServeException
+from ingress.execution.mistakes import described
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)

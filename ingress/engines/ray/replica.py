@@ -27,7 +27,6 @@ from ingress.calls.call import Call
 from ingress.calls.channel import Channel
 from ingress.calls.loops import run_on
 from ingress.context import REPLICA
-from ingress.control.controller import described
 from ingress.declaration.build import fill
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
@@ -35,6 +34,7 @@ from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
 from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.loop_executor import lend_executor
+from ingress.execution.mistakes import described
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.exchange import Exchange
 from ingress.http.in_flight import InFlight

@@ -1,0 +1,116 @@
+"""Changes of a running deployment's options, in place: which are possible, and what they do.
+
+    num_replicas, autoscaling_config       replicas are added, or drain
+    user_config                            `reconfigure`, one replica after another: it gets no new
+                                           calls, its calls end, it is reconfigured, it is back
+    max_ongoing_requests                   slots and threads of each replica
+    max_queued_requests, backpressure      the queue
+    health, shutdown, retries, updates     apply from the next time that they are used
+
+All other options say how a replica is made: they need new replicas, and so a new `serve.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ingress.config import DeploymentConfig
+from ingress.control.running import RunningDeployment
+
+if TYPE_CHECKING:  # it imports this module
+    from ingress.control.reconciler import Reconciler
+    from ingress.control.running import RunningApplication
+
+IN_PLACE = frozenset(
+    {
+        "autoscaling_config",
+        "backpressure_config",
+        "graceful_shutdown_timeout_s",
+        "graceful_shutdown_wait_loop_s",
+        "health_check_period_s",
+        "health_check_timeout_s",
+        "max_constructor_retry_count",
+        "max_ongoing_requests",
+        "max_queued_requests",
+        "max_surge_percent",
+        "num_replicas",
+        "rolling_update_percentage",
+        "user_config",
+    }
+)
+"""The options of a deployment that can be changed while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One option of one deployment that was changed."""
+
+    deployment: str
+    option: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.deployment}: {self.option} {self.before!r} -> {self.after!r}"
+
+
+def differences(before: DeploymentConfig, after: DeploymentConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the options that differ, each with the values before and after."""
+    found = {}
+    for name in DeploymentConfig.model_fields:
+        old, new = getattr(before, name), getattr(after, name)
+        if old != new:
+            found[name] = old, new
+    return found
+
+
+def checked(
+    running: RunningApplication, options: Mapping[str, Mapping[str, Any] | DeploymentConfig]
+) -> dict[str, DeploymentConfig]:
+    """Return the new config of each deployment that is named. Changes nothing.
+
+    Raises `ValueError` for an unknown deployment, a bad value, an option that needs new replicas,
+    and a `user_config` without `reconfigure`; `TypeError` for an unknown option.
+    """
+    configs = {}
+    for name, given in options.items():
+        deployment = running.deployments.get(name)
+        if deployment is None:
+            known = ", ".join(map(repr, running.deployments))
+            raise ValueError(
+                f"application {running.name!r} has no deployment {name!r}; its deployments: {known}"
+            )
+        before = deployment.config
+        after = given if isinstance(given, DeploymentConfig) else before.with_options(**given)
+        fixed = sorted(differences(before, after).keys() - IN_PLACE)
+        if fixed:
+            raise ValueError(
+                f"{', '.join(fixed)} of deployment {name!r} cannot be changed while its replicas "
+                "run; run the application again, with serve.run, for replicas with other options"
+            )
+        target = deployment.built.deployment.func_or_class
+        if after.user_config is not None and not hasattr(target, "reconfigure"):
+            raise ValueError(
+                f"user_config is set but deployment {name!r} has no reconfigure method; define "
+                "`def reconfigure(self, user_config)` or leave user_config out"
+            )
+        configs[name] = after
+    return configs
+
+
+def apply(
+    reconciler: Reconciler, deployment: RunningDeployment, config: DeploymentConfig
+) -> list[Change]:
+    """Change a deployment's options to those of a checked config. On the control loop."""
+    found = differences(deployment.config, config)
+    if "user_config" in found:
+        deployment.change_user_config(config)
+    deployment.config = config
+    deployment.router.limit(config.max_queued_requests, config.backpressure_config)
+    deployment.desire(count=config.replica_count)
+    if "max_ongoing_requests" in found:
+        reconciler.resize(deployment)
+    reconciler.look(deployment)
+    return [Change(deployment.built.name, name, *values) for name, values in found.items()]

@@ -1,0 +1,159 @@
+"""The health of replicas: their checks, their loops, and the slots that orphans hold.
+
+    check_health   asked once a period; three failures in a row make a replica ill
+    a stuck loop   has not turned for longer than it may: the watchdog's heartbeat has no answer
+    orphans        hold all slots for longer than they may: answered calls whose code runs on
+
+These are facts for `plan.decide`, which decides about the replica. Owned by the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ingress.context import REPLICA
+from ingress.control.plan import Phase
+from ingress.control.running import Member, RunningDeployment
+from ingress.execution.mistakes import described
+from ingress.logs import logger
+from ingress.replicas.replica import Replica
+from ingress.watchdog import WATCHDOG
+from ingress.watchdog.stacks import NOWHERE, Place, awaiting, current_frames, read, worker_context
+
+LOOKS = 2  # in a row at which a replica seems stuck, until it counts as stuck
+ORPHANS_S = 0.5  # between two counts of a full replica's orphans
+TELL_S = 30.0  # between two log records on a replica that is still starting
+
+
+def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | None) -> None:
+    """Look at each replica of a deployment, and start the health checks that are due.
+
+    `wedged_after_s` replaces `health_check_timeout_s` for loops and orphans, unless it is `None`.
+    """
+    after_s = wedged_after_s or deployment.config.health_check_timeout_s
+    for member in deployment.members:
+        if member.phase is Phase.SERVING or member.phase is Phase.PARKED:
+            _note_stuck(member, now, after_s)
+        if member.phase is Phase.SERVING and now >= member.check_at and not member.stuck:
+            member.check_at = now + deployment.config.health_check_period_s
+            if member.check is None or member.check.done():
+                member.check = asyncio.get_running_loop().create_task(_ask(deployment, member))
+        elif member.phase is Phase.STARTING and deployment.has_started and now >= member.tell_at:
+            _tell(member, now)
+    deployment.left = [each for each in deployment.left if not each.has_left()]
+
+
+async def _ask(deployment: RunningDeployment, member: Member) -> None:
+    replica, timeout_s = member.replica, deployment.config.health_check_timeout_s
+    is_overdue = replica.is_checking
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            await replica.check_health()
+    except Exception as error:
+        if member.phase is not Phase.SERVING:
+            return  # it was taken out of routing meanwhile: its loop may be stuck, or have ended
+        reason = (
+            f"check_health did not answer within {timeout_s} s"
+            if limit.expired() or is_overdue
+            else f"check_health raised {described(error)}"
+        )
+        member.failures += 1
+        member.failed_checks += 1
+        if member.is_ill:
+            replica.unhealthy_reason = reason
+        logger.warning("%s: %s (%d in a row)", replica.replica_id, reason, member.failures)
+    else:
+        member.failures = 0
+        replica.unhealthy_reason = ""
+
+
+def _note_stuck(member: Member, now: float, after_s: float) -> None:
+    """Note whether a replica is stuck, and why. A log record tells when that changes."""
+    reason = _stands(member.replica, after_s) or _is_orphaned(member, now, after_s)
+    if not reason:
+        if member.stuck:
+            logger.warning("%s goes on, and gets calls again", member.replica.replica_id)
+        member.stuck, member.suspected = "", 0
+        return
+    # Race with a loop that turns at this moment: the watchdog or this loop may have waited for the
+    # GIL as long as that loop did, and has yet to see its answer.
+    member.suspected += 1
+    if member.stuck or member.suspected < LOOKS:
+        return
+    member.stuck = f"{reason} at {place}" if (place := _place(member.replica)) else reason
+    fate = "its loop is not its own, so it cannot be replaced"
+    if not member.replica.borrows_loop:
+        fate = "it gets no more calls, and another replica takes its place"
+    logger.error("%s is stuck: %s; %s", member.replica.replica_id, member.stuck, fate)
+
+
+def _stands(replica: Replica, after_s: float) -> str:
+    stood_s, stack = WATCHDOG.standing(replica.loop)
+    if stood_s <= after_s or stack.is_debugged or replica.loads_models:
+        return ""
+    return f"its event loop has not turned for more than {after_s:g} s"
+
+
+def _is_orphaned(member: Member, now: float, after_s: float) -> str:
+    """Return a reason if orphans have held all slots for too long."""
+    slots = member.replica.slots
+    if slots.ongoing < slots.max_ongoing:
+        member.orphaned_at = None
+        return ""
+    if now >= member.orphans_at:  # seldom, because it counts the calls
+        member.orphans_at = now + min(ORPHANS_S, after_s / 4)
+        if member.replica.orphans < slots.ongoing:
+            member.orphaned_at = None
+        elif member.orphaned_at is None:
+            member.orphaned_at = now
+    if member.orphaned_at is None or now - member.orphaned_at <= after_s:
+        return ""
+    return (
+        f"all of its {slots.max_ongoing} slots have been held for more than {after_s:g} s by calls "
+        "whose callers have gone, and whose code runs on"
+    )
+
+
+def _place(replica: Replica) -> str:
+    """Return the line of user code that keeps a replica from going on, "" if it is not found."""
+    _, stack = WATCHDOG.standing(replica.loop)
+    if stack.is_users:
+        return str(stack.place)
+    for frame in current_frames().values():
+        context = worker_context(frame)
+        if context is not None and context.get(REPLICA) is replica.context:
+            return str(read(frame, replica.context).place)
+    for task in asyncio.all_tasks(replica.loop):
+        if (place := awaiting(task.get_coro())) is not NOWHERE:
+            return str(place)
+    return ""
+
+
+def _tell(member: Member, now: float) -> None:
+    """Log that a replica is still starting, with the line that its constructor is at."""
+    if member.tell_at:
+        passed_s = now - member.started_at
+        where = f" at {place}" if (place := place_of_start(member.replica)) is not NOWHERE else ""
+        logger.warning(
+            "%s is still starting after %.0f s%s", member.replica.replica_id, passed_s, where
+        )
+    member.tell_at = now + TELL_S
+
+
+def place_of_start(replica: Replica) -> Place:
+    """Return the line that a constructor or lifespan of a starting replica is at."""
+    frames = current_frames()
+    stack = read(None if replica.thread is None else frames.get(replica.thread))
+    return stack.place if stack.is_users else _awaited(replica.loop)
+
+
+_STARTS = ("Replica._start", "Lifespan._run")
+"""The coroutines that start a replica's user code."""
+
+
+def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
+    """Return the line that an `async` constructor or lifespan on this loop awaits."""
+    coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
+    starts = (each for each in coroutines if getattr(each, "__qualname__", "") in _STARTS)
+    places = [place for each in starts if (place := awaiting(each)) is not NOWHERE]
+    return places[0] if places else NOWHERE

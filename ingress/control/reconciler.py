@@ -1,0 +1,318 @@
+"""The loop that makes replicas those that are desired: it looks, decides, and acts.
+
+    look -> health.observe: facts -> plan.decide: actions -> start, drop, park, return, reconfigure
+
+One loop for all deployments of a process. It looks at each ten times a second, and at once where
+something has changed. Owned by the control loop, where no user code runs while user code has loops
+of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from ingress.base.settings import Settings
+from ingress.base.types import DeploymentID, ReplicaID
+from ingress.calls.loops import reserve_descriptors
+from ingress.control.health import TELL_S, observe
+from ingress.control.plan import Kind, Phase, decide
+from ingress.control.running import FAILED_CHECKS, Member, RunningDeployment
+from ingress.declaration.build import fill
+from ingress.execution.mistakes import described
+from ingress.handle import DeploymentHandle
+from ingress.logs import logger
+from ingress.replicas.replica import Replica
+
+LOOK_S = 0.1
+LATE_S = 1.0  # a look that comes later says nothing about loops: the process was stopped
+DRAIN_LOOK_S = 0.005  # the first pause between two looks at a replica that drains
+LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
+
+MakeHandle = Callable[[DeploymentID], DeploymentHandle]
+
+
+class Reconciler:
+    """The one place that starts, replaces, drains and stops the replicas of running deployments.
+
+    Owned by the control loop.
+    """
+
+    __slots__ = ("_deployments", "_looking", "_make_handle", "_settings", "_tasks")
+
+    def __init__(self, settings: Settings, make_handle: MakeHandle) -> None:
+        self._settings = settings
+        self._make_handle = make_handle
+        self._deployments: list[RunningDeployment] = []
+        self._looking: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, deployment: RunningDeployment) -> None:
+        """Begin to make a deployment's replicas those that it desires."""
+        self._deployments.append(deployment)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look_on())
+        self.look(deployment)
+
+    def discard(self, deployment: RunningDeployment) -> None:
+        """Leave a deployment's replicas as they are."""
+        deployment.is_stopping = True
+        if deployment in self._deployments:
+            self._deployments.remove(deployment)
+
+    async def settled(self, deployment: RunningDeployment) -> None:
+        """Wait until the replicas are those that are desired. Raises the error of a start."""
+        while deployment.failed is None and not deployment.is_settled():
+            await deployment.changed.wait()
+        if deployment.failed is not None:
+            raise deployment.failed
+
+    async def _look_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while self._deployments:
+            is_late = loop.time() - due > LATE_S
+            for deployment in list(self._deployments):
+                try:
+                    if not is_late:
+                        observe(deployment, loop.time(), self._settings.wedged_after_s)
+                    self.look(deployment)
+                except Exception:  # one deployment must not end the look at all others
+                    logger.exception("the control plane failed at %s", deployment.built.name)
+            due = loop.time() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+        self._looking = None
+
+    def look(self, deployment: RunningDeployment) -> None:
+        """Decide about a deployment, and act."""
+        if deployment.is_stopping or deployment.failed is not None:
+            return
+        now = asyncio.get_running_loop().time()
+        actions = decide(deployment.desired, deployment.observed(), now)
+        members = {each.number: each for each in deployment.members}
+        for action in actions:
+            if action.number is None:
+                self._start(deployment, now)
+                continue
+            member = members[action.number]
+            match action.kind:
+                case Kind.DROP:
+                    self._drop(deployment, member)
+                case Kind.PARK:
+                    deployment.router.remove(member.replica)
+                    member.phase = Phase.PARKED
+                case Kind.RETURN:
+                    deployment.router.add(member.replica)
+                    member.phase = Phase.SERVING
+                case Kind.RECONFIGURE:
+                    self._take_away(deployment, member)
+        if actions:
+            deployment.note_change()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # A start.
+
+    def _start(self, deployment: RunningDeployment, now: float) -> None:
+        try:
+            member = self._new_member(deployment, now)
+        except Exception as error:  # too few descriptors, or the app cannot be cloned
+            self._on_failed_start(deployment, error)
+            return
+        deployment.members.append(member)
+        member.task = self._spawn(self._run_start(deployment, member))
+
+    def _new_member(self, deployment: RunningDeployment, now: float) -> Member:
+        if deployment.borrowed is None and deployment.has_started:
+            reserve_descriptors(1, may_raise=self._settings.raise_file_limit)
+        config, router = deployment.config, deployment.router
+        number = deployment.next_number
+        deployment.next_number += 1
+        replica = deployment.factories.replica(
+            ReplicaID(str(number), router.deployment_id),
+            deployment.built.deployment.func_or_class,
+            deployment.bound_app,
+            max_ongoing=config.max_ongoing_requests,
+            num_cpus=config.num_cpus,
+            lanes=config.lanes,
+            sync_in_threadpool=self._settings.run_sync_in_threadpool,
+            release=router.release,
+            reassign=router.reassign,
+            resume=router.resume,
+            borrowed=deployment.borrowed,
+            stall_threshold_s=self._settings.stall_threshold_s,
+            factories=deployment.factories,
+        )
+        desired = deployment.desired
+        return Member(
+            replica,
+            number,
+            desired.version,
+            desired.config,
+            started_at=now,
+            tell_at=now + TELL_S if deployment.has_started else 0.0,
+        )
+
+    async def _run_start(self, deployment: RunningDeployment, member: Member) -> None:
+        replica, built = member.replica, deployment.built
+        app_name = replica.replica_id.deployment_id.app_name
+        try:
+            args, kwargs = fill(
+                built.init_args,
+                built.init_kwargs,
+                lambda name: self._make_handle(DeploymentID(name, app_name)),
+            )
+            await replica.start(args, kwargs, deployment.config.user_config)
+        except Exception as error:
+            if member.phase is Phase.STARTING:
+                self._on_failed_start(deployment, error)
+                self._drop(deployment, member)
+            return
+        # Race with a stop or a drop, which happened while the constructor ran its last lines: they
+        # cancel this task, but the replica's loop may have ended the start already.
+        if member.phase is not Phase.STARTING or deployment.is_stopping:
+            return
+        period_s = deployment.config.health_check_period_s
+        member.check_at = asyncio.get_running_loop().time() + period_s
+        member.phase = Phase.SERVING
+        self._fit(deployment, member)
+        deployment.router.add(replica)
+        deployment.note_start()
+        self.look(deployment)
+        deployment.note_change()
+
+    def _on_failed_start(self, deployment: RunningDeployment, error: Exception) -> None:
+        now = asyncio.get_running_loop().time()
+        deployment.note_failed_start(error, described(error), now)
+        if deployment.failed is None:
+            logger.error(
+                "a replica of %s failed to start; the next attempt is in %.1f s",
+                deployment.router.deployment_id,
+                deployment.retry_at - now,
+                exc_info=error,
+            )
+        deployment.note_change()
+
+    def _fit(self, deployment: RunningDeployment, member: Member) -> None:
+        """Give a replica the limits that were changed while it started or was away."""
+        max_ongoing = deployment.config.max_ongoing_requests
+        if member.replica.slots.max_ongoing != max_ongoing:
+            member.replica.add_threads(max_ongoing)
+            deployment.router.resize(member.replica, max_ongoing)
+
+    def resize(self, deployment: RunningDeployment) -> None:
+        """Give all replicas the number of slots that the options say now."""
+        for member in deployment.members:
+            self._fit(deployment, member)
+
+    # An end.
+
+    def _drop(self, deployment: RunningDeployment, member: Member) -> None:
+        """Take a replica out of routing; it ends once its calls have ended."""
+        task, phase = member.task, member.phase
+        member.phase = Phase.LEAVING
+        if phase is Phase.SERVING:
+            deployment.router.remove(member.replica)
+        elif phase is Phase.STARTING and task is not None and task is not asyncio.current_task():
+            task.cancel()
+        member.task = self._spawn(self._run_end(deployment, member))
+
+    async def _run_end(self, deployment: RunningDeployment, member: Member) -> None:
+        replica, loop = member.replica, asyncio.get_running_loop()
+        deadline = loop.time() + deployment.config.graceful_shutdown_timeout_s
+        if not replica.is_lost:
+            await self._drain(deployment, replica, deadline)
+        left_s = 0.0 if deployment.is_rushed else deadline - loop.time()
+        await replica.stop(max(0.0, left_s) + LAST_WORDS_S)
+        if replica.is_left_behind:
+            deployment.left.append(replica)
+        deployment.members.remove(member)
+        self.look(deployment)
+        deployment.note_change()
+
+    async def _drain(
+        self, deployment: RunningDeployment, replica: Replica, deadline: float
+    ) -> None:
+        """Wait for the calls of a replica that gets no more, and cancel the rest at the deadline.
+
+        Race with `Router.assign` in another thread: it counts a slot under the router's lock before
+        it starts the call, so a call that was assigned before the replica was removed is counted.
+        """
+        in_flight, loop = deployment.proxy.in_flight, asyncio.get_running_loop()
+        longest_s = max(DRAIN_LOOK_S, deployment.config.graceful_shutdown_wait_loop_s)
+        pause_s = DRAIN_LOOK_S
+        while replica.ongoing and not deployment.is_rushed and loop.time() < deadline:
+            in_flight.restart_websockets(replica)
+            # Polled, so that no request pays for an event that is used once.
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+            pause_s = min(2 * pause_s, longest_s)
+        if replica.ongoing:
+            in_flight.stop_on(replica)
+
+    # A change of `user_config`.
+
+    def _take_away(self, deployment: RunningDeployment, member: Member) -> None:
+        user_config = deployment.config.user_config
+        if user_config is None:  # there is no call that takes a configuration away
+            member.version = -1
+            return
+        deployment.router.remove(member.replica)
+        member.phase = Phase.AWAY
+        number = deployment.desired.config
+        member.task = self._spawn(self._run_reconfigure(deployment, member, number, user_config))
+
+    async def _run_reconfigure(
+        self, deployment: RunningDeployment, member: Member, number: int, user_config: Any
+    ) -> None:
+        replica, loop = member.replica, asyncio.get_running_loop()
+        deadline = loop.time() + deployment.config.graceful_shutdown_timeout_s
+        while replica.ongoing and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_LOOK_S)
+        try:
+            await replica.reconfigure(user_config)
+        except Exception as error:
+            self._on_failed_reconfigure(deployment, member, error)
+        else:
+            member.config = number
+        if member.phase is Phase.AWAY and not deployment.is_stopping:
+            member.phase = Phase.SERVING
+            self._fit(deployment, member)
+            deployment.router.add(replica)
+        self.look(deployment)
+        deployment.note_change()
+
+    def _on_failed_reconfigure(
+        self, deployment: RunningDeployment, member: Member, error: Exception
+    ) -> None:
+        """Return to the `user_config` before; the replica, whose state is unknown, is replaced."""
+        logger.error(
+            "reconfigure failed in %s; the deployment returns to the user_config before",
+            member.replica.replica_id,
+            exc_info=error,
+        )
+        member.failures = FAILED_CHECKS
+        member.replica.unhealthy_reason = f"reconfigure raised {described(error)}"
+        deployment.reject_user_config(f"reconfigure raised {described(error)}")
+
+    async def stop(self, deployment: RunningDeployment, timeout_s: float) -> None:
+        """Stop all replicas of a discarded deployment, also those that start or drain, at once."""
+        deployment.is_rushed = True
+        for replica in list(deployment.router.replicas):
+            deployment.router.remove(replica)
+        ends: list[Awaitable[None]] = []
+        for member in list(deployment.members):
+            if member.check is not None:
+                member.check.cancel()
+            if member.phase is Phase.LEAVING and member.task is not None:
+                ends.append(member.task)
+                continue
+            member.phase = Phase.LEAVING
+            if member.task is not None:
+                member.task.cancel()
+            ends.append(member.replica.stop(timeout_s))
+        await asyncio.gather(*ends)

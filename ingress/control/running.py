@@ -1,0 +1,310 @@
+"""Running applications: their deployments, the replicas that each desires, and those that it has.
+
+Owned by the control loop; `status` reads them in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from ingress.asgi import BoundApp
+from ingress.config import DeploymentConfig
+from ingress.control.factories import Factories
+from ingress.control.plan import (
+    Desired,
+    Fact,
+    Observed,
+    Phase,
+    allowed,
+    replaced_at_once,
+    retry_after_s,
+)
+from ingress.declaration.build import BuiltDeployment
+from ingress.http.proxy import HTTPProxy
+from ingress.replicas.replica import Replica, ReplicaState
+from ingress.replicas.router import Router
+from ingress.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ReplicaDetails,
+)
+
+FAILED_CHECKS = 3  # in a row; source: Ray 2.60.0, REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One replica of a deployment, and what the controller knows of it. Owned by the control loop.
+
+    version, config  numbers of the code and of the `user_config` that it has
+    failures         health checks that failed, one after another
+    failed_checks    health checks that failed in all
+    stuck            the reason why it gets no calls although it runs, "" if it is not stuck
+    suspected        looks in a row at which it seemed to be stuck
+    orphaned_at      since when orphans hold all its slots
+    task             its start, its reconfiguration, or its end
+    """
+
+    replica: Replica
+    number: int
+    version: int
+    config: int
+    phase: Phase = Phase.STARTING
+    failures: int = 0
+    failed_checks: int = 0
+    check_at: float = 0.0
+    check: asyncio.Task[None] | None = None
+    stuck: str = ""
+    suspected: int = 0
+    orphaned_at: float | None = None
+    orphans_at: float = 0.0
+    started_at: float = 0.0
+    tell_at: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_ill(self) -> bool:
+        return self.failures >= FAILED_CHECKS
+
+    def fact(self) -> Fact:
+        # A loop that other replicas share, or the server's, cannot be replaced with its replica.
+        is_stuck = bool(self.stuck) and not self.replica.borrows_loop
+        is_lost = self.phase is not Phase.LEAVING and self.replica.is_lost
+        return Fact(
+            self.number, self.phase, self.version, self.config, self.is_ill, is_stuck, is_lost
+        )
+
+
+@dataclass(eq=False, slots=True)
+class RunningDeployment:
+    """One deployment's router and replicas. Owned by the control loop; any thread may read.
+
+    config         the options in use, which may have been changed since it was built
+    borrowed       the loop that its replicas run on, `None` if each has its own
+    has_started    becomes true when the replicas of the first start serve
+    left           replicas that have stopped, but whose threads still run user code
+    attempts       failed starts, one after another, before a start or an update is given up;
+                   `None` for replacements and added replicas, which are tried for ever
+    failed         the error of the start or update that was given up
+    problem        the error of the last start, "" once a start succeeds
+    rejected       why the last change was given up, "" if it was not
+    is_rushed      becomes true when replicas that drain are to stop at once
+    before         the config before the last change of `user_config`
+    next_config    number of the last `user_config`
+    changed        is set, and replaced, at each change
+    """
+
+    built: BuiltDeployment
+    config: DeploymentConfig
+    router: Router
+    bound_app: BoundApp | None
+    proxy: HTTPProxy
+    factories: Factories
+    borrowed: asyncio.AbstractEventLoop | None = None
+    desired: Desired = field(default_factory=lambda: Desired(0))
+    members: list[Member] = field(default_factory=list)
+    left: list[Replica] = field(default_factory=list)
+    next_number: int = 0
+    has_started: bool = False
+    is_stopping: bool = False
+    is_rushed: bool = False
+    start_failures: int = 0
+    retry_at: float = 0.0
+    attempts: int | None = None
+    failed: Exception | None = None
+    problem: str = ""
+    rejected: str = ""
+    before: DeploymentConfig | None = None
+    next_config: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return [each.replica for each in list(self.members)]
+
+    @property
+    def starting(self) -> list[Replica]:
+        """The replicas whose constructors have not returned."""
+        return [each for each in self.replicas if each.state is ReplicaState.STARTING]
+
+    @property
+    def stuck(self) -> list[Member]:
+        return [each for each in list(self.members) if each.stuck]
+
+    def desire(self, *, count: int | None = None, **changes: int | bool) -> None:
+        """Change the desired replicas."""
+        count = self.desired.count if count is None else count
+        config = self.config
+        at_once = replaced_at_once(
+            count, config.rolling_update_percentage, config.max_surge_percent
+        )
+        self.desired = replace(
+            self.desired,
+            count=count,
+            at_once=at_once,
+            **changes,  # type: ignore[arg-type]
+        )
+
+    def observed(self) -> Observed:
+        return Observed([each.fact() for each in self.members], len(self.left), self.retry_at)
+
+    def serving(self) -> int:
+        """Return the number of replicas that get calls."""
+        return sum(each.phase is Phase.SERVING for each in list(self.members))
+
+    def is_settled(self) -> bool:
+        """Return whether the replicas are those that are desired, and all others have ended."""
+        desired = self.desired
+        live = [each for each in self.members if each.phase is not Phase.PARKED]
+        parked = len(self.members) - len(live)
+        wanted = allowed(desired.count, parked + len(self.left))
+        return len(live) == wanted and all(
+            each.phase is Phase.SERVING
+            and each.version == desired.version
+            and each.config == desired.config
+            and not each.is_ill
+            for each in live
+        )
+
+    def change_user_config(self, config: DeploymentConfig) -> None:
+        """Use a config with another `user_config`; the replicas get it one after another."""
+        self.before = self.config
+        self.config = config
+        self.next_config += 1
+        self.rejected = ""
+        self.desire(config=self.next_config)
+
+    def reject_user_config(self, problem: str) -> None:
+        """Return to the `user_config` before the last change, which failed."""
+        self.rejected = f"{problem}; the user_config before is in use"
+        if self.before is None or self.before.user_config == self.config.user_config:
+            return  # the return itself failed: the replica is replaced
+        self.config = self.config.with_options(user_config=self.before.user_config)
+        self.next_config += 1
+        self.desire(config=self.next_config)
+
+    def note_change(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def note_failed_start(self, error: Exception, text: str, now: float) -> None:
+        """Count a start that failed; the next one has to wait."""
+        self.start_failures += 1
+        self.retry_at = now + retry_after_s(self.start_failures)
+        self.problem = f"a replica failed to start: {text}"
+        if self.attempts is not None and self.start_failures >= self.attempts:
+            self.failed = error
+
+    def note_start(self) -> None:
+        self.start_failures, self.retry_at, self.problem = 0, 0.0, ""
+
+    def begin_rollout(self) -> None:
+        """Have the replicas that start from now on given up after too many failures.
+
+        `max_constructor_retry_count` counts only if it was given: by default the first failure is
+        reported at once.
+        """
+        is_given = "max_constructor_retry_count" in self.config.model_fields_set
+        self.attempts = 1 + self.config.max_constructor_retry_count if is_given else 1
+        self.failed = None
+        self.note_start()
+
+    def end_rollout(self) -> None:
+        """Have the replicas that start from now on tried for ever: they replace others."""
+        self.has_started = True
+        self.attempts = None
+
+    def trouble(self) -> str:
+        """Return why the deployment is unhealthy, "" if it is healthy."""
+        members = list(self.members)
+        ill = [f"{each.replica.replica_id}: {each.replica.unhealthy_reason}" for each in members
+               if each.is_ill and each.phase is not Phase.LEAVING]  # fmt: skip
+        if ill:
+            return "; ".join(ill)
+        stuck = [each for each in members if each.stuck]
+        lasting = len(stuck) + len(self.left)
+        texts = "; ".join(f"{each.replica.replica_id}: {each.stuck}" for each in stuck)
+        if lasting > self.desired.count > 0:
+            return f"{lasting} replicas are stuck, and no more are started: {texts}"
+        if stuck and (self.borrowed is not None or not self.serving()):
+            return texts
+        if self.has_started and self.problem and self.serving() < self.desired.count:
+            return self.problem
+        return ""
+
+    def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
+        """Return the status. `serving` is the deployment to be replaced, whose router is in use."""
+        members = [*(list(serving.members) if serving is not None else ()), *list(self.members)]
+        # No replicas: not started yet.
+        starting = not self.has_started or bool(self.starting)
+        status = DeploymentStatus.UPDATING if starting else DeploymentStatus.HEALTHY
+        stuck = [f"{each.replica.replica_id}: {each.stuck}" for each in members if each.stuck]
+        message = self.rejected or self.problem or "; ".join(stuck)
+        trouble = self.trouble() or ("" if serving is None else serving.trouble())
+        if trouble:
+            status, message = DeploymentStatus.UNHEALTHY, trouble
+        router = self.router if serving is None else serving.router
+        return DeploymentStatusOverview(
+            status=status,
+            status_trigger="CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED",
+            replica_states=dict(Counter(each.replica.state.value for each in members)),
+            message=message,
+            requests=router.num_requests,
+            queued=router.num_queued,
+            replicas=[_details(each) for each in members],
+        )
+
+
+@dataclass(eq=False, slots=True)
+class RunningApplication:
+    """One application, its deployments in build order: the last one receives the requests."""
+
+    name: str
+    route_prefix: str | None
+    proxy: HTTPProxy
+    deployments: dict[str, RunningDeployment] = field(default_factory=dict)
+    status: ApplicationStatus = ApplicationStatus.DEPLOYING
+    message: str = ""
+    deployed_at_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
+    stopping: asyncio.Task[None] | None = None
+
+    @property
+    def ingress(self) -> RunningDeployment:
+        return list(self.deployments.values())[-1]
+
+    def overview(self, serving: RunningApplication | None = None) -> ApplicationStatusOverview:
+        """Return the status. `serving` is the application that serves while this one starts."""
+        older = {} if serving is None else serving.deployments
+        deployments = {name: each.status() for name, each in list(older.items())}
+        for name, each in list(self.deployments.items()):
+            deployments[name] = each.status(older.get(name))
+        unhealthy = any(each.status is DeploymentStatus.UNHEALTHY for each in deployments.values())
+        status = self.status
+        if status is ApplicationStatus.RUNNING and unhealthy:
+            status = ApplicationStatus.UNHEALTHY
+        return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
+
+    @property
+    def graceful_shutdown_timeout_s(self) -> float:
+        """The longest timeout of the application's deployments."""
+        return max(each.config.graceful_shutdown_timeout_s for each in self.deployments.values())
+
+
+def _details(member: Member) -> ReplicaDetails:
+    replica = member.replica
+    return ReplicaDetails(
+        replica.replica_id.unique_id,
+        replica.state.value,
+        replica.ongoing,
+        replica.unhealthy_reason or member.stuck,
+        dict(replica.latencies),
+        replica.orphans,
+        dict(replica.stalls),
+        replica.pools.loads(),
+        member.failed_checks,
+    )

@@ -1,0 +1,306 @@
+"""The control plane replaces replicas that fail their checks, hang, or have lost their loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.base.settings import WEDGED_AFTER_S
+from ingress.engines import local_engine
+from ingress.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusOverview
+from ingress.testing import Latch
+from tests.servers import PATIENCE_S, bind, wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+
+
+@pytest.fixture(autouse=True)
+def _shutdown() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+def overview(name: str) -> DeploymentStatusOverview:
+    return serve.status().applications["default"].deployments[name]
+
+
+def ids(name: str) -> list[str]:
+    return [each.replica_id for each in overview(name).replicas]
+
+
+def result(response: Any) -> Any:
+    return response.result(timeout_s=PATIENCE_S)
+
+
+class Script:
+    """The behaviour of the replicas of one test, by number."""
+
+    def __init__(self) -> None:
+        self.may_construct = Latch(timeout_s=PATIENCE_S)
+        self.is_asked = Latch(timeout_s=PATIENCE_S)
+        self.may_answer = Latch(timeout_s=PATIENCE_S)
+        self.may_turn = threading.Event()
+        self.errors: dict[str, BaseException] = {}
+        self.asked: list[str] = []
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    made = Script()
+    yield made
+    made.may_construct.count_down()
+    made.may_answer.count_down()
+    made.may_turn.set()
+
+
+def checked(script: Script, **options: Any) -> Any:
+    @serve.deployment(health_check_period_s=0.02, health_check_timeout_s=5, **options)
+    class Checked:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            self.tag = serve.get_replica_context().replica_tag
+            if self.tag == "1":
+                await script.may_construct
+
+        async def check_health(self) -> None:
+            script.asked.append(self.tag)
+            if self.tag in script.errors:
+                raise script.errors[self.tag]
+
+        async def __call__(self) -> str:
+            script.is_asked.count_down()
+            await script.may_answer
+            return self.tag
+
+    return bind(Checked)
+
+
+@pytest.mark.parametrize("error", [LookupError("fever"), SystemExit(3), asyncio.CancelledError()])
+def test_three_failed_checks_replace_a_replica_which_serves_until_the_new_one_does(
+    script: Script, error: BaseException
+) -> None:
+    handle = serve.run(checked(script), route_prefix=None)
+    running = handle.remote()
+    script.is_asked.wait()
+    script.errors["0"] = error
+    wait_until(lambda: overview("Checked").status is DeploymentStatus.UNHEALTHY)
+    application = serve.status().applications["default"]
+
+    assert application.status is ApplicationStatus.UNHEALTHY
+    assert "check_health raised" in application.deployments["Checked"].message
+    wait_until(lambda: ids("Checked") == ["0", "1"])
+    also = handle.remote()  # while its successor starts, the old replica still serves
+    script.may_construct.count_down()
+    wait_until(lambda: overview("Checked").status is DeploymentStatus.HEALTHY)
+    script.may_answer.count_down()
+    assert [result(running), result(also), result(handle.remote())] == ["0", "0", "1"]
+    wait_until(lambda: ids("Checked") == ["1"])
+
+
+def test_one_failed_check_changes_only_a_counter(script: Script) -> None:
+    serve.run(checked(script), route_prefix=None)
+    seen: set[str] = set()
+    script.errors["0"] = LookupError("flaky")
+    wait_until(lambda: overview("Checked").replicas[0].failed_health_checks)
+    script.errors.clear()
+    count = len(script.asked)
+    while len(script.asked) < count + 10:
+        seen.add(overview("Checked").status)
+        time.sleep(0.002)
+
+    assert seen == {DeploymentStatus.HEALTHY}
+    assert ids("Checked") == ["0"]
+    assert overview("Checked").replicas[0].failed_health_checks in (1, 2)
+
+
+def test_a_replica_that_recovers_while_its_successor_starts_stays(script: Script) -> None:
+    serve.run(checked(script), route_prefix=None)
+    script.errors["0"] = LookupError("fever")
+    wait_until(lambda: ids("Checked") == ["0", "1"])
+    script.errors.clear()
+    wait_until(lambda: ids("Checked") == ["0"])
+    assert overview("Checked").status is DeploymentStatus.HEALTHY
+
+
+def test_a_replacement_that_does_not_start_is_tried_again(script: Script) -> None:
+    @serve.deployment(health_check_period_s=0.02)
+    class Fragile:
+        def __init__(self) -> None:
+            self.tag = serve.get_replica_context().replica_tag
+            if self.tag == "1":
+                raise OSError("no memory")
+
+        async def check_health(self) -> None:
+            if self.tag in script.errors:
+                raise script.errors[self.tag]
+
+        async def __call__(self) -> str:
+            return self.tag
+
+    handle = serve.run(bind(Fragile), route_prefix=None)
+    script.errors["0"] = LookupError("fever")
+    wait_until(lambda: "2" in ids("Fragile"))
+    wait_until(lambda: ids("Fragile") == ["2"])
+    assert result(handle.remote()) == "2"
+    assert overview("Fragile").status is DeploymentStatus.HEALTHY
+    assert overview("Fragile").message == ""
+
+
+@pytest.mark.parametrize(("retries", "starts"), [(None, False), (1, False), (2, True)])
+def test_a_first_start_is_tried_again_if_the_number_of_retries_is_given(
+    retries: int | None, starts: bool
+) -> None:
+    attempts: list[str] = []
+
+    class Slow:
+        def __init__(self) -> None:
+            attempts.append(serve.get_replica_context().replica_tag)
+            if len(attempts) <= 2:
+                raise OSError("not yet")
+
+        async def __call__(self) -> str:
+            return "up"
+
+    options: Any = {} if retries is None else {"max_constructor_retry_count": retries}
+    target = bind(serve.deployment(Slow).options(**options))
+    if starts:
+        assert result(serve.run(target, route_prefix=None).remote()) == "up"
+        return
+    with pytest.raises(RuntimeError, match="not yet"):
+        serve.run(target, route_prefix=None)
+    assert len(attempts) == 1 + (retries or 0)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a loop count as stuck after 0.3 s."""
+    monkeypatch.setenv(WEDGED_AFTER_S, "0.3")
+
+
+def wedging(script: Script, **options: Any) -> Any:
+    @serve.deployment(**options)
+    class Wedging:
+        async def __call__(self) -> str:
+            return serve.get_replica_context().replica_tag
+
+        async def wedge(self) -> str:
+            script.is_asked.count_down()
+            script.may_turn.wait(PATIENCE_S)  # blocks the loop
+            return "turned"
+
+    return bind(Wedging)
+
+
+def test_a_loop_that_does_not_turn_is_replaced_and_comes_back(script: Script, soon: None) -> None:
+    handle = serve.run(wedging(script, max_ongoing_requests=2), route_prefix=None)
+    wedged = handle.wedge.remote()
+    script.is_asked.wait()
+    behind, queued = handle.remote(), handle.remote()  # one in the wedged replica, one waits
+
+    assert result(queued) == "1"
+    assert result(handle.remote()) == "1"
+    replica, _ = overview("Wedging").replicas
+    assert "has not turned for more than 0.3 s" in replica.unhealthy_reason
+    assert f"{__file__}:" in replica.unhealthy_reason
+    assert " in test_a_loop" not in replica.unhealthy_reason
+    assert "wedge" in replica.unhealthy_reason
+    assert overview("Wedging").status is DeploymentStatus.HEALTHY
+    script.may_turn.set()
+    assert [result(wedged), result(behind)] == ["turned", "0"]
+    wait_until(lambda: ids("Wedging") == ["0"])  # the spare has left
+    assert result(handle.remote()) == "0"
+    assert overview("Wedging").message == ""
+
+
+def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
+    script: Script, soon: None
+) -> None:
+    handle = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None)
+    stuck = [handle.wedge.remote()]
+    wait_until(lambda: ids("Wedging") == ["0", "1"])
+    stuck.append(handle.wedge.remote())
+    wait_until(lambda: overview("Wedging").status is DeploymentStatus.UNHEALTHY)
+    waiting = handle.remote()
+
+    assert "2 replicas are stuck, and no more are started" in overview("Wedging").message
+    time.sleep(0.5)  # five looks
+    assert ids("Wedging") == ["0", "1"]
+    script.may_turn.set()
+    assert [result(each) for each in stuck] == ["turned"] * 2
+    assert result(waiting) in ("0", "1")
+    wait_until(lambda: overview("Wedging").status is DeploymentStatus.HEALTHY)
+    wait_until(lambda: len(ids("Wedging")) == 1)
+
+
+def test_slots_that_orphans_hold_are_replaced(script: Script, soon: None) -> None:
+    @serve.deployment(max_ongoing_requests=2)
+    class Deep:
+        @serve.method(execution="threadpool")
+        def dive(self) -> None:
+            script.is_asked.count_down()
+            script.may_turn.wait(PATIENCE_S)
+
+        async def __call__(self) -> str:
+            return serve.get_replica_context().replica_tag
+
+    handle = serve.run(bind(Deep), route_prefix=None)
+    divers = [handle.dive.remote() for _ in range(2)]
+    script.is_asked.wait()
+    waiting = handle.remote()
+    for each in divers:
+        each.cancel()
+
+    assert result(waiting) == "1"
+    replica = overview("Deep").replicas[0]
+    assert (replica.orphans, replica.ongoing) == (2, 2)
+    assert "2 slots have been held" in replica.unhealthy_reason
+    assert "dive" in replica.unhealthy_reason
+    script.may_turn.set()
+    wait_until(lambda: ids("Deep") == ["0"])
+
+
+def test_a_loop_that_user_code_closed_is_replaced() -> None:
+    @serve.deployment
+    class Closing:
+        async def close(self) -> None:
+            loop = asyncio.get_running_loop()
+            loop.stop()
+            threading.Timer(0.05, _close, [loop]).start()
+
+        async def __call__(self) -> str:
+            return serve.get_replica_context().replica_tag
+
+    handle = serve.run(bind(Closing), route_prefix=None)
+    lost = handle.close.remote()
+    wait_until(lambda: ids("Closing") == ["1"])
+    assert result(handle.remote()) == "1"
+    lost.cancel()
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    # The thread runs the loop again at once, so stop and close it until both have met.
+    deadline = time.monotonic() + PATIENCE_S
+    while not loop.is_closed() and time.monotonic() < deadline:
+        try:
+            loop.call_soon_threadsafe(loop.stop)
+            loop.close()
+        except RuntimeError:
+            time.sleep(0)
+
+
+def test_nothing_is_left_of_replicas_that_were_replaced(script: Script, soon: None) -> None:
+    threads = threading.active_count()
+    handle = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None)
+    stuck = handle.wedge.remote()
+    wait_until(lambda: ids("Wedging") == ["0", "1"])
+    serve_with_both = local_engine().applications["default"].ingress
+    assert len(serve_with_both.members) == 2
+    script.may_turn.set()
+    assert result(stuck) == "turned"
+    serve.shutdown()
+    wait_until(lambda: threading.active_count() == threads)
