@@ -66,8 +66,9 @@ def run(
     down. `logging_config` is for Ray's loggers of the deployments that have none; in this process
     it has no effect but a warning. `engine` is "local" for this process, or "ray"; the default is
     the engine that runs applications already, else `INGRESS_ENGINE`. Raises `RuntimeError` if a
-    replica does not start (`__cause__` is the exception of user code), or if the application is
-    deleted, replaced or shut down while it starts.
+    replica does not start (`__cause__` is the exception of user code): `status` then has the
+    application as DEPLOY_FAILED, and its requests get 503, until it is deleted or replaced. Raises
+    it too if the application is deleted, replaced or shut down while it starts.
     """
     refuse("serve.run", unsupported, run)
     _check_target(target)
@@ -202,8 +203,8 @@ def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> 
 
 
 def _is_serving() -> bool:
-    applications = status().applications.values()
-    return any(each.status is ApplicationStatus.RUNNING for each in applications)
+    serving = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
+    return any(each.status in serving for each in status().applications.values())
 
 
 def _options(kind: type[Chosen], given: Any, name: str, example: str) -> Chosen | None:

@@ -25,6 +25,7 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.base.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
+from ingress.schema import ApplicationStatus
 from tests.containment_app import ALL, ERRORS, HOSTILE, boom
 from tests.reliability.figures import Figures
 from tests.servers import (
@@ -260,7 +261,7 @@ def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
     lines = "".join(traceback.format_exception(failed.value.__cause__))
     assert "in boom" in lines
     assert "containment_app.py" in lines
-    assert serve.status().applications == {}
+    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
     assert threads() <= before
 
 

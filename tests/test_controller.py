@@ -110,7 +110,7 @@ def test_one_replica_that_does_not_start_fails_it_all_and_leaves_nothing(
         serve.run(target, route_prefix=None)
 
     assert name in str(caught.value)
-    assert serve.status().applications == {}
+    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
     wait_until(lambda: threading.active_count() == before)
     assert result(serve.run(bind(Fine), route_prefix=None).remote()) == "fine"
 
@@ -121,7 +121,7 @@ def test_a_failed_redeployment_leaves_the_old_application_serving() -> None:
         serve.run(bind(Broken, bind(Fine)), route_prefix=None)
 
     assert result(handle.remote("still")) == "still"
-    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
+    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
 
 
 class Latches:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.engines import local_engine
-from ingress.exceptions import RayServeException
+from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
 from tests.fakes import bind, together
@@ -281,6 +281,135 @@ def test_status_shows_what_starts_and_what_is_yet_to_start(doors: Doors) -> None
     assert {each.status for each in application.deployments.values()} == {DeploymentStatus.HEALTHY}
 
 
+# After a start that failed.
+
+
+class Refuses:
+    """A deployment whose constructor raises."""
+
+    def __init__(self, child: Any = None) -> None:
+        raise ValueError("no weights")
+
+
+def failing(child: Any = None) -> Any:
+    return bind(serve.deployment(name="Main")(Refuses), child)
+
+
+def test_what_failed_is_listed_and_answers_503_until_it_is_deleted() -> None:
+    port = served(fine("rest"), "rest", "/rest")
+    with pytest.raises(RuntimeError, match="no weights"):
+        serve.run(failing(fine()), name="bad", route_prefix="/bad")
+
+    seen = serve.status().applications["bad"]
+    assert seen.status is ApplicationStatus.DEPLOY_FAILED
+    assert "deployment 'Main' failed to start: ValueError: no weights" in seen.message
+    main, model = seen.deployments["Main"], seen.deployments["Model"]
+    assert {main.status, model.status} == {DeploymentStatus.DEPLOY_FAILED}
+    assert (main.status_trigger, main.replica_states) == ("REPLICA_STARTUP_FAILED", {})
+    assert "ValueError: no weights" in main.message
+    assert "another deployment failed to start" in model.message
+    answer = get(port, "/bad/x")
+    assert (answer.status, answer.headers.get("retry-after")) == (503, None)
+    assert answer.body == b"Application 'bad' is unavailable because it failed to deploy."
+    for handle in (serve.get_app_handle("bad"), serve.get_deployment_handle("Model", "bad")):
+        with pytest.raises(DeploymentUnavailableError, match="it failed to deploy"):
+            handle.remote()
+    with pytest.raises(RayServeException, match='used by application "bad"'):
+        serve.run(fine(), name="other", route_prefix="/bad")
+    assert get(port, "/rest").body == b"rest"
+    assert get(port, "/-/routes").body == b'{"/rest": "rest"}'
+
+    serve.delete("bad")
+    assert [*serve.status().applications] == ["rest"]
+    assert get(port, "/bad/x").status == 404
+
+
+def test_the_server_goes_on_after_the_only_start_failed_until_a_shutdown() -> None:
+    serve.start({"port": 0})
+    (url,) = serve.status().proxies
+    port = int(url.rpartition(":")[2])
+    threads = threading.active_count()
+    for _ in range(2):  # a second failure replaces the first
+        with pytest.raises(RuntimeError, match="no weights"):
+            serve.run(failing())
+    assert (get(port, "/").status, get(port, "/-/healthz").body) == (503, b"failed to deploy")
+
+    served(fine("mended"))
+    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
+    assert (get(port, "/").body, get(port, "/-/healthz").status) == (b"mended", 200)
+    with pytest.raises(RuntimeError, match="no weights"):
+        serve.run(failing(), name="bad", route_prefix=None)
+    serve.shutdown()
+    assert (serve.status().applications, threading.active_count() < threads) == ({}, True)
+
+
+def test_an_application_serves_on_when_the_one_that_should_replace_it_fails() -> None:
+    port = served(fine("old"))
+    with pytest.raises(RuntimeError, match="no weights"):
+        serve.run(failing(fine("new")))
+
+    seen = serve.status().applications["default"]
+    assert seen.status is ApplicationStatus.DEPLOY_FAILED
+    assert seen.deployments["Model"].replica_states == {"RUNNING": 1}
+    assert get(port, "/").body == b"old"
+    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "old"
+    served(fine("newer"))
+    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
+
+
+def test_what_is_being_deleted_is_listed_as_deleting(doors: Doors) -> None:
+    @serve.deployment(name="Model")
+    class Held:
+        async def __call__(self) -> str:
+            doors.entered.count_down()
+            await doors.leave
+            return "held"
+
+    handle = serve.run(bind(Held), route_prefix=None)
+    response = handle.remote()
+    doors.entered.wait()
+    deleting = threading.Thread(target=serve.delete, args=("default",))
+    deleting.start()
+
+    def status() -> Any:
+        return serve.status().applications["default"].status
+
+    wait_until(lambda: status() is ApplicationStatus.DELETING)
+    model = serve.status().applications["default"].deployments["Model"]
+    assert (model.status, model.status_trigger) == (DeploymentStatus.UPDATING, "DELETING")
+    doors.leave.count_down()
+    assert response.result(timeout_s=PATIENCE_S) == "held"
+    deleting.join(PATIENCE_S)
+    assert serve.status().applications == {}
+
+
+@pytest.mark.usefixtures("switch_interval")
+@pytest.mark.parametrize("ending", ["delete", "shutdown", "run"])
+def test_a_failed_start_is_ended_once_whatever_ends_it(ending: str) -> None:
+    """Race of the failure, on the control loop, with an operation of another thread."""
+
+    def start() -> None:
+        with suppress(RuntimeError):
+            served(failing())
+
+    def end() -> None:
+        if ending == "run":
+            start()
+        else:
+            getattr(serve, ending)(*["default"] * (ending == "delete"))
+
+    served(fine("rest"), name="rest", route_prefix="/rest")
+    threads = threading.active_count()
+    for _ in range(5 + ROUNDS):
+        together(start, end)
+        serve.delete("default")
+        assert [*serve.status().applications] == ["rest"] * (ending != "shutdown")
+    if ending != "shutdown":
+        wait_until(lambda: threading.active_count() <= threads)
+    serve.shutdown()
+    assert local_engine().is_running is False
+
+
 # No operation waits for a constructor.
 
 
@@ -380,7 +509,7 @@ def test_a_later_run_that_fails_leaves_what_served_before_both(doors: Doors) -> 
     assert isinstance(earlier.join().error, RuntimeError)
     assert get(port, "/").body == b"first"
     assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "first"
-    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
+    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
 
 
 def test_a_replacement_that_is_ended_gives_the_children_back(doors: Doors) -> None:
@@ -421,7 +550,7 @@ def test_a_replica_that_fails_is_told_though_another_one_hangs(doors: Doors) -> 
     error = in_time(running.join).error
     assert isinstance(error, RuntimeError)
     assert isinstance(error.__cause__, LookupError)
-    assert serve.status().applications == {}
+    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
 
 
 def test_a_constructor_may_run_another_application(doors: Doors) -> None:

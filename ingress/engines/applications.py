@@ -1,7 +1,8 @@
-"""The applications of this process, by name: those that start, run and stop.
+"""The applications of this process, by name: those that start, run and stop, or failed to start.
 
     reserve   takes a name and a route prefix; an earlier start of that name is ended
-    start     runs the constructors; then requests come, and the replaced application is stopped
+    start     runs the constructors; then requests come, and the replaced application is stopped;
+              if one fails, the application is listed as failed, and requests to it get 503
     end       ends a start, even if its constructors hang
     stop      stops a running application; all callers wait for the same stop
 
@@ -24,6 +25,7 @@ from ingress.control.controller import Controller
 from ingress.control.running import RunningApplication
 from ingress.declaration.build import BuiltApplication
 from ingress.engines.engine_http import EngineHTTP
+from ingress.engines.overviews import FailedStart, overview_of
 from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
 from ingress.http.proxy import RouteTable
@@ -31,6 +33,7 @@ from ingress.replicas.router import Router
 from ingress.schema import ApplicationStatus, ApplicationStatusOverview
 
 CLOSED = "it was closed while it started"
+FAILED = "it failed to start"
 DELETED = "it was deleted while it started"
 INTERRUPTED = "it was interrupted while it started"
 REPLACED = "another application of its name was run while it started"
@@ -45,10 +48,13 @@ class StartEnded(RuntimeError):
 class Start:
     """One application that starts. Owned by the control loop, except `reason` and `is_ready`.
 
-    Either `reason` or `is_ready` is set, once: see `Applications.take`.
+    Either `reason` or `is_ready` is set, once: see `Applications.take`. `lists_failure` says that a
+    failure is listed until the application is deleted or replaced. Until then an application with
+    a prefix counts as a user of the engine's threads, because its requests are answered.
     """
 
     application: RunningApplication
+    lists_failure: bool = False
     earlier: asyncio.Task[None] | None = None  # the end of an earlier start of the same name
     is_begun: bool = False
     deploying: asyncio.Task[None] | None = None
@@ -64,14 +70,14 @@ class Start:
 class Applications:
     """The applications of an engine. Owned by the control loop.
 
-    Any thread reads `running` and `starting`. Each application counts as a user of the engine's
-    threads, from its start on; `release` counts one less. `controller` is set while there are
-    threads.
+    Any thread reads `running`, `starting` and `failed`. Each application counts as a user of the
+    engine's threads, from its start on; `release` counts one less. `controller` is set while there
+    are threads.
     """
 
     __slots__ = (
         "_deciding", "_http", "_release", "_routers", "_settled", "_stops", "controller",
-        "freezes_gc", "running", "starting",
+        "failed", "freezes_gc", "running", "starting",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +85,7 @@ class Applications:
     ) -> None:
         self.running: dict[str, RunningApplication] = {}
         self.starting: dict[str, Start] = {}
+        self.failed: dict[str, FailedStart] = {}
         self.controller: Controller | None = None
         self._http = http
         self._routers = routers
@@ -113,6 +120,7 @@ class Applications:
         if earlier is not None and self.take(earlier, REPLACED):
             start.earlier = self._owned(self.end_and_release(earlier))
         self.starting[application.name] = start
+        self._forget_failure(application.name)
         self._update_routes()
 
     async def start(
@@ -124,7 +132,7 @@ class Applications:
         """Run the constructors. Returns once requests come and the replaced application has ended.
 
         Raises `StartEnded` if the start was ended, else as `Controller.deploy`. After an error none
-        of its replicas run.
+        of its replicas run, and `failed` has it if `start.lists_failure`.
         """
         if start.reason:
             raise start.ended()  # it was ended before it began
@@ -132,6 +140,7 @@ class Applications:
         application = start.application
         controller = self._controller()
         telling = asyncio.get_running_loop().create_task(tell_while_starting(application))
+        failed: FailedStart | None = None
         try:
             if start.earlier is not None:
                 await asyncio.shield(start.earlier)
@@ -147,14 +156,21 @@ class Applications:
                 if error is None and self._is_ready(start):
                     replaced = self.running.get(application.name)
                     self._put_to_use(start)
+            if isinstance(error, Exception) and start.lists_failure and not start.reason:
+                names = (each.name for each in built.deployments)
+                failed = FailedStart.of(application, names, error)
+                if failed.is_answered and not self.take(start, FAILED):
+                    failed = None
             if not start.is_ready:
                 self._give_back_routers(application)
                 await controller.stop(application, timeout_s=0.0)
         finally:
             telling.cancel()
+            if failed is not None:
+                self._list_failure(start, failed)
             self._forget(start)
             start.over.set()
-        if start.reason:
+        if failed is None and start.reason:
             raise start.ended() from error
         if error is not None:
             raise error
@@ -166,6 +182,20 @@ class Applications:
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application
         self._settled.renew(is_needed=self.freezes_gc)
+
+    def _list_failure(self, start: Start, failed: FailedStart) -> None:
+        """List a failure, unless another start of the name has begun meanwhile."""
+        if self.starting.get(failed.name) is start:
+            self.failed[failed.name] = failed
+        elif failed.is_answered:
+            self._release()
+
+    def _forget_failure(self, name: str) -> None:
+        """List a failure no longer."""
+        failed = self.failed.pop(name, None)
+        if failed is not None and failed.is_answered:
+            self._update_routes()
+            self._release()
 
     def _give_back_routers(self, application: RunningApplication) -> None:
         """Make handles find the deployments of the application that serves on."""
@@ -237,6 +267,7 @@ class Applications:
                 await self.end_and_release(start)
             else:
                 await start.over.wait()
+        self._forget_failure(name)
         if running is not None:
             await self.stop(running)
 
@@ -251,10 +282,13 @@ class Applications:
             if self.take(each, SHUT_DOWN)
         ]
         stopping = set(self._stops)
+        failing = [each for each in self.starting.values() if each.reason == FAILED]
         stops = [self.stop(each, timeout_s) for each in self.running.values()]
-        await asyncio.gather(*ends, *stops)
+        await asyncio.gather(*ends, *stops, *(each.over.wait() for each in failing))
         if stopping:
             await asyncio.wait(stopping, timeout=timeout_s)
+        for name in list(self.failed):
+            self._forget_failure(name)
 
     def change(
         self,
@@ -272,8 +306,11 @@ class Applications:
         """Return the status of each application. Thread-safe."""
         # In this order an application that becomes ready in between is in both, not in neither.
         starting = list(self.starting.items())
+        failed = list(self.failed.items())
         running = dict(self.running)
-        found = {name: each.overview() for name, each in running.items()}
+        found = {name: overview_of(each) for name, each in running.items()}
+        for name, failure in failed:
+            found[name] = failure.overview(running.get(name))
         for name, start in starting:
             if running.get(name) is not start.application:
                 found[name] = start.application.overview(running.get(name))
@@ -285,7 +322,7 @@ class Applications:
         Runs on the control loop. The caller awaits nothing before `reserve` takes the name.
         """
         name, number = "default", 0
-        while name in self.running or name in self.starting:
+        while name in self.running or name in self.starting or name in self.failed:
             number += 1
             name = f"default_{number}"
         return name
@@ -307,16 +344,22 @@ class Applications:
         return [*(each for each in self.running.values() if each.stopping is None), *starting]
 
     def _update_routes(self) -> None:
+        proxy = self._http.proxy
         routers: dict[str, Router] = {}
         starting: dict[str, str] = {}
         for each in self._present():
-            if each.proxy is not self._http.proxy or each.route_prefix is None:
+            if each.proxy is not proxy or each.route_prefix is None:
                 continue
             if each.status is ApplicationStatus.RUNNING:
                 routers[each.route_prefix] = each.ingress.router
             else:
                 starting[each.route_prefix] = each.name
-        self._http.proxy.table = RouteTable(routers, starting)
+        failed = {
+            each.route_prefix: each.name
+            for each in self.failed.values()
+            if each.route_prefix is not None
+        }
+        proxy.table = RouteTable(routers, starting, failed)
 
     def _refuse_clash(self, new: RunningApplication) -> None:
         proxy = self._http.proxy
@@ -328,8 +371,15 @@ class Applications:
                 )
             if other.name == new.name or other.proxy is not proxy or new.proxy is not proxy:
                 continue
-            if new.route_prefix is not None and other.route_prefix == new.route_prefix:
-                raise RayServeException(
-                    f'Prefix {new.route_prefix} is being used by application "{other.name}". '
-                    f'Failed to deploy application "{new.name}". Give it another route_prefix.'
-                )
+            _refuse_prefix(new, other)
+        for failed in self.failed.values():
+            if failed.name != new.name and new.proxy is proxy:
+                _refuse_prefix(new, failed)
+
+
+def _refuse_prefix(new: RunningApplication, other: RunningApplication | FailedStart) -> None:
+    if new.route_prefix is not None and other.route_prefix == new.route_prefix:
+        raise RayServeException(
+            f'Prefix {new.route_prefix} is being used by application "{other.name}". '
+            f'Failed to deploy application "{new.name}". Give it another route_prefix.'
+        )

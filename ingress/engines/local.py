@@ -215,7 +215,8 @@ class LocalEngine:
             )
         with self._operations:
             threads = self.acquire()
-            start = Start(RunningApplication(name, route_prefix, self.http.proxy))
+            starting = RunningApplication(name, route_prefix, self.http.proxy)
+            start = Start(starting, lists_failure=True)
             try:
                 run_blocking(threads.control.loop, self.apps.reserve(start))
                 if route_prefix is not None:
@@ -244,7 +245,9 @@ class LocalEngine:
 
     def delete(self, name: str) -> None:
         with self.operating() as threads:
-            if threads is not None:
+            if threads is None:
+                self.apps.failed.pop(name, None)
+            else:
                 run_blocking(threads.control.loop, self.apps.delete(name))
                 with self._operations:
                     self.http.stop_if_unused(threads)
@@ -309,6 +312,7 @@ class LocalEngine:
             timeout_s = self.http.command_line.shutdown_timeout_s
         with self._operations, self.operating() as threads:
             if threads is None:
+                self.apps.failed.clear()
                 return
             self.leave()
             for proxy in self._proxies():
@@ -356,16 +360,18 @@ class LocalEngine:
         return self.factories.handle(deployment_id, self)
 
     def app_handle(self, name: str) -> DeploymentHandle:
-        running = self.applications.get(name)
-        if running is None:
-            raise RayServeException(
-                f"Application '{name}' does not exist. Running: {sorted(self.applications)}."
-            )
-        return self.handle(running.ingress.router.deployment_id)
+        running, failed = self.applications.get(name), self.apps.failed.get(name)
+        if running is not None:
+            return self.handle(running.ingress.router.deployment_id)
+        if failed is not None:
+            return self.handle(failed.ingress)
+        raise RayServeException(
+            f"Application '{name}' does not exist. Running: {sorted(self.applications)}."
+        )
 
     def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle:
         deployment_id = DeploymentID(deployment_name, app_name)
-        if deployment_id not in self.routers:
+        if deployment_id not in self.routers and not self._has_failed(deployment_id):
             known = sorted(map(str, list(self.routers)))
             raise KeyError(f"{deployment_id} does not exist. Running: {known}.")
         return self.handle(deployment_id)
@@ -374,9 +380,16 @@ class LocalEngine:
         try:
             return self.routers[deployment_id]
         except KeyError:
+            because = (
+                "it failed to deploy" if self._has_failed(deployment_id) else "it is not deployed"
+            )
             raise DeploymentUnavailableError(
-                f"{deployment_id} is unavailable because it is not deployed."
+                f"{deployment_id} is unavailable because {because}."
             ) from None
+
+    def _has_failed(self, deployment_id: DeploymentID) -> bool:
+        failed = self.apps.failed.get(deployment_id.app_name)
+        return failed is not None and failed.has(deployment_id)
 
     def methods(self, deployment_id: DeploymentID) -> list[str] | None:
         """Return the methods that a handle may call; `None` for a function: any name calls it."""

@@ -45,33 +45,40 @@ _SOON = {"retry-after": "1"}  # while an application starts
 class Route:
     """The route of one prefix, which is "/", or begins with "/" and does not end with it.
 
-    `router` is `None` while the application starts.
+    `router` is `None` while the application starts, and after its start failed.
     """
 
     prefix: str
     app_name: str
     router: Router | None
+    has_failed: bool = False
 
 
 class RouteTable:
     """The routes, longest prefix first. Replaced as a whole, so any thread may read it.
 
-    `starting` maps the prefixes of starting applications to their names.
+    `starting` maps the prefixes of starting applications to their names, `failed` those of
+    applications whose start failed.
     """
 
-    __slots__ = ("_ordered", "is_ready", "routes")
+    __slots__ = ("_ordered", "is_ready", "is_starting", "routes")
 
     def __init__(
         self,
         routers: Mapping[str, Router] | None = None,
         starting: Mapping[str, str] | None = None,
+        failed: Mapping[str, str] | None = None,
     ) -> None:
         self.routes = {
-            prefix: Route(prefix, name, None) for prefix, name in (starting or {}).items()
+            prefix: Route(prefix, name, None, has_failed=True)
+            for prefix, name in (failed or {}).items()
         }
+        for prefix, name in (starting or {}).items():
+            self.routes[prefix] = Route(prefix, name, None)
         for prefix, router in (routers or {}).items():
             self.routes[prefix] = Route(prefix, router.deployment_id.app_name, router)
         self.is_ready = bool(routers)
+        self.is_starting = bool(starting)
         self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
 
     def match(self, path: str) -> Route | None:
@@ -164,8 +171,10 @@ class HTTPProxy:
                 return PlainTextResponse("This node is being drained.", 503)
             if self.table.is_ready:
                 return PlainTextResponse("success")
-            if self.table.routes:
+            if self.table.is_starting:
                 return PlainTextResponse("starting", 503, _SOON)
+            if self.table.routes:
+                return PlainTextResponse("failed to deploy", 503)
             return PlainTextResponse("Route table is not populated yet.", 503)
         if path == ROUTES and is_local(scope):
             apps = {
@@ -179,14 +188,16 @@ class HTTPProxy:
     async def _refuse(
         self, path: str, route: Route | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Refuse a request: no route, the application is starting, or the server is draining."""
+        """Refuse a request: no route, an application that starts or failed, or a drain."""
         is_denied = scope["type"] == "websocket"
         if self.is_draining:
             code, status, headers = GOING_AWAY, 503, {"connection": "close"}
             text = "This node is being drained."
         elif route is not None:
-            code, status, headers = TRY_AGAIN_LATER, 503, _SOON
+            code, status, headers = TRY_AGAIN_LATER, 503, {} if route.has_failed else _SOON
             text = f"Application '{route.app_name}' is starting."
+            if route.has_failed:
+                text = f"Application '{route.app_name}' is unavailable because it failed to deploy."
             # A server answers `websocket.close` with 403, which no client tries again.
             is_denied = is_denied and "websocket.http.response" not in scope.get("extensions", {})
         else:
