@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from ingress.config import LoggingConfig
 from ingress.declaration.build import BuiltApplication, BuiltDeployment, HandleSlot, build, fill
@@ -131,9 +135,114 @@ def test_building_twice_gives_the_same() -> None:
 def test_a_container_inside_itself_is_a_value_error() -> None:
     cycle: list[Any] = []
     cycle.append({"again": cycle})
+    assert build(Node.bind(cycle), "app").ingress.init_args[0] is cycle
 
+    cycle.append(leaf.bind())
     with pytest.raises(ValueError, match="contain themselves"):
         build(Node.bind(cycle), "app")
+
+
+# In objects of the user's.
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: Any
+    rate: object
+
+
+class Slotted:
+    __slots__ = ("__model", "unset")
+
+    def __init__(self, model: Any) -> None:
+        self.__model = model
+
+    @property
+    def model(self) -> Any:
+        return self.__model
+
+
+class Checked(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    model: Any
+    rate: object
+
+
+class Linked:
+    """An object that refers to itself, and to one that cannot be pickled."""
+
+    def __init__(self, model: Any) -> None:
+        self.me = self
+        self.lock = threading.Lock()
+        self.inner = {"settings": [Settings(model, self.lock)]}
+
+    @property
+    def model(self) -> Any:
+        assert self.me is self
+        assert self.inner["settings"][0].rate is self.lock
+        return self.inner["settings"][0].model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: Settings(model, 1),
+        Slotted,
+        lambda model: Checked(model=model, rate=1),
+        Linked,
+        lambda model: SimpleNamespace(model=model),
+    ],
+    ids=["dataclass", "slots", "pydantic", "linked", "namespace"],
+)
+def test_an_application_in_an_object_of_the_users_is_deployed_and_a_handle_there(make: Any) -> None:
+    node, plain = leaf.bind(), Settings("no application", object())
+    given = make(node)
+    built = build(Node.bind(given, [plain], key=given), "app")
+    (first, (same,)), named = handles(built.ingress)
+    (second, _), _ = handles(built.ingress)
+
+    assert names(built) == ["leaf", "Node"]
+    assert type(first) is type(given)
+    assert (first.model, named["key"] is first) == ("handle of leaf", True)
+    assert given.model is node, "the user's own object stays as it is"
+    assert second is not first, "each replica has its own"
+    assert same is plain
+
+
+def test_the_rest_of_an_object_that_holds_an_application_is_the_users_own() -> None:
+    rate = object()
+    (found,), _ = handles(build(Node.bind(Settings(leaf.bind(), rate)), "app").ingress)
+
+    assert found == Settings("handle of leaf", rate)
+    assert found.rate is rate
+
+
+class Exported:
+    """An object that says how it is pickled, without the attribute."""
+
+    def __init__(self) -> None:
+        self.cache = leaf.bind()
+
+    def __reduce__(self) -> Any:
+        return Exported, ()
+
+
+def test_an_object_that_says_how_it_is_pickled_is_not_looked_into() -> None:
+    given = Exported()
+    built = build(Node.bind(given), "app")
+
+    assert (names(built), built.ingress.init_args[0] is given) == (["Node"], True)
+
+
+def test_a_holder_that_cannot_be_copied_is_a_type_error_that_says_what_to_do() -> None:
+    class Held(Exception):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+    with pytest.raises(TypeError, match="type Held holds an application and cannot be copied"):
+        build(Node.bind(Held(leaf.bind())), "app")
 
 
 def test_an_application_among_its_own_arguments_is_a_value_error() -> None:

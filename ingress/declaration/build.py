@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 from ingress.asgi import BoundApp
 from ingress.config import options_not_acted_on
+from ingress.declaration.arguments import replaced
 from ingress.declaration.declaration import Application, Deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 
@@ -134,13 +135,14 @@ def fill(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with `make_handle(deployment_name)` in place of each slot.
 
-    Containers with a slot are copied; all others are the user's own objects.
+    Containers and objects with a slot are copied; all others are the user's own.
     """
 
-    def handle(leaf: Any) -> Any:
-        return make_handle(leaf.deployment_name) if isinstance(leaf, HandleSlot) else leaf
+    def handle(slot: HandleSlot) -> Any:
+        return make_handle(slot.deployment_name)
 
-    return _map_leaves(args, handle), _map_leaves(kwargs, handle)
+    filled: tuple[tuple[Any, ...], dict[str, Any]] = replaced((args, kwargs), HandleSlot, handle)
+    return filled
 
 
 @dataclass(slots=True)
@@ -162,14 +164,14 @@ class _Flattening:
                 "with serve.get_deployment_handle(name)"
             )
         self.unfinished.append(node)
-        args, kwargs = _map_leaves((node.init_args, node.init_kwargs), self._slot)
+        args, kwargs = replaced((node.init_args, node.init_kwargs), Application, self._slot)
         name = self._free_name(node)
         self.built[node] = BuiltDeployment(name, node.deployment, args, kwargs)
         self.unfinished.pop()
         return self.built[node]
 
-    def _slot(self, leaf: Any) -> Any:
-        return HandleSlot(self.add(leaf).name) if isinstance(leaf, Application) else leaf
+    def _slot(self, node: Application) -> HandleSlot:
+        return HandleSlot(self.add(node).name)
 
     def _free_name(self, node: Application) -> str:
         wanted = node.deployment.name
@@ -188,31 +190,6 @@ class _Flattening:
                 name,
             )
         return name
-
-
-def _map_leaves(value: Any, replace: Callable[[Any], Any], above: tuple[int, ...] = ()) -> Any:
-    """Return `value` with each leaf of its nested containers replaced.
-
-    A container without a replaced leaf is returned as it is. Raises `ValueError` for a container
-    that contains itself.
-    """
-    if not isinstance(value, dict | list | tuple | set | frozenset):
-        return replace(value)
-    if id(value) in above:
-        raise ValueError(
-            f"the arguments of an application contain themselves: {value!r} is inside itself; "
-            "pass a container without a cycle"
-        )
-    parts = list(value.values() if isinstance(value, dict) else value)
-    above = (*above, id(value))
-    replaced = [_map_leaves(part, replace, above) for part in parts]
-    if all(new is old for new, old in zip(replaced, parts, strict=True)):
-        return value
-    if isinstance(value, dict):
-        return dict(zip(value, replaced, strict=True))
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a namedtuple
-        return type(value)._make(replaced)
-    return next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))(replaced)
 
 
 def _check(built: BuiltApplication) -> None:
