@@ -32,7 +32,6 @@ from ingress.cli.serving import (
 from ingress.cli.target import AppDir, FileOrTarget, read_file, refusal
 from ingress.cli.terminal import logging_at, print_plan
 from ingress.cli.worker import Served
-from ingress.config import HTTPOptions
 from ingress.config_file.loading import is_config_file
 from ingress.declaration.names import check_names
 from ingress.engines import local_engine
@@ -347,8 +346,8 @@ def run(
         file=file,
     )
     if engine == "ray":
+        prepare_ray(address, working_dir, server)
         targets = load_targets(served)
-        prepare_ray(address, working_dir, HTTPOptions(**server.http))
         serve_until_ctrl_c(targets, served, settings, None, engine)
         return
     local_engine().use(server)

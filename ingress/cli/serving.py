@@ -16,18 +16,18 @@ from uvicorn.supervisors import ChangeReload
 
 from ingress import api
 from ingress.api import RunTarget
-from ingress.base.settings import OMP_NUM_THREADS, Settings
+from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
 from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
 from ingress.cli.workers import SILENCE_S, run_workers
-from ingress.config import HTTPOptions
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
 from ingress.execution.mistakes import format_failed_start
 from ingress.http.address import url_of
+from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
 
@@ -69,12 +69,13 @@ def start_again_if_needed(
         start_again()
 
 
-def prepare_ray(address: str | None, working_dir: str | None, options: HTTPOptions) -> None:
+def prepare_ray(address: str | None, working_dir: str | None, server: ServerOptions) -> None:
+    """Choose the Ray engine, before the module is imported: it may call `serve.start`."""
     try:
-        ray_engine().use(address, working_dir, options)
+        ray_engine().use(address, working_dir, server)
     except RuntimeError as error:
         raise refusal(str(error)) from None
-    console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
+    export({ENGINE: "ray"})
 
 
 def serve_until_ctrl_c(
@@ -108,6 +109,7 @@ def _start(targets: Sequence[RunTarget], engine: str) -> None:
             with showing_start(local_engine().status):
                 run()
         else:
+            console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
             run()  # the Ray engine checks before it starts
     except Exception as error:
         api.shutdown()

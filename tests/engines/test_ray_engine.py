@@ -676,6 +676,26 @@ def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before
         assert answer.result().text == "answered"
 
 
+STARTS = """
+import ingress as serve
+
+serve.start({"port": PORT, "request_timeout_s": 1})
+"""
+
+
+def test_serve_start_in_the_module_gives_the_options_that_the_command_line_does_not(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    (tmp_path / "slow.py").write_text(STARTS.replace("PORT", str(port)) + SLOW)
+
+    with running(tmp_path, "slow:app") as server:
+        url = f"http://127.0.0.1:{port}"
+        assert f"Application 'default' is ready at {url} on Ray" in server.output, server.output
+        assert httpx.get(url, trust_env=False, timeout=PATIENCE_S).status_code == 408
+        assert "has no effect" not in server.output
+
+
 def test_an_application_ends_with_ctrl_c_and_the_cluster_that_was_there_stays(
     it: Served, address: str, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from ingress.engines.ray.lowering import (
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.http.server import check_address
+from ingress.http.server_options import ServerOptions
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -50,8 +51,8 @@ class RayEngine:
     """
 
     __slots__ = (
-        "_address", "_applications", "_cluster", "_deploying", "_directory", "_http_options",
-        "_is_started", "_lock", "_working_dir",
+        "_address", "_applications", "_cluster", "_command_line", "_deploying", "_directory",
+        "_http_options", "_is_started", "_lock", "_working_dir",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class RayEngine:
         self._applications: dict[str, BuiltApplication] = {}
         self._address: str | None = None
         self._working_dir: str | None = None
+        self._command_line: ServerOptions | None = None
 
     @property
     def is_running(self) -> bool:
@@ -81,14 +83,15 @@ class RayEngine:
         assert directory is not None
         return directory
 
-    def use(self, address: str | None, working_dir: str | None, http_options: HTTPOptions) -> None:
-        """Set the cluster's address, the folder that workers get a copy of, and the HTTP options.
+    def use(self, address: str | None, working_dir: str | None, server: ServerOptions) -> None:
+        """Set the options of a command line, which serves one application.
 
+        They are the cluster's address, the folder that workers get a copy of, and the HTTP options.
         The default is the cluster at `RAY_ADDRESS`, or a new one on this machine. Call this before
         the first use.
         """
-        self._address, self._working_dir = address, working_dir
-        self._http_options = http_options
+        self._address, self._working_dir, self._command_line = address, working_dir, server
+        self._http_options = server.over(HTTPOptions())
 
     def connect(self) -> Cluster:
         """Connect to a cluster, or start one. Raises `RuntimeError` if none is at the address."""
@@ -110,6 +113,15 @@ class RayEngine:
         return Cluster.would_be_ours(self._address or Settings.from_environment().ray_address)
 
     def start(self, http_options: HTTPOptions | None) -> None:
+        """Start Serve. In a module that a command serves, only record the options for its `run`.
+
+        No effect in a replica, which imports the module again.
+        """
+        if self._command_line is not None:
+            self._http_options = self._command_line.over(http_options or HTTPOptions())
+            return
+        if self._directory is None and directory_here() is not None:
+            return
         with self._lock, self._nothing_left_if_it_fails():
             previous, self._http_options = self._http_options, http_options or self._http_options
             try:
