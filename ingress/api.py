@@ -150,8 +150,8 @@ def serving_until_signal() -> Iterator[None]:
                     raise KeyboardInterrupt from None  # Python then exits as for Ctrl-C
                 raise SystemExit(128 + stopped.number) from None
         logger.info("stopping: waiting for running requests; a second signal stops at once")
-        current_engine().leave()
-        time.sleep(LAME_DUCK_S)  # requests that are on their way are still served
+        # Requests that are on their way are still served.
+        time.sleep(max(LAME_DUCK_S, current_engine().leave()))
         shutdown()
 
 

@@ -226,6 +226,15 @@ def run(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    drain_delay: Annotated[
+        float,
+        _option(
+            min=0,
+            metavar="SECONDS",
+            help="Time to take requests after SIGTERM, while /-/readyz fails.  [default: 0]",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 0.0,
     reload: Annotated[
         bool, _option("--reload", help="Restart when a file changes.", rich_help_panel=_PROCESSES)
     ] = False,
@@ -320,6 +329,7 @@ def run(
         uds=None if uds is None else os.path.abspath(uds),
         fd=fd,
         shutdown_timeout_s=timeout_graceful_shutdown,
+        drain_delay_s=drain_delay,
         serves_http=True,
         has_own_server=not several,
     )

@@ -114,7 +114,8 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     make_lossy()
     config.configure_logging()
-    server = Worker(config, pipe, owns_socket=port.has_own_sockets)
+    lame_duck_s = max(LAME_DUCK_S, served.server.drain_delay_s)
+    server = Worker(config, pipe, lame_duck_s=lame_duck_s, owns_socket=port.has_own_sockets)
     threading.Thread(target=server.beat, name="ingress-beat", daemon=True).start()
     cause = Cause(server)
     logger.addFilter(cause)
@@ -141,8 +142,11 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
 class Worker(UvicornServer):
     """uvicorn's server in a worker process."""
 
-    def __init__(self, config: uvicorn.Config, pipe: Connection, *, owns_socket: bool) -> None:
-        super().__init__(config, lame_duck_s=LAME_DUCK_S, owns_socket=owns_socket)
+    def __init__(
+        self, config: uvicorn.Config, pipe: Connection, *, lame_duck_s: float, owns_socket: bool
+    ) -> None:
+        super().__init__(config, lame_duck_s=lame_duck_s, owns_socket=owns_socket)
+        self._patience_s = lame_duck_s + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
         self._pipe = pipe
         self._lock = threading.Lock()  # a pipe is for one thread at a time
 
@@ -161,7 +165,7 @@ class Worker(UvicornServer):
         """Send the supervisor a heartbeat each second, until either process ends."""
         while not self._pipe.poll(BEAT_S):  # readable only at the end of the supervisor
             self.report(self.started)
-        _end(self.config)
+        _end(self._patience_s)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -204,12 +208,12 @@ def _outlive_no_parent(config: uvicorn.Config) -> None:
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    _end(config)
+    _end((config.timeout_graceful_shutdown or 0) + LAST_WORDS_S)
 
 
-def _end(config: uvicorn.Config) -> None:
+def _end(patience_s: float) -> None:
     """Make this process drain and exit, within the time for its requests."""
-    given_up = monotonic() + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
+    given_up = monotonic() + patience_s
     while monotonic() < given_up:  # repeated: the signal handler may not be set yet
         os.kill(os.getpid(), signal.SIGTERM)
         sleep(BEAT_S)

@@ -188,7 +188,8 @@ class Supervisor:
 
     def _stop(self, code: int) -> None:
         self._code = code
-        graceful_s = self._config.timeout_graceful_shutdown or 0
+        graceful_s = self._served.server.drain_delay_s
+        graceful_s += self._config.timeout_graceful_shutdown or 0
         self._killing_at = monotonic() + graceful_s + LAST_WORDS_S
         for worker in self._workers:
             worker.hear()

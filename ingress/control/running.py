@@ -23,7 +23,7 @@ from ingress.control.plan import (
     retry_after_s,
 )
 from ingress.declaration.build import BuiltDeployment
-from ingress.http.proxy import HTTPProxy
+from ingress.http.proxy import Condition, HTTPProxy
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.replicas.router import Router
 from ingress.schema import (
@@ -157,6 +157,13 @@ class RunningDeployment:
         """Return the number of replicas that get calls."""
         return sum(each.phase is Phase.SERVING for each in list(self.members))
 
+    def is_ready(self) -> bool:
+        """Return whether it has a replica for its calls, or should have none."""
+        if not self.desired.count:
+            return True
+        phases = {each.phase for each in list(self.members)}
+        return Phase.SERVING in phases or Phase.AWAY in phases
+
     def is_settled(self) -> bool:
         """Return whether the replicas are those that are desired, and all others have ended."""
         desired = self.desired
@@ -288,6 +295,16 @@ class RunningApplication:
         if status is ApplicationStatus.RUNNING and unhealthy:
             status = ApplicationStatus.UNHEALTHY
         return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
+
+    def condition(self) -> Condition:
+        """Return why the application is unhealthy, or not ready. Thread-safe."""
+        deployments = list(self.deployments.values())
+        unhealthy = [(each.built.name, each.trouble()) for each in deployments]
+        without = [each.built.name for each in deployments if not each.is_ready()]
+        return Condition(
+            "; ".join(f"{self.name}: {name}: {text}" for name, text in unhealthy if text),
+            "; ".join(f"{self.name}: {name} has no replica that serves" for name in without),
+        )
 
     @property
     def graceful_shutdown_timeout_s(self) -> float:

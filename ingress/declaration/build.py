@@ -114,12 +114,9 @@ def with_options(
             )
     made: dict[Application, Application] = {}
 
-    def replaced(leaf: Any) -> Any:
-        return made[leaf] if isinstance(leaf, Application) else leaf
-
     for node, name in names.items():  # children first
         options = overrides.get(name)
-        args, kwargs = _map_leaves((node.init_args, node.init_kwargs), replaced)
+        args, kwargs = replaced((node.init_args, node.init_kwargs), Application, made.__getitem__)
         if options is None and args is node.init_args and kwargs is node.init_kwargs:
             made[node] = node
             continue

@@ -53,8 +53,11 @@ class Engine(Protocol):
 
     def delete(self, name: str) -> None: ...
 
-    def leave(self) -> None:
-        """Serve on until `shutdown`, and tell clients to connect elsewhere."""
+    def leave(self) -> float:
+        """Serve on until `shutdown`, and tell clients to connect elsewhere.
+
+        Returns the least number of seconds to wait before `shutdown`.
+        """
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
         """Make a signal write the recorded requests, while this context is open."""

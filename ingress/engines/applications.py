@@ -181,6 +181,7 @@ class Applications:
         application = start.application
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application
+        application.proxy.conditions[application.name] = application.condition
         self._settled.renew(is_needed=self.freezes_gc)
 
     def _list_failure(self, start: Start, failed: FailedStart) -> None:
@@ -256,6 +257,7 @@ class Applications:
         finally:
             if self.running.get(application.name) is application:
                 del self.running[application.name]
+                application.proxy.conditions.pop(application.name, None)
             self._settled.renew(is_needed=bool(self.running) and self.freezes_gc)
             self._release()
 

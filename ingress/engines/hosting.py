@@ -153,7 +153,7 @@ class Hosted:
         running = self._running
         if running is None:
             return
-        await leave_with(server, running.proxy)
+        await leave_with(server, running.proxy, self._engine.http.command_line.drain_delay_s)
         timeout_s = self._engine.http.command_line.shutdown_timeout_s
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
@@ -299,10 +299,13 @@ async def must_stop(server: Any) -> None:
         await asyncio.sleep(TICK_S)
 
 
-async def leave_with(server: Any, proxy: HTTPProxy) -> None:
-    """Make clients connect elsewhere, from the moment in which uvicorn does not listen."""
+async def leave_with(server: Any, proxy: HTTPProxy, drain_delay_s: float) -> None:
+    """Make clients connect elsewhere, from the moment in which uvicorn does not listen.
+
+    A worker of `ingress run` listens for `drain_delay_s` more.
+    """
     proxy.is_leaving = True
-    given_up = monotonic() + CLOSING_S
+    given_up = monotonic() + CLOSING_S + drain_delay_s
     while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
     # Not earlier: a client whose connection is closed while uvicorn listens reconnects at once.

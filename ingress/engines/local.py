@@ -299,12 +299,16 @@ class LocalEngine:
     def writing_on_signal(self) -> AbstractContextManager[None]:
         return self.threads.writing_on_signal()
 
-    def leave(self) -> None:
-        """Serve on until `shutdown`, as a lame duck: clients are told to connect elsewhere."""
+    def leave(self) -> float:
+        """Serve on until `shutdown`, as a lame duck: clients are told to connect elsewhere.
+
+        Returns `drain_delay_s`, the time to serve on.
+        """
         for proxy in self._proxies():
             proxy.is_leaving = True
         if self.http.server is not None:
             self.http.server.leave()
+        return self.http.command_line.drain_delay_s
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop everything. Requests have `timeout_s`, by default their deployments' timeouts."""

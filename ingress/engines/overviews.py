@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ingress.base.types import DeploymentID
-from ingress.control.controller import RunningApplication, described
+from ingress.control.running import RunningApplication
+from ingress.execution.mistakes import described
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,

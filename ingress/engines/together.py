@@ -75,7 +75,7 @@ class Together:
             await asyncio.to_thread(engine.shutdown, 0.0)
             return
         proxy = engine.http.proxy
-        await leave_with(server, proxy)
+        await leave_with(server, proxy, self._engine.http.command_line.drain_delay_s)
         timeout_s = engine.http.command_line.shutdown_timeout_s
         running = list(engine.applications.values())
         if timeout_s is None:

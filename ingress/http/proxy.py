@@ -1,7 +1,9 @@
 """The ASGI application that routes HTTP requests and WebSockets to deployments.
 
     path -> route (longest prefix) -> metadata -> Exchange -> `InFlight.serve` -> response
-    /-/healthz, /-/routes             answered here
+    /-/healthz                        Ray's health check, for load balancers
+    /-/livez, /-/readyz               for supervisors: this loop turns; requests can be served
+    /-/routes                         the running applications, for local clients
 
 Source of paths, texts and headers: Ray 2.60.0, proxy.py and proxy_router.py.
 """
@@ -9,7 +11,7 @@ Source of paths, texts and headers: Ray 2.60.0, proxy.py and proxy_router.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,8 @@ from ingress.http.websocket import WebSocketExchange
 from ingress.replicas.router import Router
 
 HEALTHZ = "/-/healthz"
+LIVEZ = "/-/livez"
+READYZ = "/-/readyz"
 ROUTES = "/-/routes"
 
 _SOON = {"retry-after": "1"}  # while an application starts
@@ -90,11 +94,20 @@ class RouteTable:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """The condition of an application: why it is unhealthy or not ready, each "" if it is not."""
+
+    unhealthy: str = ""
+    not_ready: str = ""
+
+
 class HTTPProxy:
     """An ASGI application. It runs on the loop that calls it, possibly on several at once."""
 
     __slots__ = (
         "_budget",
+        "conditions",
         "in_flight",
         "is_draining",
         "is_leaving",
@@ -104,6 +117,8 @@ class HTTPProxy:
 
     def __init__(self) -> None:
         self.table = RouteTable()
+        # By application that runs. The control loop adds and removes them, one step each.
+        self.conditions: dict[str, Callable[[], Condition]] = {}
         self.limits = RequestLimits()
         self.is_leaving = False  # lame duck: it still serves, but its health check answers 503
         self.is_draining = False
@@ -167,15 +182,11 @@ class HTTPProxy:
 
     def _builtin(self, path: str, scope: Scope) -> Response | None:
         if path == HEALTHZ:
-            if self.is_leaving or self.is_draining:
-                return PlainTextResponse("This node is being drained.", 503)
-            if self.table.is_ready:
-                return PlainTextResponse("success")
-            if self.table.is_starting:
-                return PlainTextResponse("starting", 503, _SOON)
-            if self.table.routes:
-                return PlainTextResponse("failed to deploy", 503)
-            return PlainTextResponse("Route table is not populated yet.", 503)
+            return self._healthz()
+        if path == LIVEZ:
+            return PlainTextResponse("alive")
+        if path == READYZ:
+            return self._readyz()
         if path == ROUTES and is_local(scope):
             apps = {
                 prefix: route.app_name
@@ -184,6 +195,37 @@ class HTTPProxy:
             }
             return Response(json.dumps(apps), media_type="application/json")
         return None
+
+    def _healthz(self) -> Response:
+        if self.is_leaving or self.is_draining:
+            return PlainTextResponse("This node is being drained.", 503)
+        if self.table.is_ready:
+            unhealthy = [each().unhealthy for each in list(self.conditions.values())]
+            text = "; ".join(filter(None, unhealthy))
+            return PlainTextResponse(text or "success", 503 if text else 200)
+        if self.table.is_starting:
+            return PlainTextResponse("starting", 503, _SOON)
+        if self.table.routes:
+            return PlainTextResponse("failed to deploy", 503)
+        return PlainTextResponse("Route table is not populated yet.", 503)
+
+    def _readyz(self) -> Response:
+        """Answer whether every application can serve its requests, and if not, why."""
+        if self.is_leaving or self.is_draining:
+            return PlainTextResponse("This node is being drained.", 503)
+        reasons = []
+        for route in self.table.routes.values():
+            if route.router is None:
+                state = "failed to deploy" if route.has_failed else "is starting"
+                reasons.append(f"Application '{route.app_name}' {state}.")
+        for each in list(self.conditions.values()):
+            condition = each()
+            reasons.append(condition.unhealthy or condition.not_ready)
+        if text := "; ".join(filter(None, reasons)):
+            return PlainTextResponse(text, 503, _SOON)
+        if not self.conditions:
+            return PlainTextResponse("No application runs.", 503, _SOON)
+        return PlainTextResponse("ready")
 
     async def _refuse(
         self, path: str, route: Route | None, scope: Scope, receive: Receive, send: Send

@@ -17,7 +17,8 @@ class ServerOptions:
 
     `http` are keywords of `HTTPOptions`. `uvicorn` are arguments of `uvicorn.Config` that
     `HTTPOptions` does not have. `shutdown_timeout_s` replaces the deployments'
-    `graceful_shutdown_timeout_s` when the process stops. If `serves_http`, the `host=None` of
+    `graceful_shutdown_timeout_s` when the process stops. For `drain_delay_s` before that it still
+    takes requests, while its health checks fail. If `serves_http`, the `host=None` of
     `serve.start` has no effect. `has_own_server` is false in a process
     whose server is not that of `serve.run`, such as a worker process: there, `serve.start` only
     records its options.
@@ -28,6 +29,7 @@ class ServerOptions:
     uds: str | None = None
     fd: int | None = None
     shutdown_timeout_s: float | None = None
+    drain_delay_s: float = 0.0
     serves_http: bool = False
     has_own_server: bool = True
 

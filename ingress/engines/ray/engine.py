@@ -206,8 +206,9 @@ class RayEngine:
             ray_serve.delete(name)
             self.directory.forget(name)
 
-    def leave(self) -> None:
+    def leave(self) -> float:
         """Do nothing: Ray's proxies drain by themselves."""
+        return 0.0
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
         """Do nothing: no requests are recorded, see `_lowering`."""
