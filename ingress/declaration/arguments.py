@@ -53,6 +53,8 @@ class _Replacement:
         parts = list(value.values() if isinstance(value, dict) else value)
         above = (*above, id(value))
         made = [self.of(part, above) for part in parts]
+        if all(new is old for new, old in zip(made, parts, strict=True)):
+            return value
         if isinstance(value, dict):
             return dict(zip(value, made, strict=True))
         if isinstance(value, tuple) and hasattr(value, "_make"):  # a namedtuple
