@@ -251,6 +251,70 @@ def test_a_call_that_blocks_is_reported_with_its_line(
     assert sum(replica.stall_ms["Model.blocking"].buckets) == 1
 
 
+IMPORTING = """
+import ingress as serve
+
+@serve.deployment
+class Model:
+    def lazy(self) -> str:
+        import users_slow  # here
+        return users_slow.ANSWER
+
+    async def through_a_library(self) -> str:
+        from importlib import import_module
+        return import_module("users_slow").ANSWER  # there
+
+model = Model.bind()
+"""
+
+SLOW = """
+from users_gate import gate
+
+def wait():
+    gate.opened.wait(20)
+
+wait()
+ANSWER = "imported"
+"""
+
+
+@pytest.mark.parametrize(("method", "mark"), [("lazy", "# here"), ("through_a_library", "# there")])
+def test_an_import_in_a_request_is_told_in_its_own_words_and_is_no_warning(
+    user_module: Load,
+    gate: Gate,
+    records: Records,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    method: str,
+    mark: str,
+) -> None:
+    caplog.set_level(logging.INFO, "ingress")
+    module = user_module(IMPORTING)
+    handing_over = ModuleType("users_gate")
+    vars(handing_over)["gate"] = gate
+    monkeypatch.setitem(sys.modules, "users_gate", handing_over)
+    write_module(tmp_path, "users_slow", SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    handle = run(module)
+    response = getattr(handle, method).remote()
+    gate.open_when_noticed()
+    assert response.result() == "imported"
+    del sys.modules["users_slow"]
+
+    (stall,) = gate.over()
+    assert (stall.reason, stall.imports) == (StallReason.IMPORT, "users_slow")
+    assert (stall.place.file, stall.place.line) == line_of(module, mark)
+    assert stall.method == f"Model.{method}"
+    wait_until(lambda: records.all)
+    (record,) = records.all
+    assert record.levelno == logging.INFO
+    assert f"in Model.{method} (request {response.request_id}), importing users_slow at " in (
+        record.getMessage()
+    )
+    assert "import it at the top of your module, or in the constructor" in record.getMessage()
+
+
 def run(module: ModuleType) -> serve.DeploymentHandle:
     return serve.run(module.model, route_prefix=None)
 

@@ -190,6 +190,8 @@ class LoopProbe:
             # Of equal counts the later: the first may be the code that ran just before.
             best = max(reversed(same), key=lambda each: places[each.stack.place])
             stack = best.stack
+            if stack.imports:
+                reason = StallReason.IMPORT
         replica = self.replica_of(None if best is None else best.context)
         names = {each.ident: each.name for each in threading.enumerate()}
         name = names.get(self.thread_id, "a thread")
@@ -212,6 +214,7 @@ class LoopProbe:
             holders=tuple(
                 Holder(names.get(each.ident, "a thread"), each.stack.place) for each in others
             ),
+            imports=stack.imports if reason is StallReason.IMPORT else "",
             stack=stack.lines,
             is_over=is_over,
         )

@@ -34,6 +34,8 @@ class StallReason(StrEnum):
 
     BLOCKED = "blocked"
     """Code on the loop blocked it."""
+    IMPORT = "import"
+    """Code on the loop imported a module, which happens once in a process."""
     GIL = "gil"
     """Code in other threads held the GIL: Python runs one thread at a time."""
     UNKNOWN = "unknown"
@@ -57,8 +59,9 @@ class Stall:
 
     `place` is the innermost line of user code, whatever library call it waited in, and `method` is
     the deployment's method around it. If the loop only waited for the GIL, both are those of the
-    first of `holders`, the other threads that ran. `calls` counts the calls of `method` that ran in
-    a row before the loop turned. `waited` counts the other requests in flight on the loop.
+    first of `holders`, the other threads that ran. `imports` is the module whose import blocked the
+    loop, and `place` then the line that imports it. `calls` counts the calls of `method` that ran
+    in a row before the loop turned. `waited` counts the other requests in flight on the loop.
     `began_at_s` is Unix time. The duration starts at the first heartbeat that the loop missed, so
     it is short by up to a quarter of the threshold, or half if no request was in flight before.
     `is_over` is false while the stall lasts.
@@ -77,6 +80,7 @@ class Stall:
     waited: int
     calls: int = 1
     holders: tuple[Holder, ...] = ()
+    imports: str = ""
     stack: tuple[Place, ...] = ()
     is_over: bool = True
 
@@ -107,6 +111,12 @@ class Stall:
             end += f" Other threads were at work, {holders}; the loop may have waited for the GIL."
         place = self.place
         at = str(place) if place.function != self.method else f"{place.file}:{place.line}"
+        if self.reason is StallReason.IMPORT:
+            return (
+                f"{begin}{whose}, importing {self.imports} at {at}{_source(place)}. {end} A module "
+                "is imported once in a process: import it at the top of your module, or in the "
+                "constructor, before requests come."
+            )
         return (
             f"{begin}{whose}, at {at}{_source(place)}. {end} Run blocking code in a "
             "thread, `await asyncio.to_thread(...)` or a `def` with "
@@ -138,7 +148,9 @@ class StallLog:
         if more is None and not follows:
             return False
         again = f" ({more} more stalls at this line since the last record)" if more else ""
-        context.run(logger.warning, "%s%s", stall, again, extra={"stall": stall})
+        # An import happens once, so that there is no further stall to warn of.
+        level = logging.INFO if stall.reason is StallReason.IMPORT else logging.WARNING
+        context.run(logger.log, level, "%s%s", stall, again, extra={"stall": stall})
         return True
 
     def _more(self, place: Place) -> int | None:

@@ -2,6 +2,7 @@
 
     users     code outside the standard library, the installed packages and ingress
     place     the innermost line of user code, whatever library call it waits in
+    imports   the module that is imported; `place` is then the line that imports it
     method    the user's method that ingress called, by its name in `execution`
 
 A thread runs on while its frames are read. The lines may be a few steps apart, but never invalid.
@@ -43,6 +44,8 @@ _PLANS = frozenset(
 )
 _DISPATCH = frozenset((Mailbox._drain.__code__, Handle._run.__code__))
 _IDLE_WORKER = WorkerThreads._main.__code__
+_IMPORT = "<frozen importlib._bootstrap>", "_find_and_load"
+_LOOPS = frozenset(("asyncio.base_events", "asyncio.events", "asyncio.runners"))
 # An asyncio loop waits in one of these modules; a uvloop loop waits in no Python frame.
 _SELECTORS = frozenset(("asyncio.windows_events", "selectors"))
 
@@ -100,12 +103,13 @@ class Stack:
     """The stack of a thread: its lines, the innermost first.
 
     `place` is the innermost line of user code. Without user code it is the innermost line of all,
-    and `is_users` is false.
+    and `is_users` is false. Lines of an import do not count: what they run is not what was called.
     """
 
     lines: tuple[Place, ...] = ()
     place: Place = NOWHERE
     method: str = ""
+    imports: str = ""
     is_users: bool = False
     is_debugged: bool = False
 
@@ -147,13 +151,22 @@ def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stac
     lines: list[Place] = []
     place = outermost = NOWHERE
     method = ""
-    is_debugged = False
+    imports = ""
+    importer = NOWHERE
+    is_debugged = is_outside = False
     while frame is not None:
         code = frame.f_code
-        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        module = str(frame.f_globals.get("__name__", ""))
+        name = module.partition(".")[0]
         here = Place(code.co_filename, frame.f_lineno or code.co_firstlineno, _name_of(code))
         if len(lines) < _DEPTH:
             lines.append(here)
+        is_outside = is_outside or module in _LOOPS  # a whole program may run in an import
+        if (code.co_filename, code.co_name) == _IMPORT and not is_outside:
+            imports = str(frame.f_locals.get("name", ""))
+            place = outermost = importer = NOWHERE
+        elif importer is NOWHERE and imports and name != "importlib":
+            importer = here
         if not _is_library(code.co_filename) or (name == package and package):
             outermost = here
             place = here if place is NOWHERE else place
@@ -164,8 +177,8 @@ def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stac
         frame = frame.f_back
     is_users = place is not NOWHERE
     if not is_users and lines:
-        place = lines[0]
-    return Stack(tuple(lines), place, method or outermost.function, is_users, is_debugged)
+        place = importer if imports else lines[0]
+    return Stack(tuple(lines), place, method or outermost.function, imports, is_users, is_debugged)
 
 
 def is_idle(frame: FrameType | None, waits_in: CodeType | None) -> bool:
