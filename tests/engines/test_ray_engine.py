@@ -6,17 +6,14 @@ The scenarios compare it with the local engine. Skipped without Ray.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +38,16 @@ from ingress.exceptions import (
     UserCodeExit,
 )
 from tests.engines import ray_app
-from tests.servers import INGRESS, ROOT, ServerProcess
+from tests.engines.ray_processes import (
+    PATIENCE_S,
+    QUIET,
+    cluster,
+    environment,
+    free_port,
+    running,
+    wait_until,
+)
+from tests.servers import INGRESS, ROOT
 
 pytest.importorskip("ray", exc_type=ImportError)
 check_installed()
@@ -57,56 +63,17 @@ from ingress.engines.ray.errors import translated  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-PATIENCE_S = 60.0  # a replica is a process that imports Ray
-# It lives until its standard input is closed, so it ends with the process that started it.
-CLUSTER = """
-import sys, tempfile, ray
-with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-    ray.init(num_cpus=32, include_dashboard=False, object_store_memory=10**8, _temp_dir=folder,
-             log_to_driver=False)
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    sys.stdin.read()
-    ray.shutdown()
-"""
-
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
     """Check nothing: Ray's own threads and sockets stay while this process is connected."""
 
 
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    environ = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
-    cluster = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert cluster.stdin is not None
-    assert cluster.stdout is not None
-    try:
-        lines = iter(cluster.stdout.readline, "")
-        yield next(line.strip() for line in lines if re.fullmatch(r"[\d.]+:\d+\n", line))
-    finally:
+    with cluster(cpus=32) as address:
+        yield address
         ray.shutdown()  # else Ray ends this process, a minute after its cluster
-        cluster.stdin.close()
-        cluster.wait(PATIENCE_S)
 
 
 @dataclass(frozen=True)
@@ -617,19 +584,6 @@ def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.Com
     )
 
 
-def environment(folder: Path, **environ: str) -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return {
-        **given,
-        "PYTHONPATH": path,
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": "200",
-        **QUIET,
-        **environ,
-    }
-
-
 HELLO = ("app_examples.hello:hello", "--app-dir", str(ROOT))
 SLOW = """
 import asyncio
@@ -643,21 +597,6 @@ class Slow:
 
 app = Slow.bind()
 """
-
-
-@contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """Run an application on Ray as a user does, and end it with Ctrl-C."""
-    command = [*INGRESS, "run", *arguments, "--engine", "ray"]
-    server = ServerProcess(command, folder, environment(folder))
-    try:
-        wait_until(lambda: "Ctrl-C to stop" in server.output or server.process.poll() is not None)
-        yield server
-        server.signal(signal.SIGINT)
-        assert server.wait(PATIENCE_S) == 0, server.output
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before_it_ends(
