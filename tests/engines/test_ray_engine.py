@@ -373,8 +373,12 @@ def test_arguments_and_results_are_copies_and_what_cannot_be_copied_is_refused(i
     given = [1]
 
     assert it.child.remote(given).result() == [1, 1]
-    with pytest.raises(TypeError, match="pickle"):
+    with pytest.raises(TypeError, match=r"argument 1 of Child\.__call__ is or contains a lock"):
         it.child.remote(threading.Lock()).result()
+    with pytest.raises(TypeError, match=r"argument 'ended' of Child\.sleep is or .* a generator"):
+        it.child.sleep.remote(ended=[(number for number in [1])]).result()
+    answer = it.get("/forwards")
+    assert "argument 1 of Child.__call__ is or contains a Request, which cannot" in answer.text
     with pytest.raises(RayServeException, match="`DeploymentResponse` is not serializable"):
         it.child.remote([it.child.remote(1)]).result()
 
@@ -669,6 +673,35 @@ def test_a_cluster_that_is_not_there_is_one_line(
     assert line.startswith("Error: ")
     assert message in line
     assert result.returncode == 1
+
+
+LACKING = """
+import sys
+import ingress as serve
+
+if any("default_worker" in each for each in sys.argv):  # of Ray
+    raise ModuleNotFoundError("No module named 'lacking'", name="lacking")
+
+@serve.deployment
+def f(): return 1
+
+app = f.bind()
+"""
+
+
+def test_a_module_that_the_workers_lack_is_told_without_tracebacks(
+    it: Served, address: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lacking.py").write_text(LACKING)
+
+    where = ("--engine", "ray", "--address", address, "--name", "lacking")
+    result = run_ingress(tmp_path, "lacking:app", *where, "--route-prefix", "/lacking")
+
+    assert result.returncode == 1
+    line = result.stderr.splitlines()[-1]
+    assert "module 'lacking' cannot be imported on the workers; send the folder" in line
+    assert "Traceback" not in result.stdout + result.stderr
+    assert 'File "' not in result.stdout + result.stderr
 
 
 def test_a_port_that_is_taken_is_one_line_before_a_cluster_is_started(tmp_path: Path) -> None:

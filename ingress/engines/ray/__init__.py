@@ -8,10 +8,12 @@
     code         the user's classes and arguments, pickled for a worker
     messages     the messages to a replica: its specification and its calls
     errors       Ray's exceptions -> the exceptions of ingress
+    arguments    the arguments of such a call, which must be picklable
     calls        calls by handle to other processes
     replica      the code that runs in a replica's process
     cluster      connects to a cluster or starts one, and explains its failures
     owners       the processes that deployed the applications of a cluster
+    worker_logs  the log lines of workers that a terminal shows
     waits        replicas that wait for resources
     application  an application as Ray Serve deployments
     engine       the engine of `ingress.api`

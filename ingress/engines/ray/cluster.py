@@ -30,6 +30,7 @@ from ingress.engines.ray.owners import (
     note_serve_started,
     other_drivers,
 )
+from ingress.engines.ray.worker_logs import shorten_tracebacks
 from ingress.http.server import check_address
 
 logger = logging.getLogger("ingress")
@@ -66,6 +67,7 @@ class Cluster:
             except Exception as error:
                 _disconnect()
                 raise RuntimeError(f"cannot start a Ray cluster: {_first_line(error)}") from error
+            shorten_tracebacks()
             return cls(None, is_ours=True)
         assert address is not None
         _check_reachable(address)
@@ -84,6 +86,7 @@ class Cluster:
                     "--address auto, elsewhere set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
                 ) from None
             raise _unreachable(address, _first_line(error)) from error
+        shorten_tracebacks()
         return cls(address, is_ours=False)
 
     @staticmethod
