@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
 
 from ingress.base.options import is_number
-from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
 from ingress.base.unsupported import absent_member, absent_method, refuse, teller
 from ingress.calls.call import CURRENT_CALL, Call, Queue, begin_wait, end_wait
 from ingress.calls.channel import Channel, EndOfStream
@@ -108,6 +108,8 @@ class HandleOptions:
     method_name: str = "__call__"
     stream: bool = False
     multiplexed_model_id: str = ""
+    session_id: str = ""
+    priority: int | None = None
 
 
 class DeploymentHandle:
@@ -144,18 +146,27 @@ class DeploymentHandle:
         method_name: str | None = None,
         stream: bool | None = None,
         multiplexed_model_id: str | None = None,
+        session_id: str | None = None,
+        priority: str | None = None,
         **unsupported: Never,
     ) -> DeploymentHandle:
-        """Return a handle with these options; options that are not given stay as they are."""
+        """Return a handle with these options; options that are not given stay as they are.
+
+        `session_id` is for a `request_router_class` that routes by it. Calls of `priority` "high"
+        leave the queue before those that are "normal", and these before "low" ones; without it, a
+        call has the priority of the request that makes it.
+        """
         if unsupported:
             refuse("handle.options", unsupported, DeploymentHandle.options)
         given: dict[str, Any] = {"method_name": method_name, "stream": stream}
-        given["multiplexed_model_id"] = multiplexed_model_id
-        for name in ("method_name", "multiplexed_model_id"):
+        given |= {"multiplexed_model_id": multiplexed_model_id, "session_id": session_id}
+        for name in ("method_name", "multiplexed_model_id", "session_id"):
             if not isinstance(given[name], str | None):
                 raise TypeError(f"{name} must be a string, got {given[name]!r}")
         if not isinstance(stream, bool | None):
             raise TypeError(f"stream must be True or False, got {stream!r}")
+        if priority is not None:
+            given["priority"] = _level_of(priority)
         changed = {name: value for name, value in given.items() if value is not None}
         return DeploymentHandle(self._id, self._directory, replace(self._options, **changed))
 
@@ -167,6 +178,9 @@ class DeploymentHandle:
         options = self._options
         parent = CURRENT_CALL.get(None)
         deadline = None if parent is None else parent.deadline
+        priority = options.priority
+        if priority is None:
+            priority = 0 if parent is None else parent.metadata.priority
         metadata = RequestMetadata(
             # A batch has no request id of its own.
             request_id=(parent and parent.metadata.request_id) or new_request_id(),
@@ -177,6 +191,8 @@ class DeploymentHandle:
             is_streaming=options.stream,
             app_name="" if parent is None else parent.app_name,
             deadline=deadline,
+            session_id=options.session_id,
+            priority=priority,
         )
         call = Call(metadata, None, copy_context())
         if TRACING.tracer is not None or call.started_at >= TRACING.next_look:
@@ -424,6 +440,16 @@ def _end(channel: Channel, error: BaseException | None) -> None:
     channel.finish(error)
     if isinstance(error, RequestCancelledError):
         channel.close()  # drops the items that were not taken yet
+
+
+def _level_of(priority: Any) -> int:
+    level = PRIORITIES.get(priority) if isinstance(priority, str) else None
+    if level is None:
+        raise ValueError(
+            f"priority must be 'high', 'normal' or 'low', got {priority!r}; leave it out for the "
+            "priority of the request that makes the call"
+        )
+    return level
 
 
 def _resolved(arg: Any) -> Any:

@@ -19,6 +19,8 @@ engine reads the environment again.
     INGRESS_SET_NATIVE_THREADS                   1   `ingress run` sets OMP_NUM_THREADS and others
     INGRESS_ENGINE                           local   the engine that runs applications: local or ray
     RAY_ADDRESS                                      the Ray cluster; empty starts a local one
+    RAY_SERVE_SESSION_ID_HEADER_KEY       x-session-id   header with the session id; empty: none
+    INGRESS_PRIORITY_HEADER                          header with the priority; empty: none
     INGRESS_TRACE                                    file for the recording of requests (`timeline`)
     INGRESS_LIMIT_CONNECTIONS                    0   connections of a process at most; 0: no limit
     INGRESS_MAX_HEADER_BYTES                 65536   bytes of a request's headers at most
@@ -36,6 +38,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +59,9 @@ MAX_RETRIES = "RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"
 ENGINE = "INGRESS_ENGINE"
 ENGINES = ("local", "ray")
 RAY_ADDRESS = "RAY_ADDRESS"
+SESSION_ID_HEADER_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"
+SESSION_HEADER = "x-session-id"
+PRIORITY_HEADER = "INGRESS_PRIORITY_HEADER"
 TRACE_FILE = "INGRESS_TRACE"
 LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
 MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
@@ -134,6 +140,8 @@ class Settings:
     engine: str = "local"
     ray_address: str | None = None
     trace_file: str | None = None
+    session_header: str = SESSION_HEADER
+    priority_header: str = ""
     native_threads: Mapping[str, str] = field(default_factory=dict)
     http_limits: HTTPLimits = HTTPLimits()
 
@@ -161,6 +169,8 @@ class Settings:
             set_native_threads=_flag(env, SET_NATIVE_THREADS, default=True),
             http_host=env.get(HTTP_HOST) or "127.0.0.1",
             engine=engine_name(env),
+            session_header=_header(env, SESSION_ID_HEADER_KEY, default=SESSION_HEADER),
+            priority_header=_header(env, PRIORITY_HEADER, default=""),
             ray_address=env.get(RAY_ADDRESS) or None,
             trace_file=env.get(TRACE_FILE) or None,
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
@@ -233,6 +243,16 @@ def _time(
             "unset it"
         )
     return time or None
+
+
+def _header(env: Mapping[str, str], name: str, *, default: str) -> str:
+    value = env.get(name, default)
+    if value and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+        raise ValueError(
+            f"{name} must be the name of a header, such as x-session-id, got {value!r}; correct "
+            "it, or unset it"
+        )
+    return value
 
 
 def _count(env: Mapping[str, str], name: str, *, default: int, at_least: int = 0) -> int:

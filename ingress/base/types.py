@@ -34,8 +34,9 @@ class RequestMetadata(NamedTuple):
 
     `route` is the HTTP path prefix of the request ("" for none), or, for a call that is made in a
     request, the request's path template. `app_name` is the application that received the request
-    ("" for the application of `deployment`). `deadline` is in seconds of `time.monotonic()`. A
-    tuple, because one is made per request, and a frozen dataclass takes three times as long (1 us).
+    ("" for the application of `deployment`). `deadline` is in seconds of `time.monotonic()`.
+    `session_id` is for policies that route by it. `priority` is a value of `PRIORITIES`. A tuple,
+    because one is made per request, and a frozen dataclass takes three times as long (1 us).
     """
 
     request_id: str
@@ -47,6 +48,11 @@ class RequestMetadata(NamedTuple):
     is_streaming: bool = False
     app_name: str = ""
     deadline: float | None = None
+    session_id: str = ""
+    priority: int = 0
+
+
+PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 
 
 def new_request_id() -> str:

@@ -160,7 +160,6 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "kwargs": HTTP_ONLY,
     },
     "handle.options": {
-        "session_id": "requests of one session go to any replica; keep what it needs in a store",
         "_prefer_local_routing": "which replica is next is the router's choice; leave it out",
         "_by_reference": BY_REFERENCE,
         "request_serialization": BY_REFERENCE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,6 @@ class Item:
     value: Any = None
     error: BaseException | None = None
     is_over: bool = False
-    dropped: weakref.ref[Any] | None = None
 
     @property
     def has_left(self) -> bool:

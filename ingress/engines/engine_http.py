@@ -9,6 +9,7 @@ from ingress.calls.loops import run_blocking
 from ingress.config import HTTPOptions
 from ingress.engines.engine_threads import EngineThreads
 from ingress.http.proxy import HTTPProxy
+from ingress.http.request_head import RoutingHeaders
 from ingress.http.retrying import RequestLimits
 from ingress.http.server import HTTPServer
 from ingress.http.server_options import ServerOptions
@@ -54,6 +55,7 @@ class EngineHTTP:
             self.options.request_timeout_s if is_given else settings.request_timeout_s,
             frozenset(self.options.retry_started_methods),
             self.options.limits(settings.http_limits),
+            RoutingHeaders.named(settings.session_header, settings.priority_header),
         )
 
     def start(self, threads: EngineThreads) -> None:

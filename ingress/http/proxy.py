@@ -140,8 +140,8 @@ class HTTPProxy:
             return self._refuse(path, route, scope, receive, send)
 
         limits = self.limits
-        head = read_head(scope, limits.timeout_s)
-        has_id, has_body, length, _, deadline, now = head
+        head = read_head(scope, limits.timeout_s, limits.headers)
+        has_id, has_body, length, _, deadline, now, _, _ = head
         request_id = request_id_of(scope) if has_id else new_request_id()
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:

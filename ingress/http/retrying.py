@@ -21,18 +21,21 @@ from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
 from ingress.calls.retries import RetryBudget
 from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
 from ingress.http.exchange import Exchange
+from ingress.http.request_head import USUAL_HEADERS, RoutingHeaders
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """The limits of HTTP requests: their time, the methods that are retried, and their size.
 
-    `timeout_s` bounds the request, or one attempt if its method is in `retried_methods`.
+    `timeout_s` bounds the request, or one attempt if its method is in `retried_methods`. `headers`
+    are the names of those that say how a request is routed.
     """
 
     timeout_s: float | None = None
     retried_methods: frozenset[str] = frozenset()
     http: HTTPLimits = field(default_factory=HTTPLimits)
+    headers: RoutingHeaders = USUAL_HEADERS
 
 
 class Attempts:

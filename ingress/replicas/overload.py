@@ -1,6 +1,8 @@
 """The overload policy: which waiting call is served next, and which calls are shed.
 
-    the queue is short                           order of arrival
+    calls of several priorities wait             high before normal before low; ten seconds of
+                                                 waiting make up for one step
+    the queue is short                           order of arrival, in each class of priority
     the first call has waited for more than      the newest first; old calls stay while they can
     half of the time that it had                 still be answered
     a call has less time left than calls of its  shed: `BackPressureError`, 503 with `Retry-After`
@@ -19,6 +21,7 @@ Sources: Nichols and Jacobson, "Controlling Queue Delay" (2012); Maurer, "Fail a
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -32,6 +35,7 @@ PROBE_S = 1.0  # between two calls that begin although an estimate would shed th
 MAX_KINDS = 1000  # with an estimate, in case the number of kinds has no bound
 MIN_TURNS = 16  # calls taken from the queue before their rate is used,
 MIN_WINDOW_S = 0.5  # and the least time they took
+HEAD_START_S = 10.0  # of a class of priority before the next lower one, so that no call starves
 
 
 class Shed(NamedTuple):
@@ -154,19 +158,36 @@ class ServiceRate:
 class WaitingCalls:
     """The calls that wait for a slot of a deployment. Guarded by its router's lock."""
 
-    __slots__ = ("_calls", "_rate", "_usual", "_without_deadline")
+    __slots__ = ("_calls", "_num_others", "_others", "_rate", "_usual", "_without_deadline")
 
     def __init__(self, usual: UsualTimes) -> None:
         self._usual = usual
         self._rate = ServiceRate()
-        self._calls: OrderedDict[Call, float] = OrderedDict()  # since when each waits
+        # Since when each waits: the calls of normal priority, and those of each other one.
+        self._calls: OrderedDict[Call, float] = OrderedDict()
+        self._others: dict[int, OrderedDict[Call, float]] = {1: OrderedDict(), -1: OrderedDict()}
+        self._num_others = 0
         self._without_deadline = 0
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._calls) + self._num_others
 
     def __contains__(self, call: Call) -> bool:
-        return call in self._calls
+        return call in self._class_of(call)
+
+    def _class_of(self, call: Call) -> OrderedDict[Call, float]:
+        priority = call.metadata.priority
+        return self._others[priority] if priority else self._calls
+
+    def _next_class(self) -> OrderedDict[Call, float]:
+        """Return the class whose first call is next. A call of some priority waits."""
+        first, earliest = self._calls, math.inf
+        for priority, calls in ((0, self._calls), *self._others.items()):
+            if calls:
+                since = next(iter(calls.values())) - priority * HEAD_START_S
+                if since < earliest:
+                    first, earliest = calls, since
+        return first
 
     @property
     def has_patient(self) -> bool:
@@ -181,43 +202,54 @@ class WaitingCalls:
         """
         left_s = deadline - now
         turns = self._rate.turns_in(left_s, now)
-        if turns is None or len(self._calls) <= max(turns, MIN_TURNS):
+        if turns is None or len(self) <= max(turns, MIN_TURNS):
             return ""
         return (
             f"{left_s:.3f} s are left to answer the request, about {turns:.0f} requests start in "
-            f"that time, and {len(self._calls)} requests wait"
+            f"that time, and {len(self)} requests wait"
         )
 
     def add(self, call: Call, now: float) -> None:
         """Add a call behind all others."""
-        if not self._calls:
+        if not self._calls and not self._num_others:
             self._rate.restart(now)
-        self._calls[call] = now
+        if priority := call.metadata.priority:
+            self._others[priority][call] = now
+            self._num_others += 1
+        else:
+            self._calls[call] = now
         self._without_deadline += call.metadata.deadline is None
 
     def add_first(self, call: Call, now: float) -> None:
         """Add a call that had a slot before any of the others."""
         self.add(call, now)
-        self._calls.move_to_end(call, last=False)
+        self._class_of(call).move_to_end(call, last=False)
 
     def discard(self, call: Call) -> bool:
         """Remove a call. Returns False if it does not wait here."""
-        if self._calls.pop(call, None) is None:
+        if priority := call.metadata.priority:
+            if self._others[priority].pop(call, None) is None:
+                return False
+            self._num_others -= 1
+        elif self._calls.pop(call, None) is None:
             return False
         self._without_deadline -= call.metadata.deadline is None
         return True
 
     def clear(self) -> list[Call]:
-        """Remove all calls, and return them in order of arrival."""
-        calls = list(self._calls)
-        self._calls.clear()
+        """Remove all calls, and return them in order of arrival in each class of priority."""
+        calls: list[Call] = []
+        for each in (self._others[1], self._calls, self._others[-1]):
+            calls += each
+            each.clear()
+        self._num_others = 0
         self._without_deadline = 0
         return calls
 
     def next(self, now: float, shed: list[Shed]) -> Call | None:
         """Remove the call that is served next. Adds calls that are too late to `shed`."""
-        while self._calls:
-            call, since = next(iter(self._calls.items()))
+        while calls := self._next_class() if self._num_others else self._calls:
+            call, since = next(iter(calls.items()))
             deadline = call.metadata.deadline
             if deadline is None:
                 self.discard(call)
@@ -226,9 +258,9 @@ class WaitingCalls:
             missing = self._usual.shortfall(call, now)
             is_long = now - since > (deadline - since) * PATIENCE
             if missing is None and is_long and not self._without_deadline:
-                call = next(reversed(self._calls))
+                call = next(reversed(calls))
                 missing = self._usual.shortfall(call, now)
-            del self._calls[call]
+            self.discard(call)
             if missing is None or self._usual.probes(missing, now):
                 self._rate.count(now)
                 return call

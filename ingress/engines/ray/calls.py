@@ -19,7 +19,6 @@ from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.deadlines import deadlines_of
 from ingress.calls.loops import EventLoopThread
-from ingress.engines.ray.arguments import check_arguments
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
 from ingress.exceptions import RequestCancelledError
@@ -180,7 +179,6 @@ class RemoteRouter:
         response: Any = None
         try:
             _show_request(metadata)
-            check_arguments(metadata, invocation)
             response = self._handle(metadata).remote(
                 Envelope.of(metadata), *invocation.args, **invocation.kwargs
             )
@@ -208,7 +206,9 @@ class RemoteRouter:
             handle = self._find_handle().options(method_name=name, stream=is_streaming)
             self._handles[key] = handle
         if metadata.multiplexed_model_id:
-            return handle.options(multiplexed_model_id=metadata.multiplexed_model_id)
+            handle = handle.options(multiplexed_model_id=metadata.multiplexed_model_id)
+        if metadata.session_id:
+            handle = handle.options(session_id=metadata.session_id)
         return handle
 
 

@@ -206,7 +206,7 @@ class RayReplica:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request or WebSocket from Ray's proxy."""
         head = read_head(scope, self._spec.request_timeout_s)
-        _, has_body, length, model_id, deadline, now = head
+        _, has_body, length, model_id, deadline, now, _, _ = head
         route = scope.get("root_path") or "/"
         metadata = request_metadata(head, _id_of_rays_proxy(scope), self._deployment, route)
         if model_id:
