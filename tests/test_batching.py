@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import gc
 import threading
 import time
@@ -17,6 +18,7 @@ from fastapi import APIRouter, FastAPI
 import ingress as serve
 from ingress.calls.call import current_calls
 from ingress.exceptions import RayServeException, UserCodeExit
+from ingress.execution.execution import Kind, kind
 from tests.containment_app import ERRORS, boom
 from tests.fakes import together
 from tests.servers import PATIENCE_S, steady, turns
@@ -1168,3 +1170,88 @@ async def test_a_generator_waits_for_its_slowest_caller(written: str) -> None:
     rest = await patiently(collect(slow))
     assert len(rest) == 999
     assert await patiently(task) == [1] * 1000
+
+
+# Streams are queued when they are called.
+
+
+@on_the_loop
+@both_generators
+async def test_streams_that_are_iterated_one_after_another_share_a_batch(written: str) -> None:
+    batches = []
+
+    def steps(xs: list[int]) -> Iterator[list[int]]:
+        batches.append(xs)
+        for _ in range(100):  # more than a channel holds
+            yield xs
+
+    f = stream_of(steps, written, max_batch_size=3, batch_wait_timeout_s=LONG_S)
+    streams = [f(x) for x in range(3)]
+    assert [await patiently(collect(each)) for each in streams] == [[x] * 100 for x in range(3)]
+    assert batches == [[0, 1, 2]]
+    await turns()
+    assert queues(f) == 0
+
+
+@on_the_loop
+@both_generators
+async def test_a_stream_that_is_dropped_without_a_look_leaves_its_batch(written: str) -> None:
+    batches = []
+
+    def steps(xs: list[int]) -> Iterator[list[int]]:
+        batches.append(xs)
+        yield xs
+
+    f = stream_of(steps, written, max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    dropped = f(0)
+    del dropped
+    gc.collect()
+    await turns()
+    assert queues(f) == 0
+    assert await all_of(collect(f(1)), collect(f(2))) == [[1], [2]]
+    assert batches == [[1, 2]]
+
+
+@on_the_loop
+async def test_a_stream_that_is_dropped_while_its_batch_runs_ends_the_batch() -> None:
+    closed = asyncio.Event()
+
+    @serve.batch(max_batch_size=1)
+    async def f(xs: list[int]) -> AsyncIterator[list[int]]:
+        try:
+            while True:
+                yield xs
+        finally:
+            closed.set()
+
+    dropped = f(0)
+    await turns()
+    del dropped
+    gc.collect()
+    await patiently(closed.wait())
+    await turns()
+    assert queues(f) == 0
+
+
+@on_the_loop
+async def test_wrong_arguments_of_a_stream_are_told_at_the_call() -> None:
+    f = stream_of(lambda xs: iter([xs]), "async def")
+    with pytest.raises(TypeError, match="argument"):
+        f()
+    assert queues(f) == 0
+
+
+@on_the_loop
+async def test_a_stream_called_in_a_thread_is_queued_when_it_is_iterated() -> None:
+    f = stream_of(lambda xs: iter([xs]), "async def")
+    assert await collect(await asyncio.to_thread(f, 1)) == [1]
+
+
+def test_a_batched_generator_is_an_async_generator_and_what_wraps_it_is_what_it_is() -> None:
+    f = stream_of(lambda xs: iter([xs]), "async def")
+
+    @functools.wraps(f)
+    def wrapped(*args: Any) -> Any:
+        return [f(*args)]
+
+    assert (kind(f), kind(wrapped)) == (Kind.ASYNC_GENERATOR, Kind.FUNCTION)

@@ -351,7 +351,7 @@ def test_build_writes_what_names_the_application_its_options_and_the_flags(folde
     assert file.read_text().startswith("# For `serve deploy`")
     config = yaml.safe_load(file.read_text())
     (application,) = config["applications"]
-    assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8000}
     assert application["import_path"] == "ingress.engines.ray.builder:build"
     assert application["args"] == {"target": "app:hello"}
     assert application["runtime_env"]["env_vars"][SYNC_IN_THREADPOOL] == "1"
@@ -379,6 +379,90 @@ def test_a_request_timeout_is_in_the_file_for_the_proxies_and_for_the_replicas()
 
     assert config["http_options"]["request_timeout_s"] == 2.5
     assert config["applications"][0]["args"]["request_timeout_s"] == 2.5
+
+
+def test_build_takes_the_name_prefix_host_and_folder_of_the_application(folder: Path) -> None:
+    url = "https://files.example/app.zip"
+    given = ("--name", "shop", "--route-prefix", "/shop", "--host", "10.0.0.1")
+
+    result = ingress(folder, "build", "app:hello", *given, "--working-dir", url)
+
+    config = yaml.safe_load(result.stdout)
+    (application,) = config["applications"]
+    assert config["http_options"]["host"] == "10.0.0.1"
+    assert (application["name"], application["route_prefix"]) == ("shop", "/shop")
+    assert application["args"] == {"target": "app:hello", "name": "shop"}
+    assert application["runtime_env"]["working_dir"] == url
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--working-dir", "."], "--working-dir '.' is no address that the nodes of a cluster can"),
+        (["--route-prefix", "shop"], "Invalid route_prefix 'shop', must start with"),
+    ],
+)
+def test_what_no_cluster_can_use_is_refused_when_it_is_built(
+    folder: Path, given: list[str], message: str
+) -> None:
+    result = ingress(folder, "build", "app:hello", *given)
+
+    assert result.stderr.startswith(f"Error: {message}")
+    assert result.returncode == 1
+
+
+LARGE = """
+import ingress as serve
+
+@serve.deployment(num_replicas=5, ray_actor_options={"num_cpus": 3})
+class Wide: ...
+
+@serve.deployment(
+    autoscaling_config={"min_replicas": 1, "max_replicas": 6},
+    ray_actor_options={"num_gpus": 0.5, "resources": {"tape": 1}},
+)
+class Model:
+    def __init__(self, wide): ...
+    def __call__(self): return "hi"
+
+app = Model.bind(Wide.bind())
+"""
+
+
+def test_a_manifest_for_kuberay_has_image_gpus_probes_and_room_for_all_replicas(
+    tmp_path: Path,
+) -> None:
+    write_module(tmp_path, "large", LARGE)
+    given = ("--kuberay", "--image", "registry.example/shop:1", "--name", "My Shop")
+
+    result = ingress(tmp_path, "build", "large:app", *given)
+
+    assert result.returncode == 0, result.stderr
+    manifest = yaml.safe_load(result.stdout)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    assert manifest["metadata"]["name"] == "my-shop"
+    spec = manifest["spec"]
+    serve_config = yaml.safe_load(spec["serveConfigV2"])
+    assert serve_config["http_options"]["host"] == "0.0.0.0"  # of a pod
+    assert [each["name"] for each in serve_config["applications"]] == ["My Shop"]
+    cluster = spec["rayClusterConfig"]
+    assert cluster["rayVersion"] == "2.60.0"
+    assert cluster["enableInTreeAutoscaling"] is True
+    head = cluster["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    plain, gpu = cluster["workerGroupSpecs"]
+    # A pod of 4 CPUs holds one replica that needs 3; a GPU holds two that need a half, but each
+    # needs the one tape of its pod.
+    assert (plain["minReplicas"], plain["maxReplicas"]) == (5, 5)
+    assert (gpu["minReplicas"], gpu["maxReplicas"]) == (1, 6)
+    assert gpu["rayStartParams"]["resources"] == '"{\\"tape\\": 1}"'
+    for group in (head, plain, gpu):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"] == "registry.example/shop:1"
+        assert "livenessProbe" in container
+        assert ("readinessProbe" in container) == (group is not head)
+        limits = container["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu") == ("1" if group is gpu else None)
 
 
 def test_build_says_where_it_cannot_write(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Item:
     value: Any = None
     error: BaseException | None = None
     is_over: bool = False
+    dropped: weakref.ref[Any] | None = None
 
     @property
     def has_left(self) -> bool:

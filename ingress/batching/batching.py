@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from numbers import Integral, Real
 from typing import Any, Never, overload
 
@@ -22,6 +24,7 @@ from ingress.batching.batch_item import Item
 from ingress.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import Channel, EndOfStream
+from ingress.calls.loops import mailbox_of, running_loop
 from ingress.calls.tracing import TRACING, current_span
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.execution import execution
@@ -66,9 +69,9 @@ def batch(
 
     The function gets a list for each of its parameters and returns a list of as many results, in
     the same order. A generator yields such lists, with the class `StopIteration` in the place of a
-    caller whose stream ends there. A first parameter called `self` or `cls` is no list. The
-    decorated function is awaited, or iterated with `async for`, also if it was written as a `def`:
-    a `def` runs in the replica's worker threads.
+    caller whose stream ends there; its calls are queued when they are made. A first parameter
+    called `self` or `cls` is no list. The decorated function is awaited, or iterated with `async
+    for`, also if it was written as a `def`: a `def` runs in the replica's worker threads.
 
     A batch starts when it has `max_batch_size` calls, or `batch_wait_timeout_s` after it began to
     form; at 0 it starts with the calls that are there. At most `max_concurrent_batches` run at
@@ -157,12 +160,11 @@ class Batcher:
         if self._handler.streams:
 
             @wraps(func)
-            async def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-                async with aclosing(self.stream(args, kwargs)) as items:
-                    async for item in items:
-                        yield item
+            def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+                return self.stream(args, kwargs)
 
             wrapper = stream
+            execution.mark_stream(wrapper)
         else:
 
             @wraps(func)
@@ -222,12 +224,35 @@ class Batcher:
                 del item  # the traceback holds this frame, which must not hold the error too
         return item.value
 
-    async def stream(
+    def stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """Return the stream of the caller's own parts of the results of its batch.
+
+        The call is queued at once, so that streams that are iterated one after another share a
+        batch; without a running loop it is queued when the stream is first iterated.
+        """
+        if running_loop() is None:
+            return self._stream_later(args, kwargs)
+        # Without limits until it is iterated: its caller may first iterate the streams of others.
+        channel = Channel(sys.maxsize, sys.maxsize)
+        item, queue = self._submit(args, kwargs, channel)
+        items = self._items(item, queue, channel)
+        leave = partial(mailbox_of(queue.loop).post, queue.leave, item)
+        # The garbage collector may call this in any thread.
+        item.dropped = weakref.ref(items, lambda _: leave())
+        return items
+
+    async def _stream_later(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the caller's own parts of the results of its batch."""
-        channel = Channel()
-        item, queue = self._submit(args, kwargs, channel)
+        async with aclosing(self.stream(args, kwargs)) as items:
+            async for item in items:
+                yield item
+
+    async def _items(
+        self, item: Item, queue: BatchQueue, channel: Channel
+    ) -> AsyncGenerator[Any, None]:
+        item.dropped = None
+        channel.limit()
         try:
             await item.ready
             while True:

@@ -75,6 +75,11 @@ class Channel:
         self._wake_consumer: Callable[[], Any] | None = None
         self._wake_closer: Callable[[], Any] | None = None
 
+    def limit(self, max_items: int = MAX_ITEMS, max_bytes: int = MAX_BYTES) -> None:
+        """Set the limits; they hold from the next item on."""
+        with self._lock:
+            self._max_items, self._max_bytes = max_items, max_bytes
+
     # The producer's side.
 
     async def put(self, item: Any, size: int = 0) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from ingress import __version__
 from ingress.base.settings import TRACE_FILE, export
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
+from ingress.cli.build_command import build_command
+from ingress.cli.cluster_commands import delete, status
 from ingress.cli.config_command import RUN_OPTIONS
 from ingress.cli.config_command import config as config_command
 from ingress.cli.run_command import run
@@ -26,20 +27,12 @@ from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import AppDir, Target
 from ingress.cli.target import load as _load
 from ingress.cli.target import refusal as _error
-from ingress.cli.terminal import LOGGING, console, write
+from ingress.cli.terminal import LOGGING, Output, console, write
 from ingress.cli.trace_command import Session, TraceError
-from ingress.declaration.build import build
-from ingress.engines.ray.config_file import HEADER, config_of
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
 from ingress.inspection.table import as_json, show
 
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Write to this file.  [default: standard output]", dir_okay=False
-    ),
-]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
@@ -71,6 +64,9 @@ def _main(
 
 
 app.command()(run)
+app.command("build")(build_command)
+app.command()(status)
+app.command()(delete)
 app.command("config", context_settings=RUN_OPTIONS)(config_command)
 
 
@@ -87,35 +83,6 @@ def openapi(
     except TypeError as error:
         raise _error(str(error)) from None
     write(output, schema + "\n")
-
-
-@app.command("build")
-def build_command(
-    targets: Annotated[
-        list[str],
-        typer.Argument(metavar="MODULE:APP...", help="The bound applications, such as main:hello."),
-    ],
-    output: Output = None,
-    app_dir: AppDir = Path("."),
-) -> None:
-    """Write a file for `ingress run`, and for Ray's `serve deploy` and KubeRay.
-
-    [dim]ingress build main:hello > serve.yaml[/dim]
-
-    The file names the applications and does not contain them: a cluster must be able to
-    import their modules, and ingress. Nothing is started, and Ray need not be installed.
-    """
-    names = ["default"] if len(targets) == 1 else [f"app{n + 1}" for n in range(len(targets))]
-    try:
-        built = {
-            target: build(_load(target, app_dir), name, acts_on_all=True)
-            for target, name in zip(targets, names, strict=True)
-        }
-        config = config_of(built, read_settings())
-    except (TypeError, ValueError, RayServeException) as error:
-        raise _error(str(error)) from None
-    header = HEADER.format(target=", ".join(targets))
-    write(output, header + yaml.safe_dump(config, sort_keys=False))
 
 
 @app.command("explain")

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import uvicorn
@@ -27,6 +27,12 @@ from ingress.inspection import explain
 from ingress.inspection.budget import ThreadBudget
 from ingress.schema import ServeStatus
 
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Write to this file.  [default: standard output]", dir_okay=False
+    ),
+]
 console = Console()
 
 NEWS_S = 0.5  # until the first line about a start; most starts are over by then

@@ -28,9 +28,19 @@ class Kind(Enum):
         return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
 
 
+def mark_stream(func: Any) -> None:
+    """Mark a `def` that returns an async generator as an `async def` generator.
+
+    The mark is the function itself, so that it does not hold for a wrapper that copies attributes.
+    """
+    func.__ingress_stream__ = func
+
+
 def kind(func: Callable[..., Any]) -> Kind:
     """Return the kind of `func`."""
     func = underlying(func)
+    if getattr(func, "__ingress_stream__", None) is func:
+        return Kind.ASYNC_GENERATOR
     if inspect.iscoroutinefunction(func) or _is_marked(func):
         return Kind.COROUTINE
     if inspect.isasyncgenfunction(func):

@@ -39,6 +39,7 @@ from ingress.execution.callables import Kind as Kind
 from ingress.execution.callables import code_of as code_of
 from ingress.execution.callables import is_generator as is_generator
 from ingress.execution.callables import kind as kind
+from ingress.execution.callables import mark_stream as mark_stream
 from ingress.execution.callables import name_of as name_of
 from ingress.execution.callables import underlying
 from ingress.execution.migration_warning import warn_of_def_on_loop
@@ -172,7 +173,7 @@ class ExecutionPlan:
         if self.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR):
             if self.warns:
                 self._warn()
-            return self.iterate(self.func(*args, **kwargs))  # its body has not begun yet
+            return self.iterate(self.func(*args, **kwargs))  # the user's code has not begun yet
         return self._stream_returned(*args, **kwargs)
 
     async def _stream_returned(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:

@@ -190,6 +190,13 @@ class Front:
             return f"Boom {error.number}"
         return "nothing"
 
+    @api.get("/forwards")
+    async def forwards(self, request: Request) -> str:
+        try:
+            return str(await self.child.remote(request))
+        except TypeError as error:
+            return str(error)
+
     @api.get("/child-dies")
     async def child_dies(self) -> None:
         await self.child.die.remote()

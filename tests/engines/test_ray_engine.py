@@ -6,17 +6,14 @@ The scenarios compare it with the local engine. Skipped without Ray.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +38,16 @@ from ingress.exceptions import (
     UserCodeExit,
 )
 from tests.engines import ray_app
-from tests.servers import INGRESS, ROOT, ServerProcess
+from tests.engines.ray_processes import (
+    PATIENCE_S,
+    QUIET,
+    cluster,
+    environment,
+    free_port,
+    running,
+    wait_until,
+)
+from tests.servers import INGRESS, ROOT
 
 pytest.importorskip("ray", exc_type=ImportError)
 check_installed()
@@ -57,56 +63,17 @@ from ingress.engines.ray.errors import translated  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-PATIENCE_S = 60.0  # a replica is a process that imports Ray
-# It lives until its standard input is closed, so it ends with the process that started it.
-CLUSTER = """
-import sys, tempfile, ray
-with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-    ray.init(num_cpus=32, include_dashboard=False, object_store_memory=10**8, _temp_dir=folder,
-             log_to_driver=False)
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    sys.stdin.read()
-    ray.shutdown()
-"""
-
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
     """Check nothing: Ray's own threads and sockets stay while this process is connected."""
 
 
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    environ = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
-    cluster = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert cluster.stdin is not None
-    assert cluster.stdout is not None
-    try:
-        lines = iter(cluster.stdout.readline, "")
-        yield next(line.strip() for line in lines if re.fullmatch(r"[\d.]+:\d+\n", line))
-    finally:
+    with cluster(cpus=32) as address:
+        yield address
         ray.shutdown()  # else Ray ends this process, a minute after its cluster
-        cluster.stdin.close()
-        cluster.wait(PATIENCE_S)
 
 
 @dataclass(frozen=True)
@@ -406,8 +373,12 @@ def test_arguments_and_results_are_copies_and_what_cannot_be_copied_is_refused(i
     given = [1]
 
     assert it.child.remote(given).result() == [1, 1]
-    with pytest.raises(TypeError, match="pickle"):
+    with pytest.raises(TypeError, match=r"argument 1 of Child\.__call__ is or contains a lock"):
         it.child.remote(threading.Lock()).result()
+    with pytest.raises(TypeError, match=r"argument 'ended' of Child\.sleep is or .* a generator"):
+        it.child.sleep.remote(ended=[(number for number in [1])]).result()
+    answer = it.get("/forwards")
+    assert "argument 1 of Child.__call__ is or contains a Request, which cannot" in answer.text
     with pytest.raises(RayServeException, match="`DeploymentResponse` is not serializable"):
         it.child.remote([it.child.remote(1)]).result()
 
@@ -617,19 +588,6 @@ def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.Com
     )
 
 
-def environment(folder: Path, **environ: str) -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return {
-        **given,
-        "PYTHONPATH": path,
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": "200",
-        **QUIET,
-        **environ,
-    }
-
-
 HELLO = ("app_examples.hello:hello", "--app-dir", str(ROOT))
 SLOW = """
 import asyncio
@@ -643,21 +601,6 @@ class Slow:
 
 app = Slow.bind()
 """
-
-
-@contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """Run an application on Ray as a user does, and end it with Ctrl-C."""
-    command = [*INGRESS, "run", *arguments, "--engine", "ray"]
-    server = ServerProcess(command, folder, environment(folder))
-    try:
-        wait_until(lambda: "Ctrl-C to stop" in server.output or server.process.poll() is not None)
-        yield server
-        server.signal(signal.SIGINT)
-        assert server.wait(PATIENCE_S) == 0, server.output
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before_it_ends(
@@ -730,6 +673,35 @@ def test_a_cluster_that_is_not_there_is_one_line(
     assert line.startswith("Error: ")
     assert message in line
     assert result.returncode == 1
+
+
+LACKING = """
+import sys
+import ingress as serve
+
+if any("default_worker" in each for each in sys.argv):  # of Ray
+    raise ModuleNotFoundError("No module named 'lacking'", name="lacking")
+
+@serve.deployment
+def f(): return 1
+
+app = f.bind()
+"""
+
+
+def test_a_module_that_the_workers_lack_is_told_without_tracebacks(
+    it: Served, address: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lacking.py").write_text(LACKING)
+
+    where = ("--engine", "ray", "--address", address, "--name", "lacking")
+    result = run_ingress(tmp_path, "lacking:app", *where, "--route-prefix", "/lacking")
+
+    assert result.returncode == 1
+    line = result.stderr.splitlines()[-1]
+    assert "module 'lacking' cannot be imported on the workers; send the folder" in line
+    assert "Traceback" not in result.stdout + result.stderr
+    assert 'File "' not in result.stdout + result.stderr
 
 
 def test_a_port_that_is_taken_is_one_line_before_a_cluster_is_started(tmp_path: Path) -> None:

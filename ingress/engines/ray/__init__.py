@@ -8,17 +8,22 @@
     code         the user's classes and arguments, pickled for a worker
     messages     the messages to a replica: its specification and its calls
     errors       Ray's exceptions -> the exceptions of ingress
+    arguments    the arguments of such a call, which must be picklable
     calls        calls by handle to other processes
     replica      the code that runs in a replica's process
     cluster      connects to a cluster or starts one, and explains its failures
+    owners       the processes that deployed the applications of a cluster
+    worker_logs  the log lines of workers that a terminal shows
+    waits        replicas that wait for resources
     application  an application as Ray Serve deployments
     engine       the engine of `ingress.api`
     builder      the application builder for Ray's own `serve deploy`
     config_file  the file that `ingress build` writes
+    kuberay      the manifest that `ingress build --kuberay` writes
 
 User code runs in ingress's own runtime, as in one process. The threads of `def` methods, lanes,
-batches, models, contexts and refusals do not depend on the engine. `lowering`, `messages` and
-`config_file` do not import Ray; no module outside this package does.
+batches, models, contexts and refusals do not depend on the engine. `lowering`, `messages`,
+`config_file` and `kuberay` do not import Ray; no module outside this package does.
 """
 
 from __future__ import annotations

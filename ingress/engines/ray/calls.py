@@ -19,6 +19,7 @@ from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.deadlines import deadlines_of
 from ingress.calls.loops import EventLoopThread
+from ingress.engines.ray.arguments import check_arguments
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
 from ingress.exceptions import RequestCancelledError
@@ -179,6 +180,7 @@ class RemoteRouter:
         response: Any = None
         try:
             _show_request(metadata)
+            check_arguments(metadata, invocation)
             response = self._handle(metadata).remote(
                 Envelope.of(metadata), *invocation.args, **invocation.kwargs
             )

@@ -1,7 +1,8 @@
 """Connecting to a Ray cluster, or starting one on this machine, with clear errors.
 
-started by this process   a cluster, Serve on a cluster without it   ends with `close`
-running before            a cluster, its Serve                       stays
+started by this process    a cluster    ends with `close`, after the applications of others
+started by any of ingress  Serve        ends with the last application, when its process leaves
+started by another tool    both         stay
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import time
 import traceback
 from collections.abc import Set
 from dataclasses import dataclass
@@ -19,14 +21,23 @@ import grpc
 import ray
 from ray import serve as ray_serve
 from ray._private.grpc_utils import init_grpc_channel
-from ray.serve.context import _get_global_client
+from ray.exceptions import RayActorError
+from ray.serve.context import _get_global_client, _set_global_client
 
 from ingress.engines.ray import SUPPORTED
+from ingress.engines.ray.owners import (
+    is_serve_started_by_ingress,
+    note_serve_started,
+    other_drivers,
+)
+from ingress.engines.ray.worker_logs import shorten_tracebacks
 from ingress.http.server import check_address
 
 logger = logging.getLogger("ingress")
 
 REACH_S = 5.0  # timeout for a cluster to answer at its address
+OTHERS_S = 0.5  # between two looks at the other users of a cluster that is to end
+END_OF_SERVE_S = 30.0  # as in Ray
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 
 
@@ -37,10 +48,11 @@ class Cluster:
     address: str | None
     is_ours: bool
     was_connected: bool = False
-    serve_is_ours: bool = False
 
     @classmethod
-    def connect(cls, address: str | None, working_dir: str | None) -> Cluster:
+    def connect(
+        cls, address: str | None, working_dir: str | None, *, quietly: bool = False
+    ) -> Cluster:
         """Connect to the cluster at `address`, else to a new one on this machine.
 
         Workers get `working_dir`, a folder or the address of one. An existing connection of this
@@ -55,11 +67,17 @@ class Cluster:
             except Exception as error:
                 _disconnect()
                 raise RuntimeError(f"cannot start a Ray cluster: {_first_line(error)}") from error
+            shorten_tracebacks()
             return cls(None, is_ours=True)
         assert address is not None
         _check_reachable(address)
         try:
-            ray.init(address=address, runtime_env=runtime_env)
+            ray.init(
+                address=address,
+                runtime_env=runtime_env,
+                log_to_driver=not quietly,
+                logging_level=logging.WARNING if quietly else logging.INFO,
+            )
         except Exception as error:
             _disconnect()
             if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
@@ -68,6 +86,7 @@ class Cluster:
                     "--address auto, elsewhere set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
                 ) from None
             raise _unreachable(address, _first_line(error)) from error
+        shorten_tracebacks()
         return cls(address, is_ours=False)
 
     @staticmethod
@@ -99,7 +118,7 @@ class Cluster:
             raise RuntimeError(
                 f"Ray Serve did not start on {host}:{port}: {_first_line(error)}"
             ) from error
-        self.serve_is_ours = True
+        note_serve_started()
 
     def _compare(self, wanted: dict[str, Any]) -> None:
         """Log the options that differ from those of the running Serve, which cannot change."""
@@ -135,26 +154,54 @@ class Cluster:
         except ValueError:
             return False
 
-    def warn_if_too_small(self, cpus: float) -> None:
-        """Warn if a cluster has fewer CPUs than an application reserves: it may wait forever."""
-        there = ray.cluster_resources().get("CPU", 0.0)
-        if cpus > there:
-            logger.warning(
-                "the application reserves %g CPUs and the cluster has %g: replicas wait until "
-                "there are more; reserve less with ray_actor_options={'num_cpus': ...}",
-                cpus,
-                there,
-            )
-
     def close(self) -> None:
-        """End what this process started. Never raises: the caller could not handle it."""
+        """End what ingress started and has no other user. Never raises: no caller could handle it.
+
+        Race with an application that another process deploys just now: it is listed from then on,
+        and the end of Serve takes some milliseconds more.
+        """
         try:
-            if self.serve_is_ours:
-                ray_serve.shutdown()
+            if self.is_ours:
+                _wait_for_others()
+            if is_serve_started_by_ingress() and not ray_serve.status().applications:
+                _end_serve()
         except Exception:
             logger.exception("Ray Serve could not be shut down")
         if self.is_ours:
             _disconnect()
+
+
+def _wait_for_others() -> None:
+    """Wait until no other process uses the cluster: it ends with this process."""
+    told: list[str] = []
+    while there := _others():
+        if there != told:
+            logger.warning(
+                "this process started the cluster, which ends with it, and waits for its other "
+                "users: %s; a second signal ends the cluster at once",
+                "; ".join(there),
+            )
+            told = there
+        time.sleep(OTHERS_S)
+
+
+def _others() -> list[str]:
+    applications = [f"application {name!r}" for name in ray_serve.status().applications]
+    return [*applications, *other_drivers()]
+
+
+def _end_serve() -> None:
+    """End Serve as `ray.serve.shutdown` does.
+
+    That waits for a task of the controller, which Ray then reports as one that it will retry.
+    """
+    client = _get_global_client()
+    client.shutdown_cached_handles()
+    ended = client._controller.graceful_shutdown.options(max_task_retries=0).remote()
+    with contextlib.suppress(RayActorError):
+        ray.get(ended, timeout=END_OF_SERVE_S)
+    client._shutdown = True
+    _set_global_client(None)
 
 
 def environment_of_connection() -> dict[str, str]:

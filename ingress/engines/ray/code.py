@@ -27,6 +27,8 @@ from starlette.datastructures import State
 from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.declaration import Application, Deployment
 
+NOT_ON_THE_WORKERS = "cannot be imported on the workers"
+
 
 class Reference(Protocol):
     """The source of a class or function for a worker."""
@@ -49,7 +51,7 @@ class ByPath:
             if error.name is None or not (self.module + ".").startswith(error.name + "."):
                 raise
             raise ModuleNotFoundError(
-                f"module {self.module!r} cannot be imported on the workers; send the folder it is "
+                f"module {self.module!r} {NOT_ON_THE_WORKERS}; send the folder it is "
                 "in with ingress run --working-dir, or install it there",
                 name=error.name,
             ) from None

@@ -5,7 +5,7 @@ Does not import Ray.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ingress.base.settings import Settings
@@ -18,35 +18,57 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 
-HOST = "0.0.0.0"  # a cluster serves other machines; Ray's own files have the same host
+EVERY_ADDRESS = "0.0.0.0"
 
 HEADER = """\
-# For `serve deploy`, `ingress run`, or serveConfigV2 of a KubeRay RayService: {target}
-# A cluster's Python needs ingress and the application's modules; add runtime_env.working_dir,
-# an address of a zip file, if they are not installed there.
+# For `serve deploy`, or `ingress run`: {target}
+# A cluster's Python needs ingress and the application's modules; if they are not installed there,
+# give --working-dir, the address of a zip file.
+# {host}
 """
+_ONE_MACHINE = "The proxies answer their own machine only; --host 0.0.0.0 serves others."
+_ALL = "The proxies answer every machine that reaches theirs."
 
 
-def config_of(applications: Mapping[str, BuiltApplication], settings: Settings) -> dict[str, Any]:
+def header(config: Mapping[str, Any], targets: Sequence[str]) -> str:
+    """Return the comment at the head of the file, which says who can reach the proxies."""
+    host = config["http_options"]["host"]
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    return HEADER.format(target=", ".join(targets), host=_ONE_MACHINE if is_local else _ALL)
+
+
+def config_of(
+    applications: Mapping[str, BuiltApplication],
+    settings: Settings,
+    *,
+    route_prefix: str | None = None,
+    host: str | None = None,
+    working_dir: str | None = None,
+) -> dict[str, Any]:
     """Return the configuration for `serve deploy`. Raises `ValueError` for what Ray cannot do.
 
     The keys are MODULE:APP. One application is served at "/", each of several under its name.
-    Users may edit `deployments`: its options override those in the code.
+    `host` is by default `RAY_SERVE_DEFAULT_HTTP_HOST`, else 127.0.0.1. Users may edit
+    `deployments`: its options override those in the code.
     """
+    if working_dir is not None:
+        _check_working_dir(working_dir)
     http = http_options_for_ray(HTTPOptions(), settings)
+    sent = {} if working_dir is None else {"working_dir": working_dir}
     return {
         "proxy_location": "EveryNode",
         "http_options": {
-            "host": HOST,
+            "host": host or settings.http_host,
             **{name: value for name, value in http.items() if name != "host" and value is not None},
         },
         "applications": [
             {
                 "name": built.name,
-                "route_prefix": "/" if len(applications) == 1 else f"/{built.name}",
+                "route_prefix": route_prefix
+                or ("/" if len(applications) == 1 else f"/{built.name}"),
                 "import_path": RAY_BUILDER,
-                "args": _arguments(target, settings),
-                "runtime_env": {"env_vars": environment_for_workers(settings)},
+                "args": _arguments(target, built.name, settings),
+                "runtime_env": {**sent, "env_vars": environment_for_workers(settings)},
                 "deployments": [_options(options_for_ray(each, {})) for each in built.deployments],
             }
             for target, built in applications.items()
@@ -54,8 +76,20 @@ def config_of(applications: Mapping[str, BuiltApplication], settings: Settings) 
     }
 
 
-def _arguments(target: str, settings: Settings) -> dict[str, Any]:
+def _check_working_dir(address: str) -> None:
+    """Raise `ValueError` for a folder: the nodes of a cluster download the code."""
+    scheme, separator, _ = address.partition("://")
+    if not separator or scheme == "file":
+        raise ValueError(
+            f"--working-dir {address!r} is no address that the nodes of a cluster can download; "
+            "give that of a zip file (https://, s3://, gs://), or put the modules into the image"
+        )
+
+
+def _arguments(target: str, name: str, settings: Settings) -> dict[str, Any]:
     args: dict[str, Any] = {"target": target}
+    if name != "default":
+        args["name"] = name
     if settings.request_timeout_s is not None:
         args["request_timeout_s"] = settings.request_timeout_s
     return args

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException as TheirException
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
 from ingress.config import HTTPOptions, LoggingConfig
-from ingress.declaration.build import BuiltApplication, build
+from ingress.declaration.build import BuiltApplication, BuiltDeployment, build
 from ingress.declaration.declaration import Application
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
 from ingress.engines.ray.calls import RayDirectory, directory_here, use_here
@@ -26,6 +26,8 @@ from ingress.engines.ray.lowering import (
     import_folders,
     request_timeout_s,
 )
+from ingress.engines.ray.owners import owner_of, sign
+from ingress.engines.ray.waits import check_fits, telling_waits, waits_of
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.http.server import check_address
@@ -46,8 +48,8 @@ _START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")
 class RayEngine:
     """The Ray engine. One per process. Thread-safe.
 
-    It is connected from the first use to `shutdown`, which stops everything that this process
-    deployed and started. Applications and clusters that ran before stay.
+    It is connected from the first use to `shutdown`, which stops the applications that this process
+    deployed, and Serve and the cluster as `cluster` says. Applications of other processes stay.
     """
 
     __slots__ = (
@@ -93,12 +95,15 @@ class RayEngine:
         self._address, self._working_dir, self._command_line = address, working_dir, server
         self._http_options = server.over(HTTPOptions())
 
-    def connect(self) -> Cluster:
-        """Connect to a cluster, or start one. Raises `RuntimeError` if none is at the address."""
+    def connect(self, *, quietly: bool = False) -> Cluster:
+        """Connect to a cluster, or start one. Raises `RuntimeError` if none is at the address.
+
+        `quietly` is without the log of the cluster's processes.
+        """
         with self._lock:
             if self._cluster is None:
                 address = self._address or Settings.from_environment().ray_address
-                self._cluster = Cluster.connect(address, self._working_dir)
+                self._cluster = Cluster.connect(address, self._working_dir, quietly=quietly)
                 if self._cluster.was_connected and (self._address or self._working_dir):
                     logger.warning(
                         "this process is connected to Ray already: --address and --working-dir "
@@ -141,16 +146,21 @@ class RayEngine:
                 self.shutdown()
             raise
 
-    def _start(self, *, is_asked: bool = False) -> Cluster:
+    def _start(
+        self, needs: Sequence[tuple[str, int, dict[str, float]]] = (), *, is_asked: bool = False
+    ) -> None:
+        """Connect, and start Serve. Raises `RuntimeError` if a new cluster lacks the `needs`."""
         settings = Settings.from_environment()
         options = http_options_for_ray(self._http_options, settings)
+        # Both checks come before the slow starts.
         if self._cluster is None and self._would_be_ours() and options["host"] is not None:
-            check_address(options["host"], options["port"])  # before the slow start
+            check_address(options["host"], options["port"])
         cluster = self.connect()
+        if cluster.is_ours:
+            check_fits(needs)
         if is_asked or not self._is_started:  # a running one logs ignored options
             cluster.start_serve(options, self._http_options.model_fields_set)
             self._is_started = True
-        return cluster
 
     def run(
         self,
@@ -165,12 +175,14 @@ class RayEngine:
             # First, because errors in the application can be found without a cluster.
             lowered = application_for_ray(built, self._lowering())
             with self._lock:
-                cluster = self._start()
-            if not cluster.is_ours:
-                cluster.warn_if_too_small(_reserved_cpus(built))
-            is_new = name not in ray_serve.status().applications
+                self._start(_needs_of(built))
+            is_new = self._check_owner(name)
+            sign(lowered)
             try:
-                ray_serve.run(lowered, name=name, route_prefix=route_prefix, logging_config=logging)
+                with telling_waits(name):
+                    ray_serve.run(
+                        lowered, name=name, route_prefix=route_prefix, logging_config=logging
+                    )
             except BaseException as error:
                 told = _failed_to_deploy(name, error) if isinstance(error, Exception) else error
                 if is_new:
@@ -181,6 +193,27 @@ class RayEngine:
             self._applications[name] = built
             self.directory.forget(name)
             return self.directory.handle(DeploymentID(built.ingress.name, name))
+
+    def _check_owner(self, name: str) -> bool:
+        """Return whether there is no such application yet.
+
+        Raises `RuntimeError` if it belongs to another process that is alive. Race of two processes
+        that deploy the same new name in the same moment: the later one replaces the application,
+        and the earlier one then leaves it alone.
+        """
+        owner = owner_of(name)
+        if owner is None or owner.is_this_process:
+            return owner is None
+        if owner.is_alive:
+            raise RuntimeError(
+                f"application {name!r} is on this cluster already, deployed {owner.text}; choose "
+                f"another name (--name, serve.run(name=...)), or end it first: ingress delete "
+                f"{name} --address ..."
+            )
+        logger.info(
+            "application %r is replaced: it was deployed %s, which has ended", name, owner.text
+        )
+        return False
 
     def _lowering(self) -> Lowering:
         settings = Settings.from_environment()
@@ -221,7 +254,8 @@ class RayEngine:
             if cluster is None:
                 return
             # First, because the end of Serve would cut the requests in flight in its proxies.
-            names = list(self._applications)
+            # Not an application that another process has deployed again since.
+            names = [name for name in self._applications if self._owns(name)]
             for name in names:  # side by side
                 ray_serve.delete(name, _blocking=False)
             for name in names:
@@ -235,6 +269,10 @@ class RayEngine:
             self._is_started = False
             self._http_options = HTTPOptions()
 
+    def _owns(self, name: str) -> bool:
+        owner = owner_of(name)
+        return owner is not None and owner.is_this_process
+
     def status(self) -> ServeStatus:
         if self._cluster is None and directory_here() is None:
             return ServeStatus()
@@ -244,6 +282,15 @@ class RayEngine:
             {name: _overview(each) for name, each in known.applications.items()},
             known.target_capacity,
         )
+
+    def deployer(self, name: str) -> str:
+        """Return which process or tool deployed an application of the cluster."""
+        owner = owner_of(name)
+        return "" if owner is None else owner.text
+
+    def waits(self) -> list[str]:
+        """Return a line for each deployment of the cluster whose replicas wait for resources."""
+        return waits_of()
 
     def url(self) -> str | None:
         return self._cluster.url() if self._cluster is not None and self._is_started else None
@@ -293,9 +340,19 @@ def _running() -> set[DeploymentID]:
     }
 
 
-def _reserved_cpus(built: BuiltApplication) -> float:
-    configs = [each.deployment.config for each in built.deployments]
-    return sum(config.num_cpus * config.replica_count for config in configs)
+def _needs_of(built: BuiltApplication) -> list[tuple[str, int, dict[str, float]]]:
+    """Return name, number of replicas, and resources of each, on a cluster of this process."""
+    return [
+        (each.name, each.deployment.config.replica_count, _reserved(each))
+        for each in built.deployments
+    ]
+
+
+def _reserved(built: BuiltDeployment) -> dict[str, float]:
+    options = built.deployment.config.ray_actor_options
+    reserved = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus")}
+    more = {**reserved, "memory": options.get("memory"), **(options.get("resources") or {})}
+    return {kind: float(amount) for kind, amount in more.items() if amount}
 
 
 def _failed_to_deploy(name: str, error: Exception) -> Exception:

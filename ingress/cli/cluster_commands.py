@@ -1,0 +1,104 @@
+"""`ingress status` and `ingress delete`: the applications of a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ingress.base.settings import RAY_ADDRESS
+from ingress.cli.serving import read_settings
+from ingress.cli.target import refusal
+from ingress.cli.terminal import console
+from ingress.engines import ray_engine
+from ingress.http.server_options import ServerOptions
+
+if TYPE_CHECKING:
+    from ingress.engines.ray.engine import RayEngine
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="The Ray cluster.  [default: RAY_ADDRESS]",
+        show_default=False,
+    ),
+]
+
+
+def status(
+    address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the applications of a Ray cluster, their deployers, and what replicas wait for.
+
+    [dim]ingress status --address 10.0.0.1:6379[/dim]
+    """
+    engine = _connected(address)
+    found = engine.status().applications
+    deployers = {name: engine.deployer(name) for name in found}
+    waits = engine.waits()
+    if as_json:
+        applications = {
+            name: {**asdict(each), "deployed": deployers[name]} for name, each in found.items()
+        }
+        typer.echo(json.dumps({"applications": applications, "waits": waits}, indent=2))
+        return
+    if not found:
+        typer.echo("no application is on this cluster")
+        return
+    table = Table("application", "deployment", "status", "replicas", box=None, pad_edge=False)
+    for name, application in found.items():
+        table.add_row(name, "", application.status, "")
+        for deployment, each in application.deployments.items():
+            states = ", ".join(f"{count} {state}" for state, count in each.replica_states.items())
+            table.add_row("", deployment, each.status, states)
+    console.print(table)
+    for name, application in found.items():
+        typer.echo(f"{name}: deployed {deployers[name]}")
+        for message in [
+            application.message,
+            *(d.message for d in application.deployments.values()),
+        ]:
+            if message:
+                typer.echo(f"{name}: {message}")
+    for line in waits:
+        typer.echo(line)
+
+
+def delete(
+    name: Annotated[str, typer.Argument(help="The application.")], address: Address = None
+) -> None:
+    """Delete an application from a Ray cluster, also one that another process deployed.
+
+    [dim]ingress delete hello --address 10.0.0.1:6379[/dim]
+
+    Requests in flight may end. The process that deployed it, if it still runs, serves no more.
+    """
+    engine = _connected(address)
+    running = sorted(engine.status().applications)
+    if name not in running:
+        raise refusal(f"no application {name!r} is on this cluster; there: {running}")
+    engine.delete(name)
+    typer.echo(f"application {name!r} is deleted")
+
+
+def _connected(address: str | None) -> RayEngine:
+    """Return the engine, connected to a cluster that runs. Ends the program if there is none."""
+    address = address or read_settings().ray_address
+    if address in (None, "local"):
+        raise refusal(
+            f"which cluster? Give --address HOST:PORT, or set {RAY_ADDRESS}; `ray start --head` "
+            "prints it"
+        )
+    try:
+        engine = ray_engine()
+        engine.use(address, None, ServerOptions())
+        engine.connect(quietly=True)
+    except RuntimeError as error:
+        raise refusal(str(error)) from None
+    return engine

@@ -1,0 +1,33 @@
+"""What a terminal shows of the log lines of Ray's workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+from ingress.engines.ray.code import NOT_ON_THE_WORKERS
+
+_PRINTER = "ray_print_logs"
+_RECORD = re.compile(r"[A-Z]+ \d{4}-\d\d-\d\d ")
+
+
+def shorten_tracebacks() -> None:
+    """Print no traceback for a module that the workers lack: the start's error has it all."""
+    handlers = dict(global_worker_stdstream_dispatcher.handlers)
+    printer = handlers.get(_PRINTER)
+    if printer is None:
+        return
+    global_worker_stdstream_dispatcher.remove_handler(_PRINTER)
+    global_worker_stdstream_dispatcher.add_handler(_PRINTER, _shortened(printer))
+
+
+def _shortened(printer: Callable[[Any], None]) -> Callable[[Any], None]:
+    def print_short(data: dict[str, Any]) -> None:
+        if any(NOT_ON_THE_WORKERS in line for line in data["lines"]):
+            data = {**data, "lines": [each for each in data["lines"] if _RECORD.match(each)]}
+        printer(data)
+
+    return print_short
