@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ingress.declaration.module_app import NotAnApplication, load
 from tests.servers import (
     INGRESS,
     Connection,
@@ -29,6 +30,7 @@ WAYS = {"one": [], "workers": ["--workers", "2"], "reload": ["--reload"]}
 APP = """
 import asyncio, os
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 import ingress as serve
 
 app = FastAPI()
@@ -36,6 +38,9 @@ app = FastAPI()
 @serve.deployment(num_replicas=2)
 @serve.ingress(app)
 class Seen:
+    def __init__(self, said=""):
+        self.said = said
+
     @app.get("/seen")
     async def seen(self, request: Request):
         scope = request.scope
@@ -44,6 +49,7 @@ class Seen:
             "scheme": scope["scheme"],
             "client": scope["client"] and scope["client"][0],
             "at_import": AT_IMPORT,
+            "said": self.said,
             "application": serve.get_replica_context().app_name,
         }
 
@@ -61,6 +67,19 @@ hello = Seen.bind()
 
 def make():
     return Seen.bind()
+
+class Words(BaseModel):
+    word: str
+    count: int = 1
+
+def build(words: Words):
+    return Seen.options(num_replicas=words.count).bind(words.word * words.count)
+
+def build_of_dict(words):
+    return Seen.bind(repr(words))
+
+def build_nothing(words):
+    return words
 """
 
 STARTS = """
@@ -135,6 +154,40 @@ def test_name_prefix_factory_variables_and_socket_act_in_each_way(
     assert answer["application"] == "shop"
     assert routes == {"/v1": "shop"}
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["app:build", "word=a=b", "count=2"], "a=ba=b"),
+        pytest.param(
+            ["app:build_of_dict", "--workers", "2", "word=a", "count=2"],
+            "{'word': 'a', 'count': '2'}",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(["app:build_of_dict"], "{}", marks=pytest.mark.thorough),
+    ],
+    ids=["pydantic", "dict-in-workers", "nothing"],
+)
+def test_a_builder_gets_the_arguments_of_the_command_line(
+    folder: Path, words: list[str], said: str
+) -> None:
+    with process(run(*words, "--port", "0"), folder, environment(folder)) as server:
+        assert httpx.get(f"{server.url}/seen").json()["said"] == said
+
+
+def test_mistakes_with_builders_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "app.py").rename(folder / "builders.py")
+    for target, arguments, told in (
+        ("build", {"count": "x"}, "not those of Words: word: Field required; count: .* integer"),
+        ("build", None, "not those of Words: word: Field required"),
+        ("build_nothing", {"a": "b"}, "returned a dict object, not a bound application; end it"),
+        ("make", {"a": "b"}, "a function with exactly one parameter"),
+        ("make", None, "if it returns an application, add --factory|did you mean builders:hello"),
+    ):
+        with pytest.raises(NotAnApplication, match=told):
+            load(f"builders:{target}", arguments=arguments)
 
 
 @pytest.mark.thorough
@@ -303,6 +356,9 @@ REFUSED = {
     "on-ray": (["--engine", "ray", "--uds", "s"], "--uds is for the local engine"),
     "on-ray-too": (["--engine", "ray", "--no-proxy-headers"], "--no-proxy-headers is for"),
     "no-factory": (["--factory"], "'app:hello' is an application, not a factory"),
+    "argument": (["word=a"], "'app:hello' is an application, and only a builder takes arguments"),
+    "no-argument": (["word"], "invalid application argument 'word', it must be of the form KEY="),
+    "factory-argument": (["--factory", "word=a"], "a builder, which has one parameter; leave out"),
     "host": (["--host", "10.255.255.1"], "an address of this machine, got '10.255.255.1'"),
 }
 

@@ -14,6 +14,7 @@ from ingress.base.settings import export
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.run_checks import check_engine, check_server, check_workers, given
 from ingress.cli.run_file import (
+    builder_arguments,
     check_file,
     http_options,
     load_targets,
@@ -67,6 +68,14 @@ _RAY = "Ray"
 
 def run(
     target: FileOrTarget,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Arguments of APP, if it is a function that builds the application from them.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         _option(help="Name of the application.  [default: default]", rich_help_panel=_APPLICATION),
@@ -277,6 +286,7 @@ def run(
     """Serve an application, or those of a file, over HTTP until Ctrl-C.
 
     [dim]ingress run main:hello --port 9000[/dim]
+    [dim]ingress run main:build model=large device=cpu[/dim]
     [dim]ingress run serve.yaml[/dim]
 
     The file is that of Ray's `serve deploy`; `ingress build` writes one.
@@ -352,6 +362,7 @@ def run(
         route_prefix,
         server,
         is_factory=factory,
+        arguments=builder_arguments(arguments, file, is_factory=factory),
         level=level,
         file=file,
     )

@@ -28,6 +28,27 @@ def check_file(file: ConfigFile, **options: Any) -> None:
             )
 
 
+def builder_arguments(
+    words: list[str] | None, file: ConfigFile | None, *, is_factory: bool
+) -> dict[str, str] | None:
+    """Return the arguments KEY=VALUE of a builder, `None` if there are none."""
+    if not words:
+        return None
+    if file is not None:
+        raise refusal(f"{words[0]!r}: in {file.path.name}, each application has its own `args`")
+    if is_factory:
+        raise refusal(
+            f"{words[0]!r} is for a builder, which has one parameter; leave out --factory"
+        )
+    for word in words:
+        key, _, value = word.partition("=")
+        if not key or not value:  # the words of Ray 2.60.0, scripts.py
+            raise refusal(
+                f"invalid application argument {word!r}, it must be of the form KEY=VALUE"
+            )
+    return dict(word.split("=", 1) for word in words)
+
+
 def print_unused(file: ConfigFile) -> None:
     """Print, in one line of standard error, the options that only a cluster acts on."""
     if unused := file.config.for_a_cluster():

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -59,7 +59,8 @@ logger = logging.getLogger("uvicorn.error")
 class Served:
     """The applications that `ingress run` serves, as a worker process gets them.
 
-    Those of `file`, or else the one that `target`, `name` and `route_prefix` describe. `level` is
+    Those of `file`, or else the one that `target`, `name`, `route_prefix` and, for a builder,
+    `arguments` describe. `level` is
     that of the `ingress` logger, if the command line or the file gives one.
     """
 
@@ -70,6 +71,7 @@ class Served:
     server: ServerOptions
     _: KW_ONLY
     is_factory: bool = False
+    arguments: Mapping[str, str] | None = None
     level: str | int | None = None
     file: ConfigFile | None = None
 
@@ -91,7 +93,9 @@ class Served:
     def targets(self) -> Iterator[RunTarget]:
         """Import the applications, one after another."""
         if self.file is None:
-            found = module_app.load(self.target, self.app_dir, is_factory=self.is_factory)
+            found = module_app.load(
+                self.target, self.app_dir, is_factory=self.is_factory, arguments=self.arguments
+            )
             yield RunTarget(found, self.name, self.route_prefix)
             return
         for number, each in enumerate(self.file.config.applications):

@@ -27,8 +27,8 @@ def load(
 ) -> Application:
     """Import the application `MODULE:APP`, from `app_dir` first if that is given.
 
-    If `is_factory`, APP is a function without parameters that returns the application. If there are
-    `arguments`, APP may also be a builder, see `built_with`.
+    If `is_factory`, APP is a function without parameters that returns the application. A function
+    with one parameter is a builder, which is called with `arguments`, see `built_with`.
 
     Raises `NotAnApplication` if there is no such application, and any error of the module itself.
     """
@@ -62,8 +62,13 @@ def load(
             ) from None
     if is_factory:
         found = _made(target, found)
-    elif arguments is not None and (arguments or isfunction(found)):
-        found = built_with(target, found, arguments)
+    elif arguments or _is_builder(found) or (arguments is not None and isfunction(found)):
+        found = built_with(target, found, arguments or {})
+        if not isinstance(found, Application):
+            raise NotAnApplication(
+                f"the builder {target!r} returned {_article(type(found).__name__)}, not a bound "
+                "application; end it with return Name.bind(...)"
+            )
     if isinstance(found, Application):
         return found
     if isinstance(found, Deployment):
@@ -78,6 +83,10 @@ def load(
     raise NotAnApplication(
         f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
     )
+
+
+def _is_builder(found: Any) -> bool:
+    return isfunction(found) and len(signature(found).parameters) == 1
 
 
 def built_with(target: str, builder: Any, arguments: Mapping[str, Any]) -> Any:
