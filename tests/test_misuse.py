@@ -513,7 +513,7 @@ WAITS = "threading.Event().wait()\n"
 UNUSED = """
 import ingress as serve
 
-@serve.deployment(max_surge_percent=10)
+@serve.deployment(max_replicas_per_node=1)
 class Idle:
     def __call__(self, request): return "idle"
 
@@ -533,7 +533,9 @@ idle = Idle.bind()
 )
 def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[str]) -> None:
     write_module(tmp_path, "unused", UNUSED)
-    environ = {**environment(tmp_path), "INGRESS_TRASE": "x"}
+    unused = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_LOG_ENCODING": "JSON"}
+    misspelt = {"INGRESS_TRASE": "x", "RAY_SERVE_RUN_SYNC_IN_THREADPOL": "1"}
+    environ = {**environment(tmp_path), **unused, **misspelt}
     with process([*INGRESS, *command], tmp_path, environ) as server:
         if command[0] == "run":
             server.wait_for("is ready")
@@ -546,6 +548,13 @@ def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[
     assert output.count(warning) == 1
     assert output.count("OptionNotActedOnWarning") == 1
     assert output.count("INGRESS_TRASE has no effect; did you mean INGRESS_TRACE?") == 1
+    meant = "RAY_SERVE_RUN_SYNC_IN_THREADPOL has no effect; did you mean RAY_SERVE_RUN_SYNC_IN_T"
+    assert output.count(meant) == 1
+    lines = [line for line in output.splitlines() if "THROUGHPUT_OPTIMIZED" in line]
+    assert len(lines) == (command[0] == "run")
+    for line in lines:
+        assert "the variables RAY_SERVE_LOG_ENCODING, RAY_SERVE_THROUGHPUT_OPTIMIZED (set " in line
+        assert "have no effect in this process, only on Ray" in line
     blocking = f"{tmp_path}/unused.py:6: SyncMethodOnEventLoopWarning: RAY_SERVE_RUN_SYNC"
     assert output.count(blocking) == (command[0] == "run")
     assert output.count("Calling sync method") == (command[0] == "run")

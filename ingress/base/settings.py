@@ -86,6 +86,12 @@ _KNOWN = frozenset(
 )
 
 
+_INSTEAD: Mapping[str, str] = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": f"set {USER_CODE_IN_SEPARATE_THREAD}=0 and "
+    f"{ROUTER_IN_SEPARATE_LOOP}=0",
+    "RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S": "give HTTPOptions(keep_alive_timeout_s=...)",
+}
+"""Variables of Ray Serve without effect, with what has one."""
 _ALIKE = 0.9  # two letters of a name; below, names of other programs would be meant
 _told: set[str] = set()
 
@@ -201,6 +207,25 @@ def _warn_of_misspelt(env: Mapping[str, str]) -> None:
             _told.add(name)
             text = f"the variable {name} has no effect; did you mean {meant}?"
             warnings.warn_explicit(text, UserWarning, "<environment>", 1)
+
+
+def warn_of_unused(environ: Mapping[str, str] | None = None) -> None:
+    """Warn, in one line and once, of variables of Ray Serve that have no effect in this process."""
+    env = os.environ if environ is None else environ
+    _warn_of_misspelt(env)
+    unused = sorted(
+        name for name in env.keys() - _told - _KNOWN if name.startswith("RAY_SERVE_") and env[name]
+    )
+    if unused:
+        _told.update(unused)
+        named = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in unused]
+        one = len(named) == 1
+        text = (
+            f"{', '.join(named)} {'has' if one else 'have'} no effect in this process, only on Ray"
+        )
+        warnings.warn_explicit(
+            f"the variable{'' if one else 's'} {text}", UserWarning, "<environment>", 1
+        )
 
 
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:

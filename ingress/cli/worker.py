@@ -81,7 +81,7 @@ class Served:
             logging.getLogger("ingress").setLevel(self.level)
         # The command has said these, when it imported the module.
         warnings.filterwarnings("ignore", category=OptionNotActedOnWarning)
-        warnings.filterwarnings("ignore", message="the variable ", category=UserWarning)
+        warnings.filterwarnings("ignore", message="the variables? ", category=UserWarning)
         local_engine().use(self.server)
         if self.file is not None:
             self.file.prepare()

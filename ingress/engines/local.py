@@ -13,7 +13,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from ingress.base.settings import Settings
+from ingress.base.settings import Settings, warn_of_unused
 from ingress.base.types import DeploymentID
 from ingress.base.unsupported import LOGGING
 from ingress.calls.call import Call, when_all_settled
@@ -89,6 +89,7 @@ class LocalEngine:
         """Count one more user of the threads; the first one starts them."""
         with self._lock:
             if self._threads is None:
+                warn_of_unused()
                 self._threads = EngineThreads(Settings.from_environment())
                 self._apply_instruments()
                 # Not earlier: instruments may have come since the last threads ended.
@@ -173,6 +174,7 @@ class LocalEngine:
 
     def use(self, command_line: ServerOptions) -> None:
         """Set the options of the command line. Call this before the first use."""
+        warn_of_unused()
         self.http.command_line = command_line
         self.http.options = command_line.over(HTTPOptions())
 
