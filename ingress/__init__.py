@@ -1,5 +1,6 @@
 """Ray Serve's programming model at FastAPI speed, in one process: `import ingress as serve`."""
 
+from ingress import autoscaling_policy as autoscaling_policy
 from ingress import exceptions
 from ingress.api import (
     RunTarget,

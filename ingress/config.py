@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
@@ -35,11 +35,11 @@ from ingress.base.options import (
     is_number,
 )
 from ingress.base.settings import HTTPLimits
+from ingress.base.types import DeploymentID, ReplicaID
 from ingress.base.unsupported import teller
 
 NOT_ACTED_ON: frozenset[str] = frozenset(
     {
-        "autoscaling_config",
         "deployment_actors",
         "gang_scheduling_config",
         "logging_config",
@@ -52,13 +52,19 @@ NOT_ACTED_ON: frozenset[str] = frozenset(
     }
 )
 """Deployment options without effect in this version. Of `ray_actor_options` only `num_cpus` has
-an effect, and `num_replicas="auto"` has none: `options_not_acted_on` covers these too."""
+an effect: `options_not_acted_on` covers the others too."""
+
+
+DEFAULT_POLICY = "ingress.autoscaling_policy:default_autoscaling_policy"
 
 
 class AutoscalingPolicy(Options):
-    """The policy that decides the number of replicas: a function or its import path."""
+    """The policy that decides the number of replicas: a function or its import path.
 
-    policy_function: FunctionPath = "ingress:default_autoscaling_policy"
+    It may be a class, too, which is made once, with `policy_kwargs`, and then called.
+    """
+
+    policy_function: FunctionPath = DEFAULT_POLICY
     policy_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -82,6 +88,21 @@ class AutoscalingConfig(Options):
     aggregation_function: Literal["mean", "max", "min"] = "mean"
     policy: AutoscalingPolicy = Field(default_factory=AutoscalingPolicy)
 
+    @property
+    def upscaling(self) -> float:
+        """The factor of a difference upwards; two older options are its defaults."""
+        return self.upscaling_factor or self.upscale_smoothing_factor or self.smoothing_factor
+
+    @property
+    def downscaling(self) -> float:
+        """The factor of a difference downwards; two older options are its defaults."""
+        return self.downscaling_factor or self.downscale_smoothing_factor or self.smoothing_factor
+
+    @property
+    def first_count(self) -> int:
+        """The number of replicas at the start."""
+        return self.min_replicas if self.initial_replicas is None else self.initial_replicas
+
     @model_validator(mode="after")
     def _replicas_in_order(self) -> Self:
         low, start, high = self.min_replicas, self.initial_replicas, self.max_replicas
@@ -96,6 +117,38 @@ class AutoscalingConfig(Options):
                 f"max_replicas ({high}); leave it out to start with min_replicas"
             )
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingContext:
+    """The load and the replicas of a deployment, as an autoscaling policy gets them.
+
+    `total_num_requests` and `total_queued_requests` are aggregated over the look-back period; times
+    are in seconds of `time.time()`. There are no metrics of the user's own.
+    """
+
+    deployment_id: DeploymentID
+    deployment_name: str
+    app_name: str
+    current_num_replicas: int
+    target_num_replicas: int
+    running_replicas: list[ReplicaID]
+    total_num_requests: float
+    total_queued_requests: float
+    policy_state: dict[str, Any]
+    capacity_adjusted_min_replicas: int = 1
+    capacity_adjusted_max_replicas: int = 1
+    last_scale_up_time: float | None = None
+    last_scale_down_time: float | None = None
+    current_time: float | None = None
+    config: AutoscalingConfig | None = None
+    aggregated_metrics: dict[str, dict[ReplicaID, float]] = field(default_factory=dict)
+    raw_metrics: dict[str, dict[ReplicaID, Any]] = field(default_factory=dict)
+
+    @property
+    def total_running_requests(self) -> float:
+        """The requests that run, without those that wait."""
+        return max(0.0, self.total_num_requests - self.total_queued_requests)
 
 
 class BackpressureConfig(Options):
@@ -260,9 +313,30 @@ class DeploymentConfig(Options):
         return self
 
     @property
+    def autoscaling(self) -> AutoscalingConfig | None:
+        """The options of autoscaling, `None` for a fixed number of replicas.
+
+        `num_replicas="auto"` means 1 to 100 replicas, unless `autoscaling_config` has others.
+        """
+        config = self.autoscaling_config
+        if self.num_replicas != "auto":
+            return config
+        given = {} if config is None else {n: getattr(config, n) for n in config.model_fields_set}
+        return AutoscalingConfig(**{"min_replicas": 1, "max_replicas": 100, **given})
+
+    @property
+    def first_count(self) -> int:
+        """The number of replicas at the start; autoscaling may begin with none."""
+        scaling = self.autoscaling
+        if scaling is not None:
+            return scaling.first_count
+        assert isinstance(self.num_replicas, int)
+        return self.num_replicas
+
+    @property
     def replica_count(self) -> int:
-        """The number of replicas; 1 for "auto" and autoscaling, which have no effect yet."""
-        return 1 if self.num_replicas == "auto" else self.num_replicas
+        """The number of replicas to plan for, at least 1."""
+        return max(1, self.first_count)
 
     @property
     def num_cpus(self) -> float:
@@ -328,8 +402,6 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
     """Return `option=value` for each option that was set, is not the default and does nothing."""
     changed = config.changed()
     silent = {name: value for name, value in changed.items() if name in NOT_ACTED_ON}
-    if changed.get("num_replicas") == "auto":
-        silent["num_replicas"] = "auto"
     others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
     if others:
         silent["ray_actor_options"] = others

@@ -160,6 +160,7 @@ def test_a_user_config_reaches_one_replica_after_another_without_their_requests(
     assert gate.seen[-1] == ("2", "new")
 
 
+@pytest.mark.reliability("B18")
 def test_a_user_config_that_is_refused_leaves_the_one_before(
     engine: LocalEngine, gate: Gate
 ) -> None:

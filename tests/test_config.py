@@ -343,13 +343,12 @@ def test_a_default_value_given_by_hand_is_not_listed() -> None:
     assert options_not_acted_on(DeploymentConfig(max_surge_percent=0, logging_config=None)) == []
 
 
-def test_what_has_no_effect_of_num_replicas_and_ray_actor_options_is_listed() -> None:
+def test_what_has_no_effect_of_ray_actor_options_is_listed() -> None:
     config = DeploymentConfig(
         num_replicas="auto", ray_actor_options={"num_cpus": 2, "num_gpus": 1, "memory": 9}
     )
 
     assert options_not_acted_on(config) == [
-        "num_replicas='auto'",
         "ray_actor_options={'num_gpus': 1, 'memory': 9}",
     ]
 
@@ -361,7 +360,8 @@ def test_the_options_not_acted_on_are_those_nothing_reads() -> None:
     """
     package = Path(ingress.__file__).parent
     read_as = {name: name for name in CHANGED}
-    read_as |= {"num_replicas": "replica_count", "ray_actor_options": "num_cpus"}
+    read_as |= {"num_replicas": "first_count", "ray_actor_options": "num_cpus"}
+    read_as |= {"autoscaling_config": "autoscaling"}
     read = {
         node.attr
         for path in package.rglob("*.py")

@@ -224,10 +224,11 @@ def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
     stuck = [handle.wedge.remote()]
     wait_until(lambda: ids("Wedging") == ["0", "1"])
     stuck.append(handle.wedge.remote())
-    wait_until(lambda: overview("Wedging").status is DeploymentStatus.UNHEALTHY)
+    says = "2 replicas are stuck, and no more are started"
+    wait_until(lambda: says in overview("Wedging").message)
     waiting = handle.remote()
 
-    assert "2 replicas are stuck, and no more are started" in overview("Wedging").message
+    assert overview("Wedging").status is DeploymentStatus.UNHEALTHY
     time.sleep(0.5)  # five looks
     assert ids("Wedging") == ["0", "1"]
     script.may_turn.set()
@@ -238,11 +239,13 @@ def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
 
 
 def test_slots_that_orphans_hold_are_replaced(script: Script, soon: None) -> None:
+    inside = Latch(2, timeout_s=PATIENCE_S)
+
     @serve.deployment(max_ongoing_requests=2)
     class Deep:
         @serve.method(execution="threadpool")
         def dive(self) -> None:
-            script.is_asked.count_down()
+            inside.count_down()
             script.may_turn.wait(PATIENCE_S)
 
         async def __call__(self) -> str:
@@ -250,7 +253,7 @@ def test_slots_that_orphans_hold_are_replaced(script: Script, soon: None) -> Non
 
     handle = serve.run(bind(Deep), route_prefix=None)
     divers = [handle.dive.remote() for _ in range(2)]
-    script.is_asked.wait()
+    inside.wait()
     waiting = handle.remote()
     for each in divers:
         each.cancel()

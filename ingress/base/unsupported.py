@@ -27,14 +27,13 @@ BY_REFERENCE = "how values are passed is the engine's choice; leave it out"
 TRACING = "set OpenTelemetry's tracer provider in your own code; see docs/opentelemetry.md"
 HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
 EACH_REPLICA = "call the deployment; what every replica must know comes with user_config"
-REPLICAS = "set num_replicas, or autoscaling_config for engine='ray'"
+REPLICAS = "set num_replicas or autoscaling_config"
 NO_NODES = "serve.status() has what both engines have, and no nodes"
 ALWAYS_RUNS = "a handle needs no start and no end; leave it out"
 
 NAMES: Mapping[str, str] = {
     "ControllerOptions": CONTROLLER,
     "TracingConfig": TRACING,
-    "autoscaling_policy": REPLICAS,
     "configure_default_serve_logger": LOGGING,
     "experimental": "what is in there is not supported; see serve.__all__",
     "gang": NO_GANGS,
@@ -124,7 +123,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     },
     "config": {
         "AggregationFunction": "give the word: aggregation_function='mean', 'max' or 'min'",
-        "AutoscalingContext": REPLICAS,
         "ControllerOptions": CONTROLLER,
         "DeploymentActorConfig": STATE,
         "GangPlacementStrategy": NO_GANGS,

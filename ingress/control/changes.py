@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ingress.autoscaling_policy import bounded
 from ingress.config import DeploymentConfig
 from ingress.control.running import RunningDeployment
+from ingress.control.scaling import scaler_of
 
 if TYPE_CHECKING:  # it imports this module
     from ingress.control.reconciler import Reconciler
@@ -96,6 +98,7 @@ def checked(
                 f"user_config is set but deployment {name!r} has no reconfigure method; define "
                 "`def reconfigure(self, user_config)` or leave user_config out"
             )
+        scaler_of(after)  # its policy can be imported
         configs[name] = after
     return configs
 
@@ -109,7 +112,14 @@ def apply(
         deployment.change_user_config(config)
     deployment.config = config
     deployment.router.limit(config.max_queued_requests, config.backpressure_config)
-    deployment.desire(count=config.replica_count)
+    if found.keys() & {"num_replicas", "autoscaling_config"}:
+        deployment.scaler = scaler_of(config)
+        scaling, count = config.autoscaling, config.first_count
+        if scaling is not None and scaling.initial_replicas is None:
+            count = bounded(deployment.desired.count, scaling)
+        deployment.desire(count=count)
+    else:
+        deployment.desire()  # the options of updates may be others
     if "max_ongoing_requests" in found:
         reconciler.resize(deployment)
     reconciler.look(deployment)

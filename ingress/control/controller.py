@@ -22,6 +22,7 @@ from ingress.control.changes import Change, apply, checked
 from ingress.control.factories import Factories
 from ingress.control.reconciler import LAST_WORDS_S, MakeHandle, Reconciler
 from ingress.control.running import RunningApplication, RunningDeployment
+from ingress.control.scaling import scaler_of
 from ingress.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.declaration.loop_objects import LoopObject, loop_objects
 from ingress.execution.mistakes import described
@@ -66,7 +67,7 @@ class Controller:
         on `serving_loop` when user code has no thread of its own.
         """
         if self._settings.run_user_code_in_separate_thread:
-            counts = (each.deployment.config.replica_count for each in application.deployments)
+            counts = (each.deployment.config.first_count for each in application.deployments)
             reserve_descriptors(sum(counts), may_raise=self._settings.raise_file_limit)
         factories = self._factories()
         for built in application.deployments:  # all at once, so that the status shows all
@@ -111,10 +112,11 @@ class Controller:
         new_loop = deployment.factories.new_loop
         deployment.borrowed = await self._loop_for(built, serving_loop, new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
+        deployment.scaler = scaler_of(config)
         deployment.begin_rollout()
         # On one loop the first one may create what all share, such as a table: the others would
         # find none, and create it at the same moment.
-        deployment.desire(count=config.replica_count, one_first=deployment.borrowed is not None)
+        deployment.desire(count=config.first_count, one_first=deployment.borrowed is not None)
         self._reconciler.add(deployment)
         await self._reconciler.settled(deployment)
         deployment.end_rollout()

@@ -77,12 +77,29 @@ class Reconciler:
                 try:
                     if not is_late:
                         observe(deployment, loop.time(), self._settings.wedged_after_s)
+                    self._scale(deployment, loop.time())
                     self.look(deployment)
                 except Exception:  # one deployment must not end the look at all others
                     logger.exception("the control plane failed at %s", deployment.built.name)
             due = loop.time() + LOOK_S
             await asyncio.sleep(LOOK_S)
         self._looking = None
+
+    def _scale(self, deployment: RunningDeployment, now: float) -> None:
+        """Have a deployment desire the number of replicas that its load needs."""
+        scaler = deployment.scaler
+        if scaler is None or not deployment.has_started or deployment.is_stopping:
+            return
+        live = [each for each in deployment.members if each.phase in (Phase.SERVING, Phase.AWAY)]
+        queued = deployment.router.num_queued
+        scaler.note(now, queued + sum(each.replica.ongoing for each in live), queued)
+        target = deployment.desired.count
+        running = [each.replica.replica_id for each in live]
+        count = scaler.decide(now, deployment.router.deployment_id, running, target)
+        if count != target:
+            logger.info("%s: %d replicas -> %d", deployment.router.deployment_id, target, count)
+            deployment.desire(count=count)
+            deployment.note_change()
 
     def look(self, deployment: RunningDeployment) -> None:
         """Decide about a deployment, and act."""
@@ -107,6 +124,8 @@ class Reconciler:
                     member.phase = Phase.SERVING
                 case Kind.RECONFIGURE:
                     self._take_away(deployment, member)
+        if deployment.resized and deployment.is_settled():
+            deployment.resized = 0
         if actions:
             deployment.note_change()
 

@@ -22,6 +22,7 @@ from ingress.control.plan import (
     replaced_at_once,
     retry_after_s,
 )
+from ingress.control.scaling import Scaler
 from ingress.declaration.build import BuiltDeployment
 from ingress.http.proxy import Condition, HTTPProxy
 from ingress.replicas.replica import Replica, ReplicaState
@@ -93,9 +94,11 @@ class RunningDeployment:
     failed         the error of the start or update that was given up
     problem        the error of the last start, "" once a start succeeds
     rejected       why the last change was given up, "" if it was not
+    resized        the last change of the number of replicas
     is_rushed      becomes true when replicas that drain are to stop at once
     before         the config before the last change of `user_config`
     next_config    number of the last `user_config`
+    scaler         decides how many replicas are desired, `None` for a fixed number
     changed        is set, and replaced, at each change
     """
 
@@ -113,6 +116,7 @@ class RunningDeployment:
     has_started: bool = False
     is_stopping: bool = False
     is_rushed: bool = False
+    resized: int = 0
     start_failures: int = 0
     retry_at: float = 0.0
     attempts: int | None = None
@@ -121,6 +125,7 @@ class RunningDeployment:
     rejected: str = ""
     before: DeploymentConfig | None = None
     next_config: int = 0
+    scaler: Scaler | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -139,6 +144,8 @@ class RunningDeployment:
     def desire(self, *, count: int | None = None, **changes: int | bool) -> None:
         """Change the desired replicas."""
         count = self.desired.count if count is None else count
+        if count != self.desired.count:
+            self.resized = count - self.desired.count
         config = self.config
         at_once = replaced_at_once(
             count, config.rolling_update_percentage, config.max_surge_percent
@@ -225,6 +232,7 @@ class RunningDeployment:
         """Have the replicas that start from now on tried for ever: they replace others."""
         self.has_started = True
         self.attempts = None
+        self.resized = 0
 
     def trouble(self) -> str:
         """Return why the deployment is unhealthy, "" if it is healthy."""
@@ -244,12 +252,18 @@ class RunningDeployment:
             return self.problem
         return ""
 
+    def _size(self) -> DeploymentStatus:
+        """Return the status of a healthy deployment that has started."""
+        if not self.resized or self.is_settled():
+            return DeploymentStatus.HEALTHY
+        return DeploymentStatus.UPSCALING if self.resized > 0 else DeploymentStatus.DOWNSCALING
+
     def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
         """Return the status. `serving` is the deployment to be replaced, whose router is in use."""
         members = [*(list(serving.members) if serving is not None else ()), *list(self.members)]
         # No replicas: not started yet.
-        starting = not self.has_started or bool(self.starting)
-        status = DeploymentStatus.UPDATING if starting else DeploymentStatus.HEALTHY
+        starting = not self.has_started
+        status = DeploymentStatus.UPDATING if starting else self._size()
         stuck = [f"{each.replica.replica_id}: {each.stuck}" for each in members if each.stuck]
         message = self.rejected or self.problem or "; ".join(stuck)
         trouble = self.trouble() or ("" if serving is None else serving.trouble())
