@@ -18,7 +18,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all coverage test-python test-reliability test-ray test-ecosystem check bench bench-handles \
+.PHONY: help run test test-all coverage test-python test-reliability test-ray test-ray-nodes test-ecosystem check bench bench-handles \
 	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
@@ -65,6 +65,9 @@ test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes doc
 test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
 	@$(RAY) -m pytest -q tests/engines tests/test_ray.py
 	@$(RAY) -m tests.engines $(ARGS)
+
+test-ray-nodes: .venv-ray/.made ## A Ray cluster of three nodes, of which one fails: prints figures, 5 minutes
+	@$(RAY) -m tests.engines.nodes
 
 bench-scaling: .venv-ray/.made ## Measure one process, worker processes and a Ray cluster (needs wrk)
 	@$(RAY) -m benchmarks.scaling $(ARGS)

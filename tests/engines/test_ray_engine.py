@@ -6,6 +6,7 @@ The scenarios compare it with the local engine. Skipped without Ray.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 import socket
 import subprocess
@@ -55,11 +56,13 @@ check_installed()
 import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 from ray.serve import exceptions as rays  # noqa: E402
+from ray.serve._private.http_util import ASGIReceiveProxy  # noqa: E402
 from ray.serve.context import _get_global_client  # noqa: E402
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from ingress.engines.ray.code import ByPath, ByValue, reference_to  # noqa: E402
 from ingress.engines.ray.errors import translated  # noqa: E402
+from ingress.engines.ray.replica import fetching_when_read  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -161,6 +164,29 @@ def test_what_ray_raises_is_one_of_our_exceptions(
 
     assert type(error) is ours
     assert re.search(text, str(error))
+
+
+def test_rays_proxy_is_asked_for_messages_only_if_they_are_read() -> None:
+    asked: list[Any] = []
+
+    async def fetch(metadata: Any) -> bytes:
+        asked.append(metadata)
+        messages = [{"type": "http.request", "body": b"x"}, {"type": "http.disconnect"}]
+        return bytes(pickle.dumps(messages))
+
+    async def serve_one() -> list[str]:
+        theirs = ASGIReceiveProxy({"type": "http"}, "metadata", fetch)
+        receive = fetching_when_read(theirs)
+        fetching = asyncio.create_task(theirs.fetch_until_disconnect())  # as Ray does
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not asked
+        messages = [await receive() for _ in range(3)]
+        await fetching
+        return [each["type"] for each in messages]
+
+    assert asyncio.run(serve_one()) == ["http.request", "http.disconnect", "http.disconnect"]
+    assert asked == ["metadata"]
 
 
 # HTTP

@@ -212,6 +212,8 @@ class RayReplica:
         if model_id:
             self._model_ids.watch()
         send = _without_our_id(send, metadata.request_id)
+        if not has_body and scope["type"] == "http":
+            receive = fetching_when_read(receive)
         kind = Exchange if scope["type"] == "http" else WebSocketExchange
         inner = {**scope, "asgi": ASGI}
         exchange = kind(
@@ -284,6 +286,31 @@ def _id_of_rays_proxy(scope: Scope) -> str:
     """Return the request's id as Ray's proxy answers with it: the first of several."""
     ids = (value for name, value in scope["headers"] if name == REQUEST_ID_HEADER and value)
     return next(ids, b"").decode("latin-1") or new_request_id()
+
+
+def fetching_when_read(receive: Receive) -> Receive:
+    """Return a `receive` that gets messages from Ray's proxy only if they are read.
+
+    Ray starts to fetch them with each request, and the first fetch, a call of the proxy's process,
+    takes longer than a short request. Ray itself cancels the request of a client that leaves.
+    The names are private, so `SUPPORTED` names one version.
+    """
+    fetch = getattr(receive, "_receive_asgi_messages", None)
+    if fetch is None:
+        return receive
+    is_read = asyncio.Event()
+
+    async def fetch_when_read(metadata: Any) -> bytes:
+        await is_read.wait()
+        messages: bytes = await fetch(metadata)
+        return messages
+
+    async def reading() -> Message:
+        is_read.set()
+        return await receive()
+
+    receive._receive_asgi_messages = fetch_when_read  # type: ignore[attr-defined]
+    return reading
 
 
 def _without_our_id(send: Send, request_id: str) -> Send:
