@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar
@@ -129,15 +129,16 @@ def run_many(
 
 
 @contextmanager
-def serving_until_signal() -> Iterator[None]:
+def serving_until_signal(hang_up: Callable[[], None] | None = None) -> Iterator[None]:
     """Serve what the block starts until Ctrl-C, SIGTERM or SIGHUP, then drain and stop everything.
 
     The signals are handled from before the block begins, so that no signal can end the process
     while it answers requests. A signal before an application runs aborts the start: Ctrl-C with
     `KeyboardInterrupt`, the others with `SystemExit`. A second signal ends the process at once.
-    Outside of the main thread, which alone gets signals, serves for ever.
+    Outside of the main thread, which alone gets signals, serves for ever. SIGHUP calls `hang_up`
+    instead, if that is given.
     """
-    with StopSignals() as signals:
+    with StopSignals(hang_up) as signals:
         try:
             yield
             signals.end_start()

@@ -352,6 +352,7 @@ def test_a_file_serves_its_applications_with_its_options(folder: Path) -> None:
     assert '"GET /one/' not in server.output  # enable_access_log: false
 
 
+@pytest.mark.thorough
 def test_workers_serve_a_file_too(folder: Path) -> None:
     command = [*INGRESS, "run", "serve.yaml", "--workers", "2"]
     with process(command, folder, environment(folder)) as server:
@@ -417,7 +418,7 @@ def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> Non
     shown = command(folder, "config", "built.yaml")
     (folder / "again.yaml").write_text(shown.stdout)
     (one,) = ConfigFile.read(folder / "again.yaml").config.applications
-    assert one.args == {"target": "app:hello"}
+    assert one.args["target"] == "app:hello"
     assert [(each.name, each.num_replicas) for each in one.deployments] == [
         ("Model", 2),
         ("Front", 1),

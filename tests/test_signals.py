@@ -87,7 +87,7 @@ def command(how: str, app: str) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.reliability("B15")
 @pytest.mark.timeout(60 + 20 * STARTS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_as_soon_as_the_health_check_succeeds_drops_nothing(
     folder: Path, number: signal.Signals
 ) -> None:
@@ -108,8 +108,8 @@ def test_a_signal_as_soon_as_the_health_check_succeeds_drops_nothing(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
-    ids=["SIGTERM", "SIGHUP", "SIGINT"],
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130)],
+    ids=["SIGTERM", "SIGINT"],
 )
 def test_a_signal_ends_a_start_that_hangs(
     folder: Path, how: str, number: signal.Signals, code: int
@@ -134,14 +134,27 @@ def test_a_signal_in_the_middle_of_a_start_is_not_lost(folder: Path, how: str) -
 
 
 @pytest.mark.thorough
-def test_a_terminal_that_closes_is_a_stop_like_any_other(folder: Path, how: str) -> None:
-    with process(command(how, "hello"), folder, environment(folder)) as server:
+def test_a_terminal_that_closes_stops_a_program(folder: Path) -> None:
+    with process(command("serve.run", "hello"), folder, environment(folder)) as server:
         with serving(server) as client:
             client.request("/slow")
             server.signal(signal.SIGHUP)
 
             assert client.answer().body == b'"slow"'
         assert server.wait() == 0
+
+
+def test_a_terminal_that_closes_does_not_end_ingress_run(folder: Path) -> None:
+    with process(command("ingress run", "hello"), folder, environment(folder)) as server:
+        with serving(server) as client:
+            server.signal(signal.SIGHUP)
+            server.wait_for("SIGHUP is ignored: there is no file to apply; it serves on")
+            client.request("/slow")
+
+            assert client.answer().body == b'"slow"'
+        server.signal()
+        assert server.wait() == 0
+        assert server.output.count("SIGHUP") == 1
 
 
 @pytest.mark.thorough

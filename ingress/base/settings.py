@@ -28,6 +28,7 @@ engine reads the environment again.
     INGRESS_BODY_BUFFER_BYTES                65536   bytes of a body read before a slot is taken
     INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
     INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
+    INGRESS_RUNTIME_DIR                              folder of the control sockets
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS` are the number of threads of native
     libraries; `ingress run` sets those that are not set (`ingress.inspection.budget`)
@@ -39,9 +40,11 @@ import difflib
 import math
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 SYNC_IN_THREADPOOL = "RAY_SERVE_RUN_SYNC_IN_THREADPOOL"
 USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
@@ -69,6 +72,7 @@ HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
 BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
 BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
 MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
+RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -196,6 +200,26 @@ def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
         else:
             os.environ[name] = value
     return before
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of the environment."""
+    return dict(os.environ)
+
+
+def runtime_folder() -> Path:
+    """Return the folder of the control sockets of this user's servers, which may not exist.
+
+    INGRESS_RUNTIME_DIR, or the first of what systemd sets for `RuntimeDirectory=`, or a folder of
+    the user's session, or one in the temporary folder.
+    """
+    if given := os.environ.get(RUNTIME_DIR):
+        return Path(given)
+    if systemds := os.environ.get("RUNTIME_DIRECTORY"):
+        return Path(systemds.split(":")[0])
+    if session := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(session) / "ingress"
+    return Path(tempfile.gettempdir()) / f"ingress-{os.getuid()}"
 
 
 def _warn_of_misspelt(env: Mapping[str, str]) -> None:

@@ -32,11 +32,14 @@ class StopSignals:
     the first signal, later               ends `wait`
     the second signal                     ends the process at once, with 128 plus its number
 
+    SIGHUP calls `hang_up` instead, if that is given; at any line, so it must take no lock.
+
     No effect outside of the main thread, which alone gets signals, or if
     `INGRESS_HANDLE_SIGNALS=0`: the handlers of the process then stay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hang_up: Callable[[], None] | None = None) -> None:
+        self._hang_up = hang_up
         # Not an `Event`: the line that the signal interrupts may hold its lock.
         self._signals: SimpleQueue[int] = SimpleQueue()
         self._first: int | None = None
@@ -45,8 +48,12 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():
+            hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
             for number in stop_signals():
-                self._previous[number] = signal.signal(number, self._on_signal)
+                if self._hang_up is None or number != hang_up:
+                    self._previous[number] = signal.signal(number, self._on_signal)
+            if self._hang_up is not None and hang_up is not None:
+                self._previous[hang_up] = signal.signal(hang_up, self._on_hang_up)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,6 +82,10 @@ class StopSignals:
         self._signals.put(number)
         if self._is_starting:
             raise Stopped(number)
+
+    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+        assert self._hang_up is not None
+        self._hang_up()
 
 
 def stop_signals() -> list[signal.Signals]:

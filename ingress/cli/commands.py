@@ -19,9 +19,10 @@ from ingress.base.settings import TRACE_FILE, export
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.cli.build_command import build_command
-from ingress.cli.cluster_commands import delete, status
+from ingress.cli.cluster_commands import delete
 from ingress.cli.config_command import RUN_OPTIONS
 from ingress.cli.config_command import config as config_command
+from ingress.cli.control_commands import reload, scale, status, stop
 from ingress.cli.run_command import run
 from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import AppDir, Target
@@ -66,6 +67,9 @@ def _main(
 app.command()(run)
 app.command("build")(build_command)
 app.command()(status)
+app.command()(stop)
+app.command()(scale)
+app.command()(reload)
 app.command()(delete)
 app.command("config", context_settings=RUN_OPTIONS)(config_command)
 

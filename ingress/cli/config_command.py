@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 import yaml
 from typer.main import get_command
 
+from ingress.base.settings import environment
 from ingress.cli.run_checks import given
 from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
@@ -89,14 +89,13 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
     command_line = _run_options(path, options)
     file = read_file(path.absolute())
     print_unused(file)
-    environ = dict(os.environ)
+    environ = environment()
     prepare(file)
     read_settings()
     engine = local_engine()
     engine.use(ServerOptions(has_own_server=False))
     with reporting_mistakes(str(path)):
-        numbers = range(len(file.config.applications))
-        loaded = [file.load(number, app_dir) for number in numbers]
+        loaded = file.load_all(app_dir)
     found: dict[str, Any] = {
         option: str(value) if isinstance(value, Path) else value
         for name, option in _HTTP.items()

@@ -12,6 +12,7 @@ import uvicorn
 
 from ingress.base.settings import export
 from ingress.base.standard_streams import make_lossy
+from ingress.cli.reloading import FileState
 from ingress.cli.run_checks import check_engine, check_server, check_workers, given
 from ingress.cli.run_file import (
     builder_arguments,
@@ -247,6 +248,14 @@ def run(
     reload: Annotated[
         bool, _option("--reload", help="Restart when a file changes.", rich_help_panel=_PROCESSES)
     ] = False,
+    watch: Annotated[
+        bool,
+        _option(
+            "--watch",
+            help="Apply FILE when it changes, as SIGHUP and `ingress reload` do.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = False,
     workers: Annotated[
         int,
         typer.Option(
@@ -300,6 +309,7 @@ def run(
     """
     make_lossy()
     before = Path.cwd()
+    variables: dict[str, str | None] = {}
     if is_config_file(target):  # its `working_dir` changes the folder
         log_config, ssl_keyfile, ssl_certfile, ssl_ca_certs = (
             None if each is None else each.absolute()
@@ -309,6 +319,8 @@ def run(
     if file is not None:
         check_file(file, name=name, route_prefix=route_prefix, factory=factory)
         print_unused(file)
+    elif watch:
+        raise refusal("--watch is for a file, such as serve.yaml; for code there is --reload")
     level, access_log = log_options(file, log_level and log_level.value, access_log=access_log)
     logs = {"log_config": _text(log_config) or logging_at(level), "log_level": level}
     _configure(logs, access_log=access_log, env_file=_text(env_file))
@@ -344,7 +356,7 @@ def run(
         has_own_server=not several,
     )
     if file is not None:
-        prepare(file)
+        variables = prepare(file)
     settings = read_settings()
     engine = engine or settings.engine
     check_engine(engine, server, reload=reload, workers=workers, ray_only=[address, working_dir])
@@ -373,12 +385,15 @@ def run(
         return
     local_engine().use(server)
     targets = load_targets(served)
+    state = None
+    if file is not None:
+        state = FileState(file, served.app_dir, variables, before)
     budget = budget_for([each.target for each in targets], settings, processes=workers)
     to_set = budget.variables
     export(to_set)
     if not several:
         start_again_if_needed(budget, to_set, before)
-        serve_until_ctrl_c(targets, served, settings, budget, engine)
+        serve_until_ctrl_c(targets, served, settings, budget, engine, state, watches=watch)
         return
     print_plan([each.target for each in targets], settings, budget)
     config = {
@@ -387,7 +402,7 @@ def run(
         "reload": reload,
         "workers": workers,
     }
-    serve_in_new_processes(targets, served, settings, config)
+    serve_in_new_processes(targets, served, settings, config, state, watches=watch)
 
 
 def _text(path: Path | None) -> str | None:

@@ -81,10 +81,13 @@ def http_options(file: ConfigFile | None) -> dict[str, Any]:
     }
 
 
-def prepare(file: ConfigFile) -> None:
-    """Set the variables and the folder of a file. Ends the program if its applications disagree."""
+def prepare(file: ConfigFile) -> dict[str, str | None]:
+    """Set the variables and the folder of a file. Returns the variables' previous values.
+
+    Ends the program if its applications disagree.
+    """
     try:
-        file.prepare()
+        return file.prepare()
     except ConfigFileError as error:
         raise refusals(error) from None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,10 +18,20 @@ from uvicorn.supervisors import ChangeReload
 from ingress import api
 from ingress.api import RunTarget
 from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
+from ingress.cli.control_socket import Command, ControlSocket
+from ingress.cli.reloading import (
+    FileState,
+    Reloads,
+    command_of,
+    reload_one_process,
+    reload_workers,
+)
+from ingress.cli.server_commands import commands_of_one_process
 from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
-from ingress.cli.workers import SILENCE_S, run_workers
+from ingress.cli.worker_commands import WorkersCommands
+from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.engines import current_engine, local_engine, ray_engine
@@ -84,15 +95,40 @@ def serve_until_ctrl_c(
     settings: Settings,
     budget: ThreadBudget | None,
     engine: str,
+    state: FileState | None = None,
+    *,
+    watches: bool = False,
 ) -> None:
+    """Serve in this process until a signal. `state` is that of the file, if there is one."""
+    reload = None if state is None else partial(reload_one_process, state)
+    reloads = Reloads(reload, state.file if state is not None and watches else None)
+    # On Ray, the applications are the cluster's: `ingress status --address`.
+    is_local = engine == "local"
+    commands = {**commands_of_one_process(), "reload": command_of(reload)} if is_local else None
+    hang_up = reloads.ask if is_local else None
     try:
-        with api.serving_until_signal():
+        # The socket outlives the drain, which takes place when the last context ends.
+        with controlled(commands), reloads.running(), api.serving_until_signal(hang_up):
             _start(targets, engine)
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
             _say(ready_lines(targets, current_engine().url(), where))
+            reloads.begin()
     except KeyboardInterrupt:  # during the start
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def controlled(commands: Mapping[str, Command] | None) -> Iterator[None]:
+    """Answer the commands of a control socket, if there are any, and print its path."""
+    if commands is None:
+        yield
+        return
+    with ControlSocket(commands) as control:
+        if control.path is not None:
+            line = f"[dim]control socket {control.path}[/dim]"
+            console.print(line, highlight=False, soft_wrap=True)
+        yield
 
 
 def _say(text: str) -> None:
@@ -127,7 +163,13 @@ def _start(targets: Sequence[RunTarget], engine: str) -> None:
 
 
 def serve_in_new_processes(
-    targets: Sequence[RunTarget], served: Served, settings: Settings, config: Mapping[str, Any]
+    targets: Sequence[RunTarget],
+    served: Served,
+    settings: Settings,
+    config: Mapping[str, Any],
+    state: FileState | None = None,
+    *,
+    watches: bool = False,
 ) -> None:
     """Serve applications in worker processes, or in one that restarts when a file changes.
 
@@ -163,12 +205,37 @@ def serve_in_new_processes(
             ).run()
             return
         line = ready_lines(targets, url, f", in {made.workers} processes")
-        code = run_workers(
-            made,
-            served,
-            SharedPort(bound, address),
-            partial(_say, line),
-        )
+        shared = SharedPort(bound, address)
+        code = _supervise(made, served, shared, url, line, state, watches=watches)
     finally:
         address.clean_up()
     raise typer.Exit(code)
+
+
+def _supervise(
+    config: uvicorn.Config,
+    served: Served,
+    port: SharedPort,
+    url: str | None,
+    line: str,
+    state: FileState | None,
+    *,
+    watches: bool,
+) -> int:
+    """Serve in worker processes. Returns the exit code."""
+
+    def reload_all() -> list[str]:
+        assert state is not None
+        return reload_workers(state, commands)
+
+    reload = None if state is None else reload_all
+    reloads = Reloads(reload, state.file if state is not None and watches else None)
+
+    def when_ready() -> None:
+        _say(line)
+        reloads.begin()
+
+    supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
+    commands = WorkersCommands(supervisor, url)
+    with controlled({**commands.table(), "reload": command_of(reload)}), reloads.running():
+        return supervisor.run()

@@ -2,6 +2,7 @@
 
     a heartbeat each second   the worker lives, and whether it serves
     a text                    the cause of a failed start
+    a number and a value      the answer to a command of the control socket
 
 uvicorn's own supervisor, of `--reload`, gets no messages.
 
@@ -20,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -28,6 +29,7 @@ from pathlib import Path
 from socket import socket
 from time import monotonic, sleep
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -35,9 +37,13 @@ from starlette.types import ASGIApp
 from ingress.api import LAME_DUCK_S, RunTarget, run
 from ingress.base.signals import stop_signals
 from ingress.base.standard_streams import make_lossy
+from ingress.cli.server_commands import Changes, commands_of_a_worker
+from ingress.cli.worker_commands import run_in_worker
+from ingress.config_file.difference import changed_names
 from ingress.config_file.loading import ConfigFile
 from ingress.config_file.reading import ConfigFileError
 from ingress.declaration import module_app
+from ingress.declaration.build import with_options
 from ingress.declaration.module_app import NotAnApplication
 from ingress.engines import local_engine
 from ingress.engines.hosting import host_as
@@ -60,8 +66,8 @@ class Served:
     """The applications that `ingress run` serves, as a worker process gets them.
 
     Those of `file`, or else the one that `target`, `name`, `route_prefix` and, for a builder,
-    `arguments` describe. `level` is
-    that of the `ingress` logger, if the command line or the file gives one.
+    `arguments` describe. `level` is that of the `ingress` logger, if the command line or the file
+    gives one. `changes` are options that commands have changed, by application and deployment.
     """
 
     target: str
@@ -74,6 +80,36 @@ class Served:
     arguments: Mapping[str, str] | None = None
     level: str | int | None = None
     file: ConfigFile | None = None
+    changes: Changes = field(default_factory=dict)
+
+    def changed_by(self, wanted: Changes) -> Served:
+        """Return the same applications with other options."""
+        merged = {name: dict(options) for name, options in self.changes.items()}
+        for name, deployments in wanted.items():
+            options = merged.setdefault(name, {})
+            for deployment, given in deployments.items():
+                options[deployment] = {**options.get(deployment, {}), **given}
+        return replace(self, changes=merged)
+
+    def with_file(self, file: ConfigFile) -> Served:
+        """Return the same server with another version of its file.
+
+        Options that a command has changed stay, unless the file itself changes them.
+        """
+        assert self.file is not None
+        changed = changed_names(self.file, file)
+        kept = {
+            name: {
+                deployment: {
+                    option: value
+                    for option, value in options.items()
+                    if option not in changed.get(name, {}).get(deployment, ())
+                }
+                for deployment, options in deployments.items()
+            }
+            for name, deployments in self.changes.items()
+        }
+        return replace(self, file=file, changes=kept)
 
     def load(self) -> ASGIApp:
         """Import the applications in this process. Raises as `module_app.load`."""
@@ -86,21 +122,26 @@ class Served:
         if self.file is not None:
             self.file.prepare()
             return Together(local_engine(), partial(run_all, list(self.targets())))
-        (application,) = self.targets()
-        host_as(application.target, self.name, self.route_prefix)
-        return application.target
+        (one,) = self.targets()
+        host_as(one.target, self.name, self.route_prefix)
+        return one.target
 
     def targets(self) -> Iterator[RunTarget]:
         """Import the applications, one after another."""
+        for each in self._written():
+            if each.name in self.changes:
+                each.target = with_options(each.target, self.changes[each.name])
+            yield each
+
+    def _written(self) -> Iterator[RunTarget]:
         if self.file is None:
             found = module_app.load(
                 self.target, self.app_dir, is_factory=self.is_factory, arguments=self.arguments
             )
             yield RunTarget(found, self.name, self.route_prefix)
             return
-        for number, each in enumerate(self.file.config.applications):
-            loaded = self.file.load(number, self.app_dir)
-            yield RunTarget(loaded.application, each.name, each.route_prefix)
+        for each in self.file.load_all(self.app_dir):
+            yield RunTarget(each.application, each.config.name, each.config.route_prefix)
 
 
 def run_all(targets: list[RunTarget]) -> None:
@@ -158,7 +199,7 @@ class Worker(UvicornServer):
         await super().startup(sockets)
         self.report(self.started)
 
-    def report(self, what: bool | str) -> None:
+    def report(self, what: bool | str | tuple[int, Any]) -> None:
         with self._lock:
             try:
                 self._pipe.send(what)
@@ -166,10 +207,26 @@ class Worker(UvicornServer):
                 pass  # the supervisor has ended; `beat` handles that
 
     def beat(self) -> None:
-        """Send the supervisor a heartbeat each second, until either process ends."""
-        while not self._pipe.poll(BEAT_S):  # readable only at the end of the supervisor
-            self.report(self.started)
-        _end(self._patience_s)
+        """Send the supervisor a heartbeat each second, until either process ends.
+
+        Answers its commands too, each in a thread of its own.
+        """
+        due = monotonic()
+        try:
+            while True:
+                if self._pipe.poll(max(0.0, due - monotonic())):
+                    asked = self._pipe.recv()
+                    threading.Thread(
+                        target=self._answer, args=asked, name="ingress-command", daemon=True
+                    ).start()
+                if monotonic() >= due:
+                    self.report(self.started)
+                    due = monotonic() + BEAT_S
+        except (EOFError, OSError):  # the supervisor has ended
+            _end(self._patience_s)
+
+    def _answer(self, number: int, command: str, arguments: Mapping[str, Any]) -> None:
+        self.report((number, run_in_worker(commands_of_a_worker, command, arguments)))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

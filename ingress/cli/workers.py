@@ -16,16 +16,22 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from time import monotonic
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from ingress.base.signals import stop_signals
+from ingress.cli.server_commands import Changes
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
+from ingress.cli.worker_commands import Asked, Failed, Rolling
+from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
+LATE_S = 5.0  # five heartbeats: no command is sent to it
 FAILURES = 3
 LOOK_S = 1.0
 
@@ -44,7 +50,9 @@ class WorkerProcess:
         self._silence_s = config.timeout_worker_healthcheck
         self.is_ready = False
         self.cause = ""
+        self.killing_at: float | None = None  # once it was told to leave
         self.heard_at = monotonic()
+        self.answers: list[tuple[int, Any]] = []  # to commands: their numbers, and the values
         self.pipe, theirs = _spawn.Pipe()
         self.process = _spawn.Process(target=work, args=(config, served, port, theirs))
         with _signals_blocked():
@@ -57,10 +65,21 @@ class WorkerProcess:
             while self.pipe.poll():
                 told = self.pipe.recv()
                 self.heard_at = monotonic()
-                if isinstance(told, str):
+                if isinstance(told, tuple):
+                    self.answers.append(told)
+                elif isinstance(told, str):
                     self.cause = told
                 else:
                     self.is_ready = told
+
+    def leave(self, patience_s: float) -> None:
+        """Tell the worker to drain and end, within `patience_s`."""
+        self.killing_at = monotonic() + patience_s
+        self.process.terminate()
+
+    @property
+    def is_late(self) -> bool:
+        return self.is_ready and monotonic() - self.heard_at > LATE_S
 
     @property
     def is_silent(self) -> bool:
@@ -70,7 +89,7 @@ class WorkerProcess:
 class Supervisor:
     """The supervisor: it keeps `config.workers` worker processes alive until a signal stops it.
 
-    It calls `when_ready` once, when all of them serve.
+    It calls `when_ready` once, when all of them serve, and `hang_up` at each SIGHUP.
     """
 
     def __init__(
@@ -79,7 +98,9 @@ class Supervisor:
         served: Served,
         port: SharedPort,
         when_ready: Callable[[], None],
+        hang_up: Callable[[], None],
     ) -> None:
+        self._hang_up = hang_up
         self._config = config
         self._served = served
         self._port = port
@@ -90,6 +111,13 @@ class Supervisor:
         self._code: int | None = None  # the exit code, once it stops
         self._killing_at = 0.0
         self._waking, self._wakes = _spawn.Pipe(duplex=False)
+        self._posted: SimpleQueue[Asked] = SimpleQueue()
+        self._asked: dict[int, Asked] = {}
+        self._count = 0
+        self._rolling: Rolling | None = None
+        self._old: list[WorkerProcess] = []  # the workers that `_rolling` has yet to replace
+        self._newcomer: WorkerProcess | None = None
+        self._leaving: WorkerProcess | None = None
 
     def run(self) -> int:
         """Return the exit code: 0 if a signal stopped it, 3 if its workers cannot serve."""
@@ -98,21 +126,146 @@ class Supervisor:
                 self._start()
             while self._workers:
                 self._wait()
+                self._send_posted()
                 for worker in list(self._workers):
                     self._look_at(worker)
+                    self._take_answers(worker)
                 self._report_ready()
+                self._roll_on()
                 self._stop_if_told()
         assert self._code is not None
         return self._code
 
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def post(self, asked: Asked) -> None:
+        """Send a command to all workers. Thread-safe."""
+        self._posted.put(asked)
+        self._wakes.send_bytes(b"")
+
+    def remember(self, wanted: Changes) -> None:
+        """Start later workers with these options. Thread-safe: the served is replaced."""
+        self._served = self._served.changed_by(wanted)
+
+    def remember_file(self, file: ConfigFile) -> None:
+        """Start later workers with this version of the file. Thread-safe."""
+        self._served = self._served.with_file(file)
+
+    def roll(self, rolling: Rolling) -> None:
+        """Begin to replace all workers, one after another. Thread-safe: one caller at a time."""
+        self._rolling = rolling
+        self._wakes.send_bytes(b"")
+
+    def _roll_on(self) -> None:
+        """Take the next step of a replacement: start a worker, or stop the one that it replaces."""
+        rolling = self._rolling
+        if rolling is None:
+            return
+        if self._code is not None:
+            self._end_roll("the server stops")
+        elif self._newcomer is None and not rolling.is_begun:
+            if all(each.is_ready for each in self._workers):
+                self._old = list(self._workers)
+                self._bring_newcomer(self._served.with_file(rolling.file))
+        elif self._newcomer is not None and self._newcomer.is_ready:
+            if not rolling.is_begun:
+                rolling.is_begun = True
+                self.remember_file(rolling.file)
+            self._newcomer = None
+            self._leaving = self._old.pop(0)
+            self._leaving.leave(self._patience_s())
+        elif self._newcomer is None and self._leaving not in self._workers:
+            self._old = [each for each in self._old if each in self._workers]  # some have died
+            if self._old:
+                self._bring_newcomer(self._served)
+            else:
+                self._end_roll()
+
+    def _bring_newcomer(self, served: Served) -> None:
+        self._newcomer = WorkerProcess(self._config, served, self._port)
+        self._workers.append(self._newcomer)
+
+    def _end_roll(self, error: str = "") -> None:
+        assert self._rolling is not None
+        rolling, self._rolling = self._rolling, None
+        self._newcomer = self._leaving = None
+        rolling.end(error)
+
+    def _patience_s(self) -> float:
+        """Return the time in which a worker that was told to stop must end."""
+        graceful_s = self._served.server.drain_delay_s
+        return graceful_s + (self._config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
+
+    def _is_expected(self, worker: WorkerProcess) -> bool:
+        """Return whether a worker that has ended is not to be replaced."""
+        if worker is self._newcomer and not worker.is_ready:
+            assert self._rolling is not None
+            cause = worker.cause or f"a new worker failed to start ({_how(worker.process)})"
+            serving = "the other workers" if self._rolling.is_begun else "all workers"
+            self._end_roll(f"{cause}; {serving} serve on as before")
+            return True
+        return worker.killing_at is not None
+
+    def _send_posted(self) -> None:
+        while not self._posted.empty():
+            asked = self._posted.get()
+            starting = [each.process.pid for each in self._workers if not each.is_ready]
+            late = [each.process.pid for each in self._workers if each.is_late]
+            if self._code is not None:
+                asked.refuse("the server stops")
+            elif late and asked.command != "status":
+                asked.refuse(f"worker {late[0]} does not answer; nothing was changed")
+            elif starting and asked.command != "status":
+                text = f"worker {starting[0]} starts; try again when all workers are ready"
+                asked.refuse(text, is_early=True)
+            else:
+                self._send(asked)
+
+    def _send(self, asked: Asked) -> None:
+        self._count += 1
+        self._asked[self._count] = asked
+        for worker in self._workers:
+            if worker.is_ready and worker.process.pid is not None:
+                asked.waits_for.add(worker.process.pid)
+        if not asked.waits_for:
+            asked.is_answered.set()
+        for worker in self._workers:
+            # One that does not read could fill its pipe, and block this thread.
+            if worker.process.pid in asked.waits_for and not worker.is_late:
+                with suppress(OSError):  # it has just ended, which `_look_at` sees
+                    worker.pipe.send((self._count, asked.command, asked.arguments))
+
+    def _take_answers(self, worker: WorkerProcess) -> None:
+        pid = worker.process.pid
+        assert pid is not None
+        answers, worker.answers = worker.answers, []
+        for number, value in answers:
+            if number in self._asked:
+                self._asked[number].answer(pid, value)
+        if not worker.process.is_alive():
+            for asked in self._asked.values():
+                asked.answer(pid, Failed(f"worker {pid} ended"))
+        self._asked = {
+            number: asked for number, asked in self._asked.items() if not asked.is_answered.is_set()
+        }
+
     @contextmanager
     def _hearing_signals(self) -> Iterator[None]:
-        previous = {each: signal.signal(each, self._on_signal) for each in stop_signals()}
+        hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+        handlers = dict.fromkeys(stop_signals(), self._on_signal)
+        if hang_up is not None:
+            handlers[hang_up] = self._on_hang_up
+        previous = {number: signal.signal(number, each) for number, each in handlers.items()}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._hang_up()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # the second signal
@@ -145,7 +298,8 @@ class Supervisor:
         if worker.is_ready and not was_ready and self._when_ready is None:
             info("worker %s is ready", worker.process.pid)
         process = worker.process
-        is_late = self._code is not None and monotonic() > self._killing_at
+        killing_at = worker.killing_at if self._code is None else self._killing_at
+        is_late = killing_at is not None and monotonic() > killing_at
         if process.is_alive():
             if worker.is_silent or is_late:
                 logger.error("worker %s does not answer; it is killed", process.pid)
@@ -155,7 +309,7 @@ class Supervisor:
         worker.hear()  # its last messages
         worker.pipe.close()
         self._workers.remove(worker)
-        if self._code is not None:
+        if self._code is not None or self._is_expected(worker):
             return
         failures = 0 if worker.is_ready else worker.failures + 1
         if worker.is_ready:
@@ -188,22 +342,13 @@ class Supervisor:
 
     def _stop(self, code: int) -> None:
         self._code = code
-        graceful_s = self._served.server.drain_delay_s
-        graceful_s += self._config.timeout_graceful_shutdown or 0
-        self._killing_at = monotonic() + graceful_s + LAST_WORDS_S
+        self._killing_at = monotonic() + self._patience_s()
         for worker in self._workers:
             worker.hear()
             if worker.is_ready:
                 worker.process.terminate()
             else:  # it has no clients yet, and a constructor may hang
                 worker.process.kill()
-
-
-def run_workers(
-    config: uvicorn.Config, served: Served, port: SharedPort, when_ready: Callable[[], None]
-) -> int:
-    """Serve in `config.workers` processes until a signal. Returns the exit code."""
-    return Supervisor(config, served, port, when_ready).run()
 
 
 @contextmanager

@@ -38,33 +38,46 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file that was read without mistakes. `top` has the places of its values."""
+    """A file that was read without mistakes. `top` has the places of its values.
+
+    `stamp` is the time and the size of the version that was read, see `stamp_of`.
+    """
 
     path: Path
     config: ServeConfig
     top: Node
+    stamp: tuple[int, int] | None
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file. Raises `ConfigFileError` with all its mistakes."""
+        stamp = stamp_of(path)  # before: a change meanwhile is then seen by the next look
         top = read(path)
-        return cls(path, checked(top, str(path)), top)
+        return cls(path, checked(top, str(path)), top, stamp)
 
-    def prepare(self) -> None:
+    def folder(self) -> Path | None:
+        """Return the folder of `working_dir`, if there is one. Raises `ValueError` for two."""
+        return self.config.folder(self.path.parent)
+
+    def prepare(self) -> dict[str, str | None]:
         """Set the variables and the current folder that the applications share.
 
-        Raises `ConfigFileError` if two of them need different ones.
+        Returns the variables' previous values, for `export`. Raises `ConfigFileError` if two
+        applications need different ones.
         """
         try:
-            environment = self.config.environment()
-            folder = self.config.folder(self.path.parent)
+            environment, folder = self.config.environment(), self.folder()
         except ValueError as error:
             raise ConfigFileError([f"{self.path}: {error}"]) from None
-        export(environment)
         if folder is not None:
             os.chdir(folder)
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))
+        return export(environment)
+
+    def load_all(self, app_dir: Path | None) -> list[Loaded]:
+        """Import the applications, one after another. Raises as `load`."""
+        return [self.load(number, app_dir) for number in range(len(self.config.applications))]
 
     def load(self, number: int, app_dir: Path | None) -> Loaded:
         """Import the application of that number.
@@ -93,6 +106,15 @@ class ConfigFile:
                 place = self.top.at((*where, "deployments", index))
                 raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
         return Loaded(config, written, application)
+
+
+def stamp_of(path: Path) -> tuple[int, int] | None:
+    """Return the time and the size of a file; `None` while it is absent, as in a replacement."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def target_of(config: ApplicationConfig) -> tuple[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from ingress.base.settings import Settings
@@ -153,10 +152,7 @@ class Reconciler:
         config, router = deployment.config, deployment.router
         number = deployment.next_number
         deployment.next_number += 1
-        make_replica = deployment.factories.replica
-        if config.isolation == "process":
-            make_replica = partial(deployment.factories.process_replica, built=deployment.built)
-        replica = make_replica(
+        replica = deployment.factories.replica(
             ReplicaID(str(number), router.deployment_id),
             deployment.built.deployment.func_or_class,
             deployment.bound_app,

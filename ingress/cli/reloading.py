@@ -1,0 +1,251 @@
+"""A changed file, applied to a server that runs: at SIGHUP, with `--watch`, by `ingress reload`.
+
+    options of deployments     changed while their replicas run, in this process or in all workers
+    applications               started, run again and stopped; worker processes are replaced instead
+    the rest                   needs new processes: workers are replaced one after another, and one
+                               process says that it has to be restarted, and changes nothing
+
+A file that is wrong changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ingress import api
+from ingress.base.settings import export
+from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.server_commands import change, check
+from ingress.cli.worker_commands import WorkersCommands
+from ingress.config_file.difference import CodeFiles, Difference, differences, for_new_processes
+from ingress.config_file.loading import ConfigFile, Loaded, stamp_of
+from ingress.config_file.reading import ConfigFileError
+from ingress.control.changes import IN_PLACE
+
+LOOK_S = 1.0  # with `--watch`
+JOIN_S = 1.0
+
+logger = logging.getLogger("ingress")
+
+AT_START = frozenset({"http_options", "logging_config"})
+"""Differences that the supervisor's own socket and configuration have."""
+
+Reload = Callable[[], list[str]]
+
+
+class FileState:
+    """The version of the file that a server runs, and the code that it has imported.
+
+    Owned by the thread that holds `changing`. `before` are the values that the file's variables had
+    before, `folder` is the current folder of the command.
+    """
+
+    def __init__(
+        self, file: ConfigFile, app_dir: Path, before: Mapping[str, str | None], folder: Path
+    ) -> None:
+        self.changing = threading.Lock()
+        self.file = file
+        self._app_dir = app_dir
+        self._before = before
+        self._folder = folder
+        self._code = self._code_of(file)
+
+    def _code_of(self, file: ConfigFile) -> CodeFiles:
+        folder = file.folder()
+        return CodeFiles([self._app_dir, *([] if folder is None else [folder])])
+
+    def read(self) -> tuple[ConfigFile, list[str]]:
+        """Return the file as it is now, and what in it needs new processes.
+
+        Raises `CommandError` with all its mistakes.
+        """
+        try:
+            new = ConfigFile.read(self.file.path)
+            reasons = for_new_processes(self.file, new)
+        except ConfigFileError as error:
+            raise CommandError("\n".join(error.lines)) from None
+        except ValueError as error:
+            raise CommandError(f"{self.file.path}: {error}") from None
+        return new, [*reasons, *(f"the code of {each}" for each in self._code.changed())]
+
+    def difference(self, new: ConfigFile) -> Difference:
+        """Return the differences of the applications. Raises `CommandError` if one is wrong."""
+        try:
+            # Their modules are imported already: the old version is imported again at no cost.
+            before = self.file.load_all(None)
+            return differences(before, new.load_all(None), IN_PLACE)
+        except ConfigFileError as error:
+            raise CommandError("\n".join(error.lines)) from None
+        except Exception as error:  # a builder of the user
+            raise CommandError(f"{type(error).__name__}: {error}; nothing was changed") from None
+
+    def prepare(self, file: ConfigFile) -> None:
+        """Set the variables and the folder of a version, for processes that start later."""
+        export(self._before)
+        os.chdir(self._folder)
+        self._before = file.prepare()
+
+    def take(self, new: ConfigFile) -> None:
+        """Remember the version that runs now."""
+        self.file = new
+        self._code = self._code_of(new)
+
+
+def reload_one_process(state: FileState) -> list[str]:
+    """Apply the file to this process. Returns a line for each change.
+
+    Raises `CommandError` if the file is wrong or needs a new process; nothing has changed then.
+    """
+    with state.changing:
+        new, reasons = state.read()
+        if reasons:
+            raise CommandError(
+                f"{', '.join(reasons)} changed: this needs a new process; restart `ingress run`, "
+                "or run it with --workers. Nothing was changed"
+            )
+        found = state.difference(new)
+        check(found.options)
+        lines = _run(found)
+        lines += change(found.options)
+        for name in found.removed:
+            api.delete(name)
+            lines.append(f"{name}: removed")
+        state.take(new)
+        return lines
+
+
+def reload_workers(state: FileState, commands: WorkersCommands) -> list[str]:
+    """Apply the file to all worker processes. Returns a line for each change.
+
+    What only differs in options that need no new replicas is changed in each worker. Otherwise
+    the workers are replaced one after another. Raises `CommandError` if the file is wrong, or
+    the first new worker does not start; nothing has changed then.
+    """
+    with state.changing:
+        new, reasons = state.read()
+        fixed = [each for each in reasons if each in AT_START]
+        if fixed:
+            raise CommandError(
+                f"{', '.join(fixed)} changed: the command itself has them; restart `ingress run`. "
+                "Nothing was changed"
+            )
+        found = Difference() if reasons else state.difference(new)
+        again = [each.config.name for each in (*found.added, *found.again)] + found.removed
+        if not reasons and not again:
+            lines = commands.change(found.options) if found.options else []
+            commands.remember_file(new)
+            state.take(new)
+            return lines
+        state.prepare(new)
+        try:
+            commands.roll(new)
+        except CommandError:
+            state.prepare(state.file)
+            raise
+        state.take(new)
+        return [f"workers replaced: {', '.join(reasons or again)} changed"]
+
+
+def _run(found: Difference) -> list[str]:
+    """Start applications, and run again those whose replicas must be made anew."""
+    lines: list[str] = []
+    added: list[str] = []
+    try:
+        for each in (*found.added, *found.again):
+            is_new = each in found.added
+            _start(each)
+            if is_new:
+                added.append(each.config.name)
+            lines.append(f"{each.config.name}: {'added' if is_new else 'run again'}")
+    except Exception as error:
+        for name in added:
+            with suppress(Exception):
+                api.delete(name)
+        raise CommandError(f"{error}; what ran serves on") from None
+    return lines
+
+
+def _start(loaded: Loaded) -> None:
+    config = loaded.config
+    api.run(loaded.application, name=config.name, route_prefix=config.route_prefix, engine="local")
+
+
+class Reloads:
+    """The thread that applies a file when it is asked to, or when `watched` changes.
+
+    Without `reload`, a request is answered with one line of the log.
+    """
+
+    def __init__(self, reload: Reload | None, watched: ConfigFile | None = None) -> None:
+        self._reload = reload
+        self._watched = watched
+        # `put` is reentrant: a signal handler calls it at any line.
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._is_ready = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Ask for the file to be applied. For signal handlers: takes no lock."""
+        self._asked.put(True)
+
+    def begin(self) -> None:
+        """Apply the file from now on: the server is ready."""
+        self._is_ready.set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the thread while this context is open."""
+        self._thread = threading.Thread(target=self._run, name="ingress-reload", daemon=True)
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._asked.put(False)
+            self._is_ready.set()
+            self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        self._is_ready.wait()
+        seen = None if self._watched is None else self._watched.stamp
+        while True:
+            is_asked: bool | None = None
+            with suppress(Empty):
+                is_asked = self._asked.get(timeout=None if self._watched is None else LOOK_S)
+            if is_asked is False:
+                return
+            stamp = None if self._watched is None else stamp_of(self._watched.path)
+            if is_asked or stamp != seen:
+                seen = stamp
+                self._apply()
+
+    def _apply(self) -> None:
+        if self._reload is None:
+            logger.info("SIGHUP is ignored: there is no file to apply; it serves on")
+            return
+        try:
+            lines = self._reload()
+        except CommandError as error:
+            for line in str(error).splitlines():
+                logger.error("the file is not applied: %s", line)
+        except Exception:
+            logger.exception("the file is not applied")
+        else:
+            logger.info("the file is applied: %s", "; ".join(lines) or "nothing to change")
+
+
+def command_of(reload: Reload | None) -> Command:
+    """Return the command of the control socket."""
+
+    def command(arguments: Mapping[str, Any]) -> list[str]:
+        if reload is None:
+            raise CommandError("this server has no file; start it with `ingress run serve.yaml`")
+        return reload()
+
+    return command

@@ -1,0 +1,83 @@
+"""The commands of the control socket: of a server in one process, and of a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.snapshot import snapshot
+from ingress.control import changes
+from ingress.engines import local_engine
+
+Changes = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Options to change, by application and deployment."""
+
+
+def commands_of_one_process() -> dict[str, Command]:
+    """Return the commands of a server that is one process."""
+    return {"livez": livez, "status": _status, "stop": stop, "scale": scale}
+
+
+def commands_of_a_worker() -> dict[str, Command]:
+    """Return the commands that the supervisor passes on to each worker."""
+    return {
+        "status": _status,
+        "check": lambda arguments: check(arguments["changes"]),
+        "change": lambda arguments: change(arguments["changes"]),
+    }
+
+
+def stop(arguments: Mapping[str, Any]) -> None:
+    """Stop this process as SIGTERM does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def livez(arguments: Mapping[str, Any]) -> str:
+    """Answer from a thread: the process lives, whatever its event loops do."""
+    return "success"
+
+
+def scale(arguments: Mapping[str, Any]) -> list[str]:
+    """Change the number of replicas of deployments. Returns a line for each."""
+    return change(scaling(arguments))
+
+
+def scaling(arguments: Mapping[str, Any]) -> Changes:
+    """Return the changes of `{"replicas": {application: {deployment: number}}}`."""
+    replicas = arguments.get("replicas")
+    if not isinstance(replicas, dict) or not all(isinstance(v, dict) for v in replicas.values()):
+        raise CommandError(f"replicas must map applications to deployments, got {replicas!r}")
+    return {
+        name: {each: {"num_replicas": count} for each, count in deployments.items()}
+        for name, deployments in replicas.items()
+    }
+
+
+def check(wanted: Changes) -> None:
+    """Raise `CommandError` if the running applications cannot have these options."""
+    running = local_engine().applications
+    for name, options in wanted.items():
+        application = running.get(name)
+        if application is None:
+            there = ", ".join(map(repr, running)) or "none"
+            raise CommandError(f"no application {name!r} runs; running: {there}")
+        try:
+            changes.checked(application, options)
+        except (TypeError, ValueError) as error:
+            raise CommandError(str(error)) from None
+
+
+def change(wanted: Changes) -> list[str]:
+    """Change options of running applications, of all or of none. Returns a line for each."""
+    check(wanted)
+    done: list[str] = []
+    for name, options in wanted.items():
+        done += [f"{name}: {each}" for each in local_engine().change(name, options)]
+    return done
+
+
+def _status(arguments: Mapping[str, Any]) -> Any:
+    return snapshot()

@@ -1,0 +1,185 @@
+"""The commands of the control socket of `ingress run --workers`: each reaches all workers, or none.
+
+control thread    `Asked` --> the supervisor's queue, and waits
+supervisor        sends it to each worker by the worker's pipe, and collects the answers
+worker            answers in a thread of its own
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.server_commands import Changes, livez, scaling, stop
+from ingress.cli.snapshot import summed
+from ingress.config_file.loading import ConfigFile
+
+STATUS_S = 3.0  # for the status of a worker, which may stall
+APPLY_S = 60.0
+RETRY_S = 0.1
+
+
+class Asked:
+    """One command for all workers. `answers` maps process ids to values, or to an error's text.
+
+    Written by the supervisor's thread only, until `is_answered` is set.
+    """
+
+    __slots__ = (
+        "answers", "arguments", "command", "is_answered", "is_early", "refusal", "waits_for",
+    )  # fmt: skip
+
+    def __init__(self, command: str, arguments: Mapping[str, Any]) -> None:
+        self.command = command
+        self.arguments = dict(arguments)
+        self.refusal = ""  # the reason if it was sent to no worker
+        self.is_early = False  # if that is the start of a worker
+        self.waits_for: set[int] = set()
+        self.answers: dict[int, Any] = {}
+        self.is_answered = threading.Event()
+
+    def answer(self, pid: int, value: Any) -> None:
+        """Record the answer of a worker."""
+        if pid in self.waits_for:
+            self.waits_for.discard(pid)
+            self.answers[pid] = value
+            if not self.waits_for:
+                self.is_answered.set()
+
+    def refuse(self, reason: str, *, is_early: bool = False) -> None:
+        """End it without an answer."""
+        self.refusal, self.is_early = reason, is_early
+        self.is_answered.set()
+
+
+class Workers(Protocol):
+    """The supervisor, as the control thread sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def post(self, asked: Asked) -> None:
+        """Send a command to all workers that serve. Thread-safe."""
+
+    def remember(self, wanted: Changes) -> None:
+        """Start later workers with these options. Thread-safe."""
+
+    def remember_file(self, file: ConfigFile) -> None:
+        """Start later workers with this version of the file. Thread-safe."""
+
+    def roll(self, rolling: Rolling) -> None:
+        """Begin to replace all workers, one after another. Thread-safe."""
+
+
+class Rolling:
+    """The replacement of all workers by workers with another version of the file.
+
+    Written by the supervisor's thread only, until `is_over` is set. `error` says why none, or not
+    all, were replaced.
+    """
+
+    __slots__ = ("error", "file", "is_begun", "is_over")
+
+    def __init__(self, file: ConfigFile) -> None:
+        self.file = file
+        self.error = ""
+        self.is_begun = False  # a new worker serves: the version is that of later workers too
+        self.is_over = threading.Event()
+
+    def end(self, error: str = "") -> None:
+        """End it."""
+        self.error = error
+        self.is_over.set()
+
+
+class WorkerStartsError(CommandError):
+    """A worker starts, so a command that must reach all workers is sent to none."""
+
+
+class Failed(str):
+    """The text of an error in a worker."""
+
+    __slots__ = ()
+
+
+def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[Any]:
+    """Return the answers of all workers.
+
+    Raises `CommandError` if a worker starts, ends, refuses the command or does not answer.
+    """
+    asked = _asked(workers, command, APPLY_S, arguments)
+    if asked.waits_for:
+        silent = ", ".join(map(str, sorted(asked.waits_for)))
+        raise CommandError(f"worker {silent} did not answer within {APPLY_S:g} s")
+    failed = [text for text in asked.answers.values() if isinstance(text, Failed)]
+    if failed:
+        raise CommandError(str(failed[0]))
+    return list(asked.answers.values())
+
+
+def _asked(workers: Workers, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
+    asked = Asked(command, arguments)
+    workers.post(asked)
+    asked.is_answered.wait(wait_s)
+    if asked.refusal:
+        raise (WorkerStartsError if asked.is_early else CommandError)(asked.refusal)
+    return asked
+
+
+class WorkersCommands:
+    """The commands of a server with worker processes. Called in the control socket's threads."""
+
+    def __init__(self, workers: Workers, url: str | None) -> None:
+        self._workers = workers
+        self._url = url
+        self._changing = threading.Lock()  # one change at a time
+
+    def table(self) -> dict[str, Command]:
+        return {"livez": livez, "status": self.status, "stop": stop, "scale": self.scale}
+
+    def status(self, arguments: Mapping[str, Any]) -> Any:
+        asked = _asked(self._workers, "status", STATUS_S, {})
+        found = [each for each in dict(asked.answers).values() if not isinstance(each, Failed)]
+        whole = summed(self._workers.pid, self._url, found)
+        return {**whole, "silent": sorted(asked.waits_for)}
+
+    def scale(self, arguments: Mapping[str, Any]) -> list[str]:
+        return self.change(scaling(arguments))
+
+    def remember_file(self, file: ConfigFile) -> None:
+        self._workers.remember_file(file)
+
+    def roll(self, file: ConfigFile) -> None:
+        """Replace all workers. Raises `CommandError` if the first new one does not start."""
+        with self._changing:
+            rolling = Rolling(file)
+            self._workers.roll(rolling)
+            rolling.is_over.wait()
+        if rolling.error:
+            raise CommandError(rolling.error)
+
+    def change(self, wanted: Changes) -> list[str]:
+        """Change options in all workers, or in none. Returns a line for each."""
+        with self._changing:
+            answered_by_all(self._workers, "check", changes=wanted)
+            # From here on it is decided: a worker that dies is replaced by one with these options.
+            self._workers.remember(wanted)
+            given_up = monotonic() + APPLY_S
+            while True:
+                try:
+                    return next(iter(answered_by_all(self._workers, "change", changes=wanted)))
+                except WorkerStartsError:
+                    if monotonic() > given_up:
+                        raise
+                    sleep(RETRY_S)
+
+
+def run_in_worker(commands: Callable[[], Mapping[str, Command]], name: str, arguments: Any) -> Any:
+    """Return the answer of a worker to a command; `Failed` if it raises."""
+    try:
+        return commands()[name](arguments)
+    except Exception as error:
+        return Failed(str(error) if isinstance(error, CommandError) else repr(error))

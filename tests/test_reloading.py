@@ -1,0 +1,223 @@
+"""A changed file, applied to a server that runs: by `ingress reload`, SIGHUP and `--watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ingress.base.settings import RUNTIME_DIR
+from ingress.cli.control_socket import CommandError, RunningServer
+from ingress.config_file.difference import changed_names, for_new_processes
+from ingress.config_file.loading import ConfigFile
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    ServerProcess,
+    environment,
+    get,
+    process,
+    wait_until,
+    write_module,
+)
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs Unix")
+
+APP = """
+import os
+import ingress as serve
+
+@serve.deployment
+class Model:
+    def __init__(self, size=1):
+        self.size, self.config = size, None
+
+    async def reconfigure(self, config):
+        self.config = config
+
+    async def __call__(self, request):
+        return [self.size, self.config, os.environ.get("FROM_FILE"), id(self), os.getpid()]
+
+hello = Model.bind()
+
+def builder(args):
+    if args.get("fails"):
+        raise ValueError("no such model")
+    return Model.bind(args["size"])
+"""
+
+FILE = """
+http_options: {port: 0}
+applications:
+- name: shop
+  import_path: app:builder
+  args: {size: 1}
+  deployments:
+  - name: Model
+    num_replicas: 1
+    user_config: {level: 1}
+"""
+
+
+def written(path: Path, text: str, *changes: tuple[str, str]) -> ConfigFile:
+    """Write a file at once, as editors do, with these replacements. Returns it as read."""
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    new = path.with_suffix(".new.yaml")
+    new.write_text(text)
+    new.replace(path)
+    return ConfigFile.read(path)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The runtime folder. Its path is short: a socket's has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv(RUNTIME_DIR, folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_module(tmp_path, "app", APP)
+    (tmp_path / "serve.yaml").write_text(FILE)
+    return tmp_path
+
+
+def reload(runtime: Path, server: ServerProcess) -> list[str]:
+    """Return the lines of `ingress reload`."""
+    pid = server.process.pid
+    lines: list[str] = RunningServer(pid, runtime / f"{pid}.sock").ask("reload", 4 * PATIENCE_S)
+    return lines
+
+
+NEW_PROCESSES = {
+    "http_options": (("port: 0", "port: 1"), "http_options"),
+    "import_path": (("app:builder", "app:hello"), "import_path of application 'shop'"),
+    "args": (("size: 1", "size: 2"), "args of application 'shop'"),
+    "env_vars": (
+        ("  args:", "  runtime_env: {env_vars: {A: b}}\n  args:"),
+        "env_vars",
+    ),
+    "working_dir": (("  args:", "  runtime_env: {working_dir: .}\n  args:"), "working_dir"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), NEW_PROCESSES.values(), ids=list(NEW_PROCESSES))
+def test_a_difference_that_needs_new_processes_is_named(
+    tmp_path: Path, change: tuple[str, str], named: str
+) -> None:
+    path = tmp_path / "serve.yaml"
+    old = written(path, FILE)
+
+    assert for_new_processes(old, written(path, FILE, change)) == [named]
+    in_place = ("num_replicas: 1", "num_replicas: 2")
+    assert for_new_processes(old, written(path, FILE, in_place)) == []
+
+
+def test_the_options_that_the_text_changes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    old = written(path, FILE)
+    new = written(path, FILE, ("num_replicas: 1", "num_replicas: 2"), ("    user_config", "#"))
+
+    assert changed_names(old, new) == {"shop": {"Model": {"num_replicas", "user_config"}}}
+
+
+@pytest.mark.timeout(150)  # it starts a process
+def test_a_changed_file_is_applied_while_the_server_runs(runtime: Path, folder: Path) -> None:
+    path = folder / "serve.yaml"
+    command = [*INGRESS, "run", "serve.yaml"]
+    with process(command, folder, environment(folder)) as server:
+        server.wait_for("Ctrl-C to stop")
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S) as client:
+            before = client.get("/").json()
+
+            # The same replica is reconfigured; `pid` and its `id` stay.
+            written(path, FILE, ("level: 1", "level: 2"))
+            assert reload(runtime, server) == [
+                "shop: Model: user_config {'level': 1} -> {'level': 2}"
+            ]
+            wait_until(lambda: client.get("/").json() == [1, {"level": 2}, *before[2:]])
+            assert reload(runtime, server) == []
+
+            # A wrong file, and one that needs a new process, change nothing.
+            path.write_text(FILE.replace("num_replicas", "num_replica"))
+            server.signal(signal.SIGHUP)
+            server.wait_for(r"the file is not applied: \S*serve.yaml:9:5: .*did you mean num_rep")
+            written(path, FILE, ("level: 1", "level: 3"), ("size: 1", "size: 2"))
+            with pytest.raises(
+                CommandError, match=r"args of application 'shop' changed: .*Nothing"
+            ):
+                reload(runtime, server)
+            write_module(folder, "app", APP + "# edited")
+            written(path, FILE, ("level: 1", "level: 3"))
+            with pytest.raises(CommandError, match=r"the code of app.py changed"):
+                reload(runtime, server)
+            write_module(folder, "app", APP)
+            assert client.get("/").json() == [1, {"level": 2}, *before[2:]]
+
+
+@pytest.mark.timeout(150)
+def test_a_watched_file_is_applied_when_it_changes(runtime: Path, folder: Path) -> None:
+    path = folder / "serve.yaml"
+    command = [*INGRESS, "run", "serve.yaml", "--watch"]
+    with process(command, folder, environment(folder)) as server:
+        server.wait_for("Ctrl-C to stop")
+        more = "- {name: more, route_prefix: /more, import_path: 'app:hello'}"
+        written(path, FILE + more)
+        server.wait_for("the file is applied: more: added")
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S) as client:
+            assert client.get("/more").json()[:2] == [1, None]
+            written(path, FILE)
+            server.wait_for("the file is applied: more: removed")
+            assert client.get("/-/routes").json() == {"/": "shop"}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(150)
+def test_workers_are_replaced_one_after_another_without_a_lost_request(
+    runtime: Path, folder: Path
+) -> None:
+    path = folder / "serve.yaml"
+    command = [*INGRESS, "run", "serve.yaml", "--workers", "2"]
+    with process(command, folder, environment(folder)) as server:
+        server.wait_for("Ctrl-C to stop")
+        port = server.port
+        codes: list[int] = []
+        over = threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                codes.append(get(port, "/").status)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            change = (
+                "  args: {size: 1}",
+                "  args: {size: 2}\n  runtime_env: {env_vars: {FROM_FILE: x}}",
+            )
+            written(path, FILE, change)
+            (line,) = reload(runtime, server)
+            assert line == "workers replaced: env_vars, args of application 'shop' changed"
+            for _ in range(4):
+                assert json.loads(get(port, "/").body)[:3] == [2, {"level": 1}, "x"]
+
+            # A version that does not start leaves those that serve.
+            written(path, FILE, ("size: 1", "size: 2, fails: true"))
+            with pytest.raises(CommandError, match="no such model"):
+                reload(runtime, server)
+            assert json.loads(get(port, "/").body)[:3] == [2, {"level": 1}, "x"]
+        finally:
+            over.set()
+            asking.join(PATIENCE_S)
+        assert {*codes} == {200}
+        assert os.environ.get("FROM_FILE") is None
