@@ -18,7 +18,8 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all coverage test-python test-reliability test-ray test-ray-nodes test-ecosystem check bench bench-handles \
+.PHONY: help run test test-all coverage test-python test-reliability test-processes test-ray test-ray-nodes test-ecosystem \
+	check bench bench-handles \
 	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
@@ -61,6 +62,9 @@ check: .venv/.dev ## Lint, format, types and floors
 
 test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes docs/reliability.md
 	@$(BIN)/python -m tests.reliability $(ARGS)
+
+test-processes: .venv/.test ## Replicas in child processes, the thorough tests too
+	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py $(ARGS)
 
 test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
 	@$(RAY) -m pytest -q tests/engines tests/test_ray.py

@@ -19,6 +19,7 @@ from ingress.base.options import (
     Fraction,
     FunctionPath,
     IdempotentMethods,
+    Isolation,
     Json,
     LaneLimits,
     LogLevel,
@@ -247,6 +248,7 @@ class DeploymentConfig(Options):
     max_queued_requests: QueuedRequests = -1
     lanes: LaneLimits = Field(default_factory=dict)
     loop: Loop | None = None
+    isolation: Isolation = "thread"
     user_config: Json = None
     graceful_shutdown_timeout_s: NonNegativeFloat = 20.0
     graceful_shutdown_wait_loop_s: NonNegativeFloat = 2.0
@@ -376,6 +378,7 @@ class DeploymentOptions(TypedDict, total=False):
     max_queued_requests: int
     lanes: dict[str, int]
     loop: Literal["own", "shared"] | None
+    isolation: Literal["thread", "process"]
     user_config: Any
     graceful_shutdown_timeout_s: float
     graceful_shutdown_wait_loop_s: float

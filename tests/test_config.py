@@ -29,6 +29,7 @@ CHANGED: dict[str, Any] = {
     "autoscaling_config": {"max_replicas": 4},
     "backpressure_config": {"status_code": 429},
     "loop": "shared",
+    "isolation": "process",
     "deployment_actors": ["actor"],
     "gang_scheduling_config": {"gang_size": 2},
     "graceful_shutdown_timeout_s": 5,

@@ -220,6 +220,10 @@ Loop = Annotated[
     Literal["own", "shared"],
     _must_be('"own", "shared" or None', lambda v: v is None or v in ("own", "shared")),
 ]
+Isolation = Annotated[
+    Literal["thread", "process"],
+    _must_be('"thread" or "process"', lambda v: v in ("thread", "process")),
+]
 LaneLimits = Annotated[
     dict[str, int],
     _must_be(

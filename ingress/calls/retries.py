@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
+from ingress.exceptions import ReplicaUnavailableError
+
 INITIAL_PAUSE_S = 0.025
 PAUSE_FACTOR = 2.0
 MAX_PAUSE_S = 0.5
@@ -35,6 +37,10 @@ def longest_pause_s(retry: int) -> float:
     """Return the upper end of the pause before retry number `retry`, which counts from 1."""
     # The exponent is bounded, because a float is.
     return min(MAX_PAUSE_S, INITIAL_PAUSE_S * PAUSE_FACTOR ** min(retry - 1, 16))
+
+
+class NotBegunError(ReplicaUnavailableError):
+    """The replica's process ended before a call began: another replica may serve the call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class Controller:
         deployment.begin_rollout()
         # On one loop the first one may create what all share, such as a table: the others would
         # find none, and create it at the same moment.
-        deployment.desire(count=config.first_count, one_first=deployment.borrowed is not None)
+        is_shared = deployment.borrowed is not None and config.isolation == "thread"
+        deployment.desire(count=config.first_count, one_first=is_shared)
         self._reconciler.add(deployment)
         await self._reconciler.settled(deployment)
         deployment.end_rollout()
@@ -128,7 +129,8 @@ class Controller:
         new_loop: NewLoop,
     ) -> asyncio.AbstractEventLoop | None:
         """Return the loop that a deployment's replicas run on, `None` if each has its own."""
-        if not self._settings.run_user_code_in_separate_thread:
+        is_process = built.deployment.config.isolation == "process"
+        if is_process or not self._settings.run_user_code_in_separate_thread:
             return serving_loop
         choice = built.deployment.config.loop
         found: LoopObject | None = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ingress.handle import DeploymentHandle
 from ingress.http.proxy import HTTPProxy
+from ingress.processes.replica import ProcessReplica
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
@@ -32,6 +33,7 @@ class Factories(ReplicaFactories):
     handle: Callable[..., DeploymentHandle] = DeploymentHandle
     router: Callable[..., Router] = Router
     replica: Callable[..., Replica] = Replica
+    process_replica: Callable[..., Replica] = ProcessReplica
 
 
 Instrument = Callable[[Factories], Factories]

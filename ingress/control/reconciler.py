@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from ingress.base.settings import Settings
@@ -152,7 +153,10 @@ class Reconciler:
         config, router = deployment.config, deployment.router
         number = deployment.next_number
         deployment.next_number += 1
-        replica = deployment.factories.replica(
+        make_replica = deployment.factories.replica
+        if config.isolation == "process":
+            make_replica = partial(deployment.factories.process_replica, built=deployment.built)
+        replica = make_replica(
             ReplicaID(str(number), router.deployment_id),
             deployment.built.deployment.func_or_class,
             deployment.bound_app,

@@ -154,12 +154,14 @@ class LocalEngine:
     ) -> None:
         """Reserve the name and start the application. Raises as `Applications.start`."""
         await self.apps.reserve(start)
-        await self.apps.start(start, built, partial(self._loop_of_replicas, serving_loop))
+        await self.apps.start(start, built, partial(self._loop_of_replicas, serving_loop, built))
 
     def _loop_of_replicas(
-        self, serving_loop: Callable[[], asyncio.AbstractEventLoop]
+        self, serving_loop: Callable[[], asyncio.AbstractEventLoop], built: BuiltApplication
     ) -> asyncio.AbstractEventLoop:
         if self.threads.settings.run_user_code_in_separate_thread:
+            if any(each.deployment.config.isolation == "process" for each in built.deployments):
+                return serving_loop()  # for the frames of the child processes
             return self.threads.control.loop  # unused: each replica has its own loop
         loop = serving_loop()
         lend_executor(loop)
@@ -227,7 +229,7 @@ class LocalEngine:
                 self._give_up(start, threads)
                 raise
         # Not under the lock: a constructor may be slow, or hang.
-        loop_of_replicas = partial(self._loop_of_replicas, self._serving_loop)
+        loop_of_replicas = partial(self._loop_of_replicas, self._serving_loop, built)
         try:
             run_blocking(threads.control.loop, self.apps.start(start, built, loop_of_replicas))
         except BaseException as error:

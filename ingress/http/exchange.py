@@ -28,6 +28,7 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
+from ingress.calls.retries import NotBegunError
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
@@ -501,8 +502,11 @@ class Exchange(Call):
         """Drop the scope, once user code has ended.
 
         Every copy of the request's context holds the call, also that of the server's keep-alive
-        timer, and must not hold what frameworks keep in a scope.
+        timer, and must not hold what frameworks keep in a scope. Another replica needs the scope
+        if this one ended before the call began.
         """
+        if isinstance(failure, NotBegunError):
+            return
         if failure is not None or self.is_interrupted:
             self.current_route()  # kept for the log record
         if self.metadata.deadline is not None:

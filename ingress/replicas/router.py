@@ -161,8 +161,10 @@ class Router:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
             elif pause_s is None or (
-                # Without any replica the call waits: the deployment's next replica takes it.
-                self.replicas and all(each is call.runner for each in self.replicas)
+                # Without any replica, or with one whose process has ended, the call waits: the
+                # deployment's next replica takes it.
+                self.replicas
+                and all(each is call.runner and not each.is_ending for each in self.replicas)
             ):
                 refused = error
             else:

@@ -58,10 +58,13 @@ PASSED = frozenset(
         "user_config",
     }
 )
-OURS = frozenset({"lanes", "loop", "max_ongoing_requests", "num_replicas", "ray_actor_options"})
+OURS = frozenset(
+    {"isolation", "lanes", "loop", "max_ongoing_requests", "num_replicas", "ray_actor_options"}
+)
 """Options outside `PASSED` that take effect here or in the replica; a test compares the config.
 
-There each replica has a process, so that it shares no object and no loop, for each value of `loop`.
+There each replica has a process, so that it shares no object and no loop, for each value of `loop`
+and of `isolation`.
 """
 
 _RAYS_OWN = "ray_actor_options={'num_cpus': ...}"

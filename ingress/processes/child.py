@@ -1,0 +1,96 @@
+"""The main function of a child: it starts the replica that its parent describes, and waits.
+
+The main thread waits for the order to stop. The replica's loop, in its own thread, reads the
+frames: no call crosses threads on its way to an `async def`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+from functools import partial
+from queue import SimpleQueue
+from types import FrameType
+
+from ingress.calls.loops import run_blocking
+from ingress.declaration.build import fill
+from ingress.exceptions import RayServeException
+from ingress.processes.errors import pickled_error
+from ingress.processes.frames import connect, receive_blocking, send_blocking
+from ingress.processes.host import Host, give_back
+from ingress.processes.messages import Kind, ReplicaSpec
+from ingress.processes.page import SharedPage
+from ingress.replicas.replica import Replica
+
+STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it may
+
+
+def main(descriptor: int, page: int) -> None:
+    """Serve until the parent says to stop, or ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignore)
+    end = socket.socket(fileno=descriptor)
+    try:
+        _, content = receive_blocking(end)
+        spec: ReplicaSpec = pickle.loads(content)
+        replica, host, stopping = _made(spec, SharedPage(page))
+    except EOFError:
+        return  # the parent has given the start up
+    except BaseException as error:
+        send_blocking(end, Kind.FAILED, pickled_error(error))
+        return
+    run_blocking(replica.loop, _serve(replica, host, end, spec))
+    stopping.get()
+    asyncio.run(replica.stop(STOP_S))
+
+
+def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQueue[None]]:
+    """Return the replica of a specification, which has not started, and the orders to stop it."""
+    target = spec.code.resolve()
+    app_spec = getattr(target, "__ingress_spec__", None)
+    replica = Replica(
+        spec.replica_id,
+        target,
+        None if app_spec is None else app_spec.bind(target),
+        max_ongoing=spec.max_ongoing,
+        num_cpus=spec.num_cpus,
+        lanes=spec.lanes,
+        sync_in_threadpool=spec.sync_in_threadpool,
+        release=give_back,
+        stall_threshold_s=spec.stall_threshold_s,
+    )
+    stopping: SimpleQueue[None] = SimpleQueue()
+    page.close_descriptor()
+    return replica, Host(replica, page, partial(stopping.put, None)), stopping
+
+
+async def _serve(replica: Replica, host: Host, end: socket.socket, spec: ReplicaSpec) -> None:
+    """Begin to take frames, and start the replica. Runs on the user loop."""
+
+    def leave() -> None:
+        if not replica.is_ending:
+            os._exit(1)  # the parent has ended: there is no caller left
+
+    host.frames = await connect(end, host.on_frame, leave)
+    try:
+        given_args, given_kwargs = pickle.loads(spec.arguments)
+        args, kwargs = fill(given_args, given_kwargs, _no_handle)
+        await replica.start(args, kwargs, spec.user_config)
+    except Exception as error:
+        host.frames.post(Kind.FAILED, 0, pickled_error(error))
+    else:
+        host.frames.post(Kind.READY, 0)
+
+
+def _no_handle(name: str) -> None:
+    raise RayServeException(f"a handle of {name!r} is not available in a child process")
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: Ctrl-C and a service's stop reach the parent too, which says when to stop.
+
+    A handler, because the programs that user code starts would inherit an ignored signal.
+    """

@@ -1,0 +1,157 @@
+"""The user's class and its constructor arguments, as they travel to a child.
+
+by path     the child imports the module; for a script, the file of `__main__`
+by value    no module has it: it is made in a function, or in a notebook. Needs cloudpickle
+arguments   pickled, with slots for handles
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pickle
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ingress.declaration.build import BuiltDeployment
+from ingress.declaration.declaration import Application, Deployment
+from ingress.execution.mistakes import last_line as described
+from ingress.processes.messages import PICKLE
+
+_MAIN = "__mp_main__"
+"""The name of the parent's script in a child, as for `multiprocessing`: its guard is false."""
+_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ByPath:
+    """A class or function in a module, or in the script `main`, under a name of that module."""
+
+    module: str
+    name: str
+    main: str = ""
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import the class or function. Raises `ImportError` if this process cannot."""
+        found: Any = import_main(self.main) if self.main else importlib.import_module(self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        target = _behind(found)
+        if not callable(target):
+            raise ImportError(f"{self.main or self.module!r} has no {self.name!r} in a child")
+        return target  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class ByValue:
+    """A class or function that no child can import, pickled by cloudpickle."""
+
+    pickled: bytes
+
+    def resolve(self) -> Callable[..., Any]:
+        return pickle.loads(self.pickled)  # type: ignore[no-any-return]
+
+
+def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
+    """Return the reference to a deployment's class or function.
+
+    Raises `TypeError` if a child can neither import nor unpickle it.
+    """
+    target = built.deployment.func_or_class
+    module = sys.modules.get(target.__module__)
+    if module is not None:
+        main = (getattr(module, "__file__", None) or "") if module.__name__ == "__main__" else ""
+        if main or module.__name__ != "__main__":
+            for name in _names(module, target):
+                return ByPath(module.__name__, name, main)
+    if importlib.util.find_spec("cloudpickle") is None:
+        raise TypeError(
+            f"deployment {built.name!r}: no module has {target.__qualname__}, so a child process "
+            "cannot import it; put it at the top of a module, or install cloudpickle"
+        )
+    try:
+        return ByValue(importlib.import_module("cloudpickle").dumps(target))
+    except Exception as error:
+        raise TypeError(
+            f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a child process: "
+            f"{error}; put it at the top of a module"
+        ) from error
+
+
+def import_main(path: str) -> ModuleType:
+    """Run the parent's script, once, as the module `__main__` of this process."""
+    if _MAIN not in sys.modules:
+        module = ModuleType(_MAIN)
+        vars(module).update(runpy.run_path(path, run_name=_MAIN))
+        sys.modules["__main__"] = sys.modules[_MAIN] = module
+    return sys.modules[_MAIN]
+
+
+def accept_main() -> None:
+    """Make objects of the script's classes that children pickle known in this process."""
+    if "__main__" in sys.modules:
+        sys.modules.setdefault(_MAIN, sys.modules["__main__"])
+
+
+def pickled_arguments(built: BuiltDeployment) -> bytes:
+    """Return the pickled constructor arguments. Raises `TypeError` that names the faulty part."""
+    arguments = (built.init_args, built.init_kwargs)
+    try:
+        return pickle.dumps(arguments, PICKLE)
+    except Exception as error:
+        path = culprit(built.init_args, "args") or culprit(built.init_kwargs, "kwargs")
+        raise TypeError(
+            f"deployment {built.name!r}: its constructor argument {path} cannot be pickled, and so "
+            f"not be sent to a child process: {described(error)}; make it in the constructor, or "
+            'use isolation="thread"'
+        ) from error
+
+
+def culprit(value: Any, path: str, depth: int = _DEPTH) -> str:
+    """Return the path to the innermost part of a value that cannot be pickled; "" for none."""
+    try:
+        pickle.dumps(value, PICKLE)
+    except Exception:
+        if depth:
+            for name, part in _parts(value, path):
+                if found := culprit(part, name, depth - 1):
+                    return found
+        return path
+    return ""
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{path}[{number}]", part) for number, part in enumerate(value))
+    else:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from ((f"{path}.{name}", part) for name, part in attributes.items())
+
+
+def _names(module: ModuleType, target: Any) -> Iterator[str]:
+    """Yield the names under which a module has a class or function, its own first."""
+    found: Any = module
+    for part in target.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if _behind(found) is target:
+        yield target.__qualname__
+    for name, value in list(vars(module).items()):
+        if _behind(value) is target:
+            yield name
+
+
+def _behind(found: Any) -> Any:
+    """Return the class or function of a deployment or application, else the object itself."""
+    if isinstance(found, Application):
+        found = found.deployment
+    if isinstance(found, Deployment):
+        return found.func_or_class
+    return found if inspect.isclass(found) or inspect.isfunction(found) else None

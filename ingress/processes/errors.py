@@ -1,0 +1,76 @@
+"""Exceptions that cross between two processes, and descriptions of a process's end."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from typing import Any
+
+from ingress.base.types import ReplicaID
+from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
+from ingress.execution.mistakes import last_line as described
+from ingress.execution.tracebacks import format_error
+from ingress.processes.code import culprit
+from ingress.processes.messages import PICKLE
+
+
+def pickled_error(error: BaseException) -> bytes:
+    """Return an error and its traceback's text, pickled; an error that cannot be is described."""
+    text = format_error(error)
+    try:
+        content = pickle.dumps((error, text), PICKLE)
+        pickle.loads(content)
+        return content
+    except Exception as problem:
+        told = f"{described(error)} (it cannot be sent to another process: {described(problem)})"
+        return pickle.dumps((RayServeException(told), text), PICKLE)
+
+
+def unpickled_error(content: memoryview) -> BaseException:
+    """Return the error that `pickled_error` was given, with its traceback as a note."""
+    try:
+        error, text = pickle.loads(content)
+    except Exception as problem:  # its module is known to the child only
+        return RayServeException(f"user code raised an exception that cannot be read: {problem!r}")
+    if isinstance(error, UserCodeExit):
+        error.__cause__ = error.original  # a pickle leaves the cause out
+    try:
+        error.add_note(f"\nThe traceback in the replica's process:\n{text}")
+    except Exception:  # a user's exception class without attributes
+        pass
+    return error  # type: ignore[no-any-return]
+
+
+def unsendable(what: str, value: Any, problem: Exception) -> RayServeException:
+    """Return the error of a value that cannot be pickled, which names the part at fault."""
+    path = culprit(value, what)
+    return RayServeException(
+        f"{path} cannot be sent to another process: {described(problem)}; send plain data instead, "
+        'or use isolation="thread"'
+    )
+
+
+def end_of(pid: int, code: int | None, failure: OSError | None) -> str:
+    """Return the description of a process's end: by its exit code, negative for a signal."""
+    if failure is not None:
+        return f"its process could not be started: {failure}"
+    if code is None:
+        return f"its process {pid} closed its connection"
+    if code >= 0:
+        return f"its process {pid} ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"its process {pid} was killed by {name}{hint}"
+
+
+def died(
+    replica_id: ReplicaID, end: str, kind: type[ReplicaUnavailableError]
+) -> ReplicaUnavailableError:
+    """Return the error of a call whose replica's process ended, of a kind."""
+    return kind(
+        f"Replica {replica_id} of {replica_id.deployment_id} died before it answered: {end}; send "
+        "the request again if that is safe."
+    )

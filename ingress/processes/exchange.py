@@ -1,0 +1,225 @@
+"""A call in a child: one call by handle, one stream, or one HTTP request or WebSocket.
+
+frames that arrive            the call's work, on the user loop
+INPUT, CANCEL, CLOSE   -->    receive(), a cancellation, `StreamClosedError` from `send`
+RESPONSE, OUTPUT, ...  <--    send(), items
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any
+
+from starlette.types import Message, Scope
+
+from ingress.asgi import route_template
+from ingress.asgi.chunks import parts_of
+from ingress.base.types import RequestMetadata
+from ingress.calls.call import Call
+from ingress.handle import Invocation
+from ingress.processes.errors import unsendable
+from ingress.processes.frames import Frames
+from ingress.processes.messages import (
+    RESPONSE_BODY,
+    RESPONSE_START,
+    Kind,
+    dumps,
+    size_of,
+)
+from ingress.processes.window import Window
+from ingress.replicas.user_code import UserCode
+
+
+class HostedCall(Call):
+    """One call in a child. Owned by the user loop. Its slot is the parent's."""
+
+    __slots__ = ("frames", "number", "window")
+
+    def __init__(
+        self,
+        number: int,
+        frames: Frames,
+        metadata: RequestMetadata,
+        work: Callable[[Any], Awaitable[Any]] | None,
+    ) -> None:
+        super().__init__(metadata, work, Context())
+        self.number = number
+        self.frames = frames
+        self.window = Window()
+
+    def close(self) -> None:
+        """Make the user's generator end: its consumer takes no more."""
+        self.window.close()
+
+    def accept(self, message: Message) -> None:
+        """Take a message of the client."""
+
+
+class _Items:
+    """The channel of a generator's items, for an `Invocation`. Owned by the user loop."""
+
+    __slots__ = ("call",)
+    call: HostedCall
+
+    async def put(self, item: Any, size: int = 0) -> None:
+        await self.call.window.take(size)
+        try:
+            content = dumps(item)
+        except Exception as problem:
+            raise unsendable("an item of the stream", item, problem) from problem
+        self.call.frames.post(Kind.ITEM, self.call.number, content)
+
+
+def hosted_invocation(
+    number: int,
+    frames: Frames,
+    metadata: RequestMetadata,
+    args: list[Any],
+    kwargs: dict[str, Any],
+) -> HostedCall:
+    """Return a call by handle."""
+    items: Any = _Items() if metadata.is_streaming else None
+    work = Invocation(metadata.method_name, args, kwargs, items)
+    call = HostedCall(number, frames, metadata, work)
+    if items is not None:
+        items.call = call
+    return call
+
+
+class HostedExchange(HostedCall):
+    """One HTTP request or WebSocket in a child. Owned by the user loop."""
+
+    __slots__ = (
+        "_first",
+        "_inputs",
+        "_is_complete",
+        "_is_gone",
+        "_is_http",
+        "_is_streaming",
+        "_news",
+        "_start",
+        "_template",
+        "scope",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        frames: Frames,
+        metadata: RequestMetadata,
+        scope: Scope,
+        first: Message | None,
+    ) -> None:
+        super().__init__(number, frames, metadata, self._serve)
+        self.scope = scope
+        self._is_http = scope["type"] == "http"
+        self._first = first
+        self._inputs: deque[Message] = deque()
+        self._news: asyncio.Future[None] | None = None
+        self._start: Message | None = None
+        self._is_streaming = self._is_complete = self._is_gone = False
+        self._template = ""
+
+    @property
+    def deadline(self) -> float | None:
+        """The deadline of calls made in this request; `None` for those of a background task."""
+        is_over = self._is_complete or not self._is_http
+        return None if is_over else self.metadata.deadline
+
+    def current_route(self) -> str:
+        """Return the prefix, with the endpoint's path template once found."""
+        if not self._template:
+            path = route_template(self.scope)
+            if path is None:
+                return self.metadata.route
+            self._template = self.metadata.route.rstrip("/") + path
+        return self._template
+
+    def _serve(self, user_code: UserCode) -> Awaitable[None]:
+        return user_code.http(self.scope, self._receive, self._send)
+
+    # The client's messages.
+
+    def accept(self, message: Message) -> None:
+        """Take a message of the client."""
+        self._inputs.append(message)
+        self._wake()
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        self.close()
+
+    def close(self) -> None:
+        """Make every later `send` fail, and `receive` report the disconnect: the client is gone."""
+        super().close()
+        self._is_gone = True
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
+
+    async def _receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        while not self._inputs:
+            if self._is_gone or (self._is_complete and self._is_http):
+                if self._is_http:
+                    return {"type": "http.disconnect"}
+                return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        message = self._inputs[0]
+        if message["type"].endswith(".disconnect"):
+            return message  # the last one, for every later `receive`
+        self._inputs.popleft()
+        self.frames.post(Kind.CREDIT, self.number, dumps((1, size_of(message))))
+        return message
+
+    # The response.
+
+    async def _send(self, message: Message) -> None:
+        kind = message["type"]
+        if self._is_streaming or not self._is_http:
+            await self._stream(message)
+        elif kind == RESPONSE_START:
+            self._start = message
+            if b"content-length" not in [name for name, _ in message.get("headers", ())]:
+                await self._stream(message)  # the body may take a while
+        elif kind == RESPONSE_BODY and not message.get("more_body"):
+            start = self._start
+            if start is None:
+                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+            content = (start["status"], _plain(start), bytes(message.get("body", b"")))
+            self._is_complete = True
+            self.frames.post(Kind.RESPONSE, self.number, dumps(content))
+        else:
+            if self._start is not None:
+                await self._stream(self._start)
+            await self._stream(message)
+
+    async def _stream(self, message: Message) -> None:
+        """Send one message, at the pace of the client."""
+        self._is_streaming = True
+        kind = message["type"]
+        await self.window.take(size_of(message))
+        body = message.get("body", b"")
+        if kind == RESPONSE_BODY and message.get("more_body"):
+            for part in parts_of(body):
+                self.frames.post(Kind.CHUNK, self.number, bytes(part))
+            return
+        if kind == RESPONSE_START:
+            message = {**message, "headers": _plain(message)}
+        elif kind == RESPONSE_BODY:
+            message = {"type": kind, "body": bytes(body), "more_body": False}
+            self._is_complete = True
+        self.frames.post(Kind.OUTPUT, self.number, dumps(message))
+
+
+def _plain(start: Message) -> list[tuple[bytes, bytes]]:
+    return [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]

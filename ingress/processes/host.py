@@ -1,0 +1,143 @@
+"""A replica in a child: frames that arrive begin, feed and cancel its calls.
+
+The host fulfils for a child the part that a router and a proxy have in the server's process. The
+parent's router counts the slots, so a call that arrives has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any
+
+from ingress.calls.call import Call
+from ingress.context import REPLICA
+from ingress.exceptions import UserCodeExit
+from ingress.processes.errors import pickled_error, unsendable
+from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
+from ingress.processes.frames import Frames
+from ingress.processes.messages import Kind, dumps, metadata_of, scope_of
+from ingress.processes.page import SharedPage
+from ingress.replicas.replica import Replica
+
+logger = logging.getLogger("ingress")
+
+
+class Host:
+    """The calls of a child's replica. Owned by the user loop.
+
+    `stop()` ends the process, in another thread.
+    """
+
+    __slots__ = ("_calls", "_models", "_page", "_stop", "_tasks", "frames", "replica")
+
+    def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
+        self.replica = replica
+        self.frames: Frames
+        self._page = page
+        self._stop = stop
+        self._calls: dict[int, HostedCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._models: frozenset[str] = frozenset()
+
+    def on_frame(self, kind: int, number: int, content: memoryview) -> None:
+        if kind <= Kind.HTTP:
+            self._on_call(kind, number, content)
+        elif kind == Kind.ASK:
+            self._own(self._answer(number, *pickle.loads(content)), Context())
+        elif kind == Kind.STOP:
+            self._stop()
+        elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
+            self._on_message(kind, call, content)
+
+    def _on_call(self, kind: int, number: int, content: memoryview) -> None:
+        try:
+            call = self._arrived(kind, number, content)
+        except Exception as error:  # of reading the arguments, which may run user code
+            self.frames.post(Kind.FAILED, number, pickled_error(error))
+            return
+        self._calls[number] = call
+        self._own(self._run(call), call.context)
+
+    def _arrived(self, kind: int, number: int, content: memoryview) -> HostedCall:
+        deployment = self.replica.replica_id.deployment_id
+        if kind == Kind.HTTP:
+            envelope, values, body, has_more = pickle.loads(content)
+            metadata = metadata_of(envelope, deployment, is_http=True, is_streaming=False)
+            first = None
+            if values[0] == "http":
+                first = {"type": "http.request", "body": body, "more_body": has_more}
+            return HostedExchange(number, self.frames, metadata, scope_of(values), first)
+        envelope, args, kwargs = pickle.loads(content)
+        is_streaming = kind == Kind.STREAM
+        metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
+        return hosted_invocation(number, self.frames, metadata, args, kwargs)
+
+    def _on_message(self, kind: int, call: HostedCall, content: memoryview) -> None:
+        if kind == Kind.INPUT:
+            call.accept(pickle.loads(content))
+        elif kind == Kind.CREDIT:
+            call.window.give(*pickle.loads(content))
+        elif kind == Kind.CLOSE:
+            call.close()
+        elif kind == Kind.CANCEL:
+            call.cancel(pickle.loads(content) if content else None)
+
+    def _own(self, work: Coroutine[Any, Any, None], context: Context) -> None:
+        task = self.replica.loop.create_task(work, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, call: HostedCall) -> None:
+        """Run a call on the replica, and send its end."""
+        replica = self.replica
+        error: BaseException | None = None
+        value: Any = None
+        try:
+            self._page.begin(call.number)
+            call.runner = replica
+            if replica.admit(call):
+                value = await replica.serve(call)
+        except asyncio.CancelledError as cancelled:
+            error = UserCodeExit(cancelled, str(replica.replica_id))
+        except Exception as raised:
+            error = raised
+        if call.settled:  # cancelled, or its deadline passed
+            error = call.error
+        elif replica.is_ending:
+            error = replica.gone_error()
+        call.settle(value, error)
+        self._end(call, value, error)
+
+    def _end(self, call: HostedCall, value: Any, error: BaseException | None) -> None:
+        del self._calls[call.number]
+        if call.metadata.multiplexed_model_id and self.replica.model_ids != self._models:
+            self._models = self.replica.model_ids
+            self.frames.post(Kind.MODELS, 0, dumps(self._models))
+        if error is None:
+            try:
+                self.frames.post(Kind.DONE, call.number, b"" if value is None else dumps(value))
+                return
+            except Exception as problem:
+                error = unsendable(f"the result of {call.metadata.method_name!r}", value, problem)
+        self.frames.post(Kind.FAILED, call.number, pickled_error(error))
+
+    async def _answer(self, number: int, what: str, argument: Any) -> None:
+        """Answer a request to the replica itself."""
+        REPLICA.set(self.replica.context)
+        try:
+            if what == "check_health":
+                await self.replica.check_health()
+            else:
+                await self.replica.user_code.reconfigure(argument)
+        except Exception as error:
+            self.frames.post(Kind.FAILED, number, pickled_error(error))
+        else:
+            self.frames.post(Kind.DONE, number)
+
+
+def give_back(replica: Replica, call: Call) -> None:
+    """Do nothing: the slot is the parent's, and the frame of the call's end gives it back."""

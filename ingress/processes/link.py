@@ -1,0 +1,275 @@
+"""The server's end of a child: its process, its frames, and the work that it does.
+
+start   a socket pair and a page are made, the process starts, its replica says that it serves
+send    one frame for each call; the answers end the `RemoteWork` of that call
+lost    the process has ended: all its work ends, with `NotBegunError` if it had not begun
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import socket
+from collections import deque
+from typing import Any
+
+from anyio import CancelScope
+
+from ingress.base.types import ReplicaID
+from ingress.calls.call import CURRENT_CALL
+from ingress.calls.channel import EndOfStream
+from ingress.calls.loops import mailbox_of
+from ingress.calls.retries import NotBegunError
+from ingress.exceptions import RayServeException, ReplicaUnavailableError
+from ingress.processes.errors import died, end_of, unpickled_error
+from ingress.processes.frames import Frames, connect
+from ingress.processes.messages import RESPONSE_BODY, Kind, dumps, response_messages
+from ingress.processes.page import SharedPage
+from ingress.processes.spawning import ChildProcess
+from ingress.processes.window import Window
+
+_LAST_FRAMES_S = 0.1  # for frames of a child that has ended
+
+logger = logging.getLogger("ingress")
+
+
+class RemoteWork:
+    """One call in a child, from its frame to its end. Owned by the loop of the frames."""
+
+    __slots__ = (
+        "_arrived",
+        "_waiter",
+        "error",
+        "frames",
+        "has_fed",
+        "is_over",
+        "number",
+        "value",
+        "window",
+    )
+
+    def __init__(self, number: int, frames: Frames) -> None:
+        self.number = number
+        self.frames = frames
+        self.window = Window()
+        self.is_over = False
+        self.has_fed = False  # a message of the client was taken for it
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._arrived: deque[Any] = deque()  # messages of a response, or items
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, each: Any) -> None:
+        self._arrived.append(each)
+        self._wake()
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        self.value, self.error = value, error
+        self.is_over = True
+        self.window.close()
+        self._wake()
+
+    def give(self, messages: int, size: int) -> None:
+        """Tell the child that this much of its messages was taken."""
+        if not self.is_over:
+            self.frames.post(Kind.CREDIT, self.number, dumps((messages, size)))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Any]:
+        """Return what has arrived, at least one. Raises the work's error, or `EndOfStream`."""
+        while not self._arrived:
+            if self.is_over:
+                if self.error is not None:
+                    raise self.error
+                raise EndOfStream
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        taken = list(self._arrived)
+        self._arrived.clear()
+        return taken
+
+    async def outcome(self) -> Any:
+        """Return the value of work without messages, or raise its error."""
+        while not self.is_over:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    async def leave(self, failure: BaseException | None) -> None:
+        """Stop work that is not over, because of `failure`, and wait until it has ended."""
+        call = CURRENT_CALL.get(None)
+        if isinstance(failure, asyncio.CancelledError) or (call and call.is_interrupted):
+            reason = None if call is None else call.error
+            self.frames.post(Kind.CANCEL, self.number, b"" if reason is None else dumps(reason))
+        else:  # its consumer takes no more
+            self.frames.post(Kind.CLOSE, self.number)
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Wait until the work has ended, whatever arrives, even while cancellations arrive."""
+        # Shielded, because a cancelled AnyIO scope cancels again on every turn of the loop.
+        with CancelScope(shield=True):
+            while not self.is_over:
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                except asyncio.CancelledError:
+                    pass
+
+
+class Link:
+    """The server's end of one child. Owned by the loop of its frames; any thread reads `end`.
+
+    end        the description of the process's end, "" while it runs
+    model_ids  the ids of the models that the child has or is loading
+    """
+
+    __slots__ = (
+        "_child", "_ended", "_frames", "_is_stopping", "_last", "_page", "_replica_id", "_started",
+        "_works", "end", "model_ids",
+    )  # fmt: skip
+
+    def __init__(self, replica_id: ReplicaID) -> None:
+        self._replica_id = replica_id
+        self._page: SharedPage | None = None
+        self._child: ChildProcess | None = None
+        self._frames: Frames | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._is_stopping = False
+        self._last = 0
+        self._works: dict[int, RemoteWork] = {}
+        self.end = ""
+        self.model_ids: frozenset[str] = frozenset()
+
+    @property
+    def pid(self) -> int:
+        """The process's id; 0 before it has started."""
+        return 0 if self._child is None else self._child.pid
+
+    async def start(self, specification: bytes) -> None:
+        """Start the process, and return once its replica serves. Raises the error of its start."""
+        loop = asyncio.get_running_loop()
+        started, self._ended = loop.create_future(), loop.create_future()
+        self._started = started
+        ours, theirs = socket.socketpair()
+        page = self._page = SharedPage()
+        frames = self._frames = await connect(ours, self._on_frame, self._on_lost)
+        frames.post(Kind.START, 0, specification)
+        mailbox = mailbox_of(loop)
+        name = str(self._replica_id)
+        self._child = ChildProcess(name, theirs, page, lambda: mailbox.post(self._on_exit))
+        await started
+
+    async def stop(self) -> None:
+        """Have the child run the user's shutdown code, and wait for its end."""
+        self._is_stopping = True
+        if self._frames is None or self._ended is None:
+            return  # it was never started
+        started = self._started
+        if started is None or not started.done() or started.cancelled() or started.exception():
+            self.kill()
+        self._frames.post(Kind.STOP, 0)
+        await self._ended
+
+    def kill(self) -> None:
+        """End the process, if it runs. Thread-safe."""
+        self._is_stopping = True
+        if self._child is not None:
+            self._child.kill()
+
+    def join(self) -> None:
+        """Wait for the end of a process that was killed. Thread-safe."""
+        if self._child is not None:
+            self._child.join()
+
+    def send(self, kind: Kind, content: bytes) -> RemoteWork:
+        """Send the frame of some work."""
+        assert self._frames is not None
+        self._last += 1
+        work = RemoteWork(self._last, self._frames)
+        if self.end:
+            work.end(error=died(self._replica_id, self.end, NotBegunError))
+        else:
+            self._works[self._last] = work
+            self._frames.post(kind, self._last, content)
+        return work
+
+    # Frames of the child.
+
+    def _on_frame(self, kind: int, number: int, content: memoryview) -> None:
+        work = self._works.get(number)
+        if work is None:
+            self._on_frame_of_child(kind, content)
+        elif kind == Kind.RESPONSE:
+            for message in response_messages(content):
+                work.put(message)
+        elif kind == Kind.DONE:
+            del self._works[number]
+            try:
+                work.end(pickle.loads(content) if content else None)
+            except Exception as problem:  # of a class that only the child knows
+                work.end(error=RayServeException(f"the result cannot be read: {problem!r}"))
+        elif kind == Kind.FAILED:
+            del self._works[number]
+            work.end(error=unpickled_error(content))
+        elif kind == Kind.CHUNK:
+            work.put({"type": RESPONSE_BODY, "body": bytes(content), "more_body": True})
+        elif kind == Kind.CREDIT:
+            work.window.give(*pickle.loads(content))
+        else:  # an item, or a message
+            work.put(pickle.loads(content))
+
+    def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
+        if kind == Kind.MODELS:
+            self.model_ids = pickle.loads(content)
+        elif self._started is None or self._started.done():
+            pass  # the start was given up
+        elif kind == Kind.READY:
+            self._started.set_result(None)
+        elif kind == Kind.FAILED:
+            self._started.set_exception(unpickled_error(content))
+
+    # The end of the child.
+
+    def _on_exit(self) -> None:
+        """Note that the process has ended; its last frames may be on their way."""
+        if self._frames is not None and self._frames.is_open:
+            # A process that user code started may hold the socket open.
+            asyncio.get_running_loop().call_later(_LAST_FRAMES_S, self._frames.close)
+        else:
+            self._lose()
+
+    def _on_lost(self) -> None:
+        """Note that the connection is closed: the process ends, or has ended."""
+        child = self._child
+        if child is not None and not child.has_ended:
+            # It cannot serve without a connection; `_on_exit` follows.
+            asyncio.get_running_loop().call_later(_LAST_FRAMES_S, child.kill)
+        else:
+            self._lose()
+
+    def _lose(self) -> None:
+        child, page = self._child, self._page
+        if self.end or child is None or page is None:
+            return
+        self.end = end_of(child.pid, child.code, child.failure)
+        last_begun = page.last_begun
+        page.close()
+        works, self._works = self._works, {}
+        for number, work in works.items():
+            may_have_begun = number <= last_begun or work.has_fed
+            kind = ReplicaUnavailableError if may_have_begun else NotBegunError
+            work.end(error=died(self._replica_id, self.end, kind))
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(RuntimeError(self.end))
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        if not self._is_stopping:
+            logger.error("%s: %s", self._replica_id, self.end)

@@ -1,0 +1,164 @@
+"""The kinds of frames between a server and a child, and their contents.
+
+    down  START        first: a `ReplicaSpec`
+          CALL         metadata, method, args, kwargs: one call by handle
+          STREAM       the same, of a generator
+          HTTP         metadata, scope, first part of the body, whether more follows
+          INPUT        a message of the client: more body, a WebSocket's message, the disconnect
+          CANCEL       the work of a call is not wanted any more; with the error of its caller
+          ASK          a request to the replica itself: "check_health" or "reconfigure"
+          STOP         run the user's shutdown code, and end
+    both  CREDIT       messages and bytes that the receiver of INPUT, OUTPUT or ITEM has taken
+          CLOSE        the receiver of OUTPUT or ITEM takes no more
+    up    READY        the replica serves; without a call
+          RESPONSE     a complete response: status, headers, body
+          OUTPUT       one message of a response, or of a WebSocket
+          CHUNK        the bytes of one chunk of a response's body
+          ITEM         one item of a generator
+          MODELS       the ids of the replica's models
+          DONE         the work has ended, with its value
+          FAILED       the work has ended, with its error
+
+A call has exactly one DONE or FAILED, its last frame: then the slot is free.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from time import monotonic
+from typing import Any, TypeAlias
+
+from starlette.types import Message, Scope
+
+from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata
+
+PICKLE = 5  # the protocol
+
+
+class Kind(IntEnum):
+    """The kind of a frame: its number in the frame's head."""
+
+    START = 1
+    CALL = 2
+    STREAM = 3
+    HTTP = 4
+    INPUT = 5
+    CANCEL = 6
+    ASK = 7
+    STOP = 8
+    CREDIT = 9
+    CLOSE = 10
+    READY = 16
+    RESPONSE = 17
+    OUTPUT = 18
+    CHUNK = 19
+    ITEM = 20
+    MODELS = 21
+    DONE = 22
+    FAILED = 23
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """The specification of a replica in a child.
+
+    `code` refers to the user's class or function; `arguments` are its pickled constructor
+    arguments.
+    """
+
+    replica_id: ReplicaID
+    code: Any
+    arguments: bytes
+    max_ongoing: int
+    num_cpus: float
+    lanes: Mapping[str, int] = field(default_factory=dict)
+    sync_in_threadpool: bool = False
+    stall_threshold_s: float | None = None
+    user_config: Any = None
+
+
+Envelope: TypeAlias = tuple[str, str, str, str, str, float | None]
+"""Request id, route, application, method, model id, and seconds until the deadline."""
+
+
+def envelope_of(metadata: RequestMetadata) -> Envelope:
+    """Return a call's metadata as it travels. The two processes may have different clocks."""
+    deadline = metadata.deadline
+    return (
+        metadata.request_id,
+        metadata.route,
+        metadata.app_name,
+        metadata.method_name,
+        metadata.multiplexed_model_id,
+        None if deadline is None else deadline - monotonic(),
+    )
+
+
+def metadata_of(
+    envelope: Envelope, deployment: DeploymentID, *, is_http: bool, is_streaming: bool
+) -> RequestMetadata:
+    """Return the metadata of a call that has arrived, with the deadline on this process's clock."""
+    request_id, route, app_name, method_name, model_id, left_s = envelope
+    deadline = None if left_s is None else monotonic() + left_s
+    return RequestMetadata(
+        request_id,
+        deployment,
+        method_name,
+        route,
+        model_id,
+        is_http,
+        is_streaming,
+        app_name,
+        deadline,
+    )
+
+
+# Keys of a scope that cross. `state` is of the server's lifespan, a child has its own; `extensions`
+# stay, because most are promises of the server that only its own process can keep.
+_HTTP = (
+    "method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme",
+    "http_version", "root_path",
+)  # fmt: skip
+_WEBSOCKET = (*_HTTP[1:], "subprotocols")
+
+
+def scope_as_sent(scope: Scope) -> tuple[Any, ...]:
+    """Return the values of a scope that cross."""
+    keys = _HTTP if scope["type"] == "http" else _WEBSOCKET
+    return (scope["type"], *[scope.get(key) for key in keys])
+
+
+def scope_of(values: tuple[Any, ...]) -> Scope:
+    """Return the scope that the values came from."""
+    keys = _HTTP if values[0] == "http" else _WEBSOCKET
+    return {"type": values[0], **dict(zip(keys, values[1:], strict=True))}
+
+
+def dumps(value: Any) -> bytes:
+    return pickle.dumps(value, PICKLE)
+
+
+def size_of(message: Message) -> int:
+    """Return the bytes that a message of ASGI counts in its window."""
+    return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
+
+
+def size_of_item(item: Any) -> int:
+    """Return the bytes that an item of a stream counts in its window."""
+    return len(item) if isinstance(item, str | bytes) else 0
+
+
+RESPONSE_START = "http.response.start"
+RESPONSE_BODY = "http.response.body"
+
+
+def response_messages(content: memoryview) -> list[Message]:
+    """Return the two messages of a complete response."""
+    status, headers, body = pickle.loads(content)
+    return [
+        {"type": RESPONSE_START, "status": status, "headers": headers},
+        {"type": RESPONSE_BODY, "body": body, "more_body": False},
+    ]

@@ -1,0 +1,60 @@
+"""A page of memory that a child shares with its parent: numbers that outlive the child.
+
+A child that is killed in user code takes the frames that it has not written with it. The number of
+the last call that it began is in this page before the first line of that call runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from struct import Struct
+
+_SIZE = mmap.PAGESIZE
+_BEGUN = Struct("<Q")
+
+
+class SharedPage:
+    """The page of one child. The child writes it, its parent reads it.
+
+    Made by the parent without a descriptor, in the child with the one that it inherits. The parent
+    closes its descriptor once the child has its own.
+    """
+
+    __slots__ = ("_memory", "descriptor")
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = _new_file()
+            os.ftruncate(descriptor, _SIZE)
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _SIZE)
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor; the memory stays."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def begin(self, call: int) -> None:
+        """Note that a call begins. Calls begin in the order of their numbers."""
+        _BEGUN.pack_into(self._memory, 0, call)
+
+    @property
+    def last_begun(self) -> int:
+        """The number of the last call that has begun; 0 for none."""
+        begun: int = _BEGUN.unpack_from(self._memory, 0)[0]
+        return begun
+
+    def close(self) -> None:
+        self.close_descriptor()
+        self._memory.close()
+
+
+def _new_file() -> int:
+    """Return the descriptor of a file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("ingress-replica")
+    with tempfile.TemporaryFile(prefix="ingress-replica") as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,163 @@
+"""User code in a child process, as the calls of the server's process use it.
+
+start, stop, reconfigure, check_health    as of `UserCode`; `start` starts the child
+call, stream, http                        one frame down, and the child's answers up
+a cancellation                            the end of the work is awaited, as the slot follows it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.asgi.chunks import Chunks
+from ingress.base.types import ReplicaID
+from ingress.calls.call import CURRENT_CALL
+from ingress.calls.channel import EndOfStream
+from ingress.processes.errors import unsendable
+from ingress.processes.link import Link, RemoteWork
+from ingress.processes.messages import (
+    RESPONSE_BODY,
+    Kind,
+    dumps,
+    envelope_of,
+    scope_as_sent,
+    size_of,
+    size_of_item,
+)
+
+
+class RemoteCode:
+    """The user's class or function in a child, in the place of its `UserCode`.
+
+    Owned by the loop of its frames. `specification` is set before the start.
+    """
+
+    __slots__ = ("link", "specification")
+
+    def __init__(self, replica_id: ReplicaID) -> None:
+        self.link = Link(replica_id)
+        self.specification = b""
+
+    async def start(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
+    ) -> None:
+        """Start the child, which makes the instance. Raises the errors of user code.
+
+        The arguments are in the specification: a child makes handles of its own.
+        """
+        await self.link.start(self.specification)
+
+    async def stop(self) -> None:
+        """Have the child shut down, and wait for its end."""
+        await self.link.stop()
+
+    async def reconfigure(self, user_config: Any) -> None:
+        await self._ask("reconfigure", user_config)
+
+    async def check_health(self) -> None:
+        await self._ask("check_health")
+
+    async def _ask(self, what: str, argument: Any = None) -> None:
+        await self.link.send(Kind.ASK, dumps((what, argument))).outcome()
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method and return its result."""
+        work = self._begin(Kind.CALL, args, kwargs)
+        try:
+            return await work.outcome()
+        finally:
+            if not work.is_over:
+                await work.leave(sys.exception())
+
+    def _begin(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteWork:
+        try:
+            content = dumps((envelope_of(CURRENT_CALL.get().metadata), args, kwargs))
+        except Exception as problem:
+            given: dict[Any, Any] = dict(enumerate(args))
+            given.update(kwargs)
+            raise unsendable("arguments", given, problem) from problem
+        return self.link.send(kind, content)
+
+    async def stream(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Call a method that returns a generator and yield its items."""
+        work = self._begin(Kind.STREAM, args, kwargs)
+        try:
+            while True:
+                try:
+                    items = await work.take()
+                except EndOfStream:
+                    return
+                for item in items:
+                    yield item
+                work.give(len(items), sum(map(size_of_item, items)))
+        finally:
+            if not work.is_over:
+                await work.leave(sys.exception())
+
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request or WebSocket."""
+        body, has_more, is_http = b"", False, scope["type"] == "http"
+        if is_http:
+            first = await receive()
+            body, has_more = first.get("body", b""), first.get("more_body", False)
+        head = envelope_of(CURRENT_CALL.get().metadata), scope_as_sent(scope)
+        work = self.link.send(Kind.HTTP, dumps((*head, bytes(body), has_more)))
+        feeding: asyncio.Task[None] | None = None
+        if has_more or not is_http:
+            feeding = asyncio.get_running_loop().create_task(self._feed(work, receive))
+        try:
+            await self._forward(work, send)
+        finally:
+            if not work.is_over:
+                await work.leave(sys.exception())
+            if feeding is not None:
+                feeding.cancel()
+
+    async def _forward(self, work: RemoteWork, send: Send) -> None:
+        """Send the messages of a response as they arrive, at the client's pace."""
+        while True:
+            try:
+                messages = await work.take()
+            except EndOfStream:
+                return
+            for message in messages if len(messages) < 3 else _gathered(messages):
+                await send(message)
+            work.give(len(messages), sum(map(size_of, messages)))
+
+    async def _feed(self, work: RemoteWork, receive: Receive) -> None:
+        """Send the client's messages to user code, as fast as it takes them."""
+        while True:
+            message = await receive()
+            work.has_fed = True
+            await work.window.take(size_of(message))
+            work.frames.post(Kind.INPUT, work.number, dumps(message))
+            if message["type"].endswith(".disconnect"):
+                return
+
+
+def _gathered(messages: list[Message]) -> list[Message]:
+    """Return the messages, with neighbouring chunks of a body as one message of several chunks."""
+    gathered: list[Message] = []
+    chunks: list[bytes] = []
+
+    def close() -> None:
+        if chunks:
+            body = Chunks.of(list(chunks))
+            gathered.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
+            chunks.clear()
+
+    for message in messages:
+        if message["type"] == RESPONSE_BODY and message["more_body"]:
+            chunks.append(message["body"])
+            continue
+        close()
+        gathered.append(message)
+    close()
+    return gathered

@@ -1,0 +1,151 @@
+"""A replica whose user code runs in a child process.
+
+To the router and to calls it is a `Replica` like any other: slots, cancellations, deadlines and
+counts are the same code, on the loop that requests arrive on. Only its user code is remote. The
+control loop replaces it once its child has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from ingress.calls.call import Call
+from ingress.calls.retries import NotBegunError
+from ingress.context import ReplicaRuntime
+from ingress.declaration.build import BuiltDeployment, fill
+from ingress.exceptions import ReplicaUnavailableError
+from ingress.processes.code import ByPath, accept_main, pickled_arguments, reference_to
+from ingress.processes.errors import died
+from ingress.processes.messages import ReplicaSpec, dumps
+from ingress.processes.remote_code import RemoteCode
+from ingress.replicas.factories import ReplicaFactories
+from ingress.replicas.replica import Replica, ReplicaState
+
+
+class ProcessReplica(Replica):
+    """A replica in a child process. `built` is its deployment.
+
+    The loop that it borrows is that of its frames, at best the one that requests arrive on.
+    """
+
+    __slots__ = ("_code", "_specify")
+
+    def __init__(
+        self,
+        *args: Any,
+        built: BuiltDeployment,
+        stall_threshold_s: float | None,
+        factories: ReplicaFactories,
+        **options: Any,
+    ) -> None:
+        def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
+            return RemoteCode(context.replica_id)
+
+        super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
+        self._code: RemoteCode = self.user_code  # type: ignore[assignment]
+        self._specify = partial(
+            _specification,
+            built,
+            replica_id=self.replica_id,
+            max_ongoing=options["max_ongoing"],
+            num_cpus=options["num_cpus"],
+            lanes=options["lanes"],
+            sync_in_threadpool=options["sync_in_threadpool"],
+            stall_threshold_s=stall_threshold_s,
+        )
+        # For the names of its methods: there is no instance in this process.
+        self.context.servable_object = built.deployment.func_or_class
+
+    @property
+    def model_ids(self) -> frozenset[str]:
+        return self._code.link.model_ids
+
+    @property
+    def pid(self) -> int:
+        """The id of its process; 0 before it has one."""
+        return self._code.link.pid
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether its process has ended, so that no call can run. Thread-safe."""
+        return bool(self._code.link.end)
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether it begins no more calls: it stops, or its process has ended."""
+        return self.is_lost or super().is_ending
+
+    @property
+    def borrows_loop(self) -> bool:
+        """Return false: the loop of its user code is its own, and ends with its process."""
+        return False
+
+    async def start(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
+    ) -> None:
+        """Start the child and wait until it serves. Raises the errors of user code."""
+        # In a thread: this looks for the module of the user's class.
+        self._code.specification = await asyncio.to_thread(self._specify, user_config=user_config)
+        await super().start(args, kwargs, user_config)
+
+    def add_threads(self, max_ongoing: int) -> None:
+        """Do nothing: the child allows for as many threads as it had slots at its start."""
+
+    def admit(self, call: Call) -> bool:
+        if self._code.link.end and not call.settled:
+            self._turn_away(call)  # the router has yet to be told
+            return False
+        return super().admit(call)
+
+    async def serve(self, call: Call) -> Any:
+        work, context = call.work, call.context
+        try:
+            return await super().serve(call)
+        except NotBegunError:
+            call.work, call.context = work, context  # for another replica
+            raise
+
+    def fail(self, call: Call, error: Exception) -> None:
+        if isinstance(error, NotBegunError) and self._reassign is not None and not call.settled:
+            call.has_begun = False
+            self._reassign(call, error)
+        else:
+            super().fail(call, error)
+
+    def gone_error(self) -> ReplicaUnavailableError:
+        """Return the error of a call that is not answered because the replica ends."""
+        end = self._code.link.end
+        if end and self.state is ReplicaState.RUNNING:
+            return died(self.replica_id, end, ReplicaUnavailableError)
+        return super().gone_error()
+
+    def _join(self, deadline: float) -> None:
+        self._code.link.kill()
+        self._code.link.join()
+
+
+def _specification(built: BuiltDeployment, **options: Any) -> bytes:
+    """Return what a child has to know. Raises `TypeError` for what cannot be sent to it."""
+
+    def refuse(name: str) -> NoReturn:
+        raise TypeError(
+            f'deployment {built.name!r} has isolation="process" and gets a handle of {name!r}, '
+            "which child processes cannot call yet; leave isolation out, or have the caller in a "
+            "thread call both"
+        )
+
+    if sys.platform == "win32":
+        raise RuntimeError(
+            f'deployment {built.name!r} has isolation="process", which Windows does not support; '
+            "leave it out"
+        )
+    fill(built.init_args, built.init_kwargs, refuse)
+    code = reference_to(built)
+    if isinstance(code, ByPath) and code.main:
+        accept_main()
+    return dumps(ReplicaSpec(code=code, arguments=pickled_arguments(built), **options))

@@ -1,0 +1,88 @@
+"""The operating system's side of a child: its start, its end and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from ingress.processes.page import SharedPage
+
+_BOOT = """\
+import ctypes, json, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+sys.path[:] = json.loads(sys.argv[2])
+from ingress.engines.child import main
+main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+"""
+# Before the imports: they may take seconds, in which the parent may end.
+JOIN_S = 1.0
+
+
+class ChildProcess:
+    """A child, and the thread that starts it and waits for its end. Thread-safe.
+
+    The child has a socket and a page of its parent. Linux kills it with the thread that started it,
+    so that thread lives as long as the child. `on_exit()` is called there. A negative `code` is
+    the number of the signal that killed the child; `failure` says why it could not be started.
+    """
+
+    __slots__ = ("_end", "_name", "_on_exit", "_page", "_process", "_thread", "code", "failure")
+
+    def __init__(
+        self, name: str, end: socket.socket, page: SharedPage, on_exit: Callable[[], None]
+    ) -> None:
+        self.code: int | None = None
+        self.failure: OSError | None = None
+        self._name = name
+        self._end = end
+        self._page = page
+        self._on_exit = on_exit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._main, name=f"{name}-process", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's id; 0 before it has started."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, or did not start."""
+        return self.code is not None or self.failure is not None
+
+    def kill(self) -> None:
+        """Kill the process, if it runs."""
+        if self._process is not None and not self.has_ended:
+            self._process.kill()
+
+    def join(self, timeout_s: float = JOIN_S) -> bool:
+        """Wait for the process's end. Returns False if it still runs after `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        inherited = (self._end.fileno(), self._page.descriptor)
+        given = [os.getpid(), json.dumps(sys.path), *inherited, self._name]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *map(str, given)],
+                pass_fds=inherited,
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            self.failure = error
+        finally:
+            self._end.close()
+            self._page.close_descriptor()
+        if self._process is not None:
+            self.code = self._process.wait()
+        self._on_exit()

@@ -1,0 +1,153 @@
+"""The application of `test_processes`: its children import it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import StreamingResponse
+
+import ingress as serve
+from ingress.base.types import DeploymentID
+from ingress.engines import local_engine
+
+app = FastAPI()
+
+
+def pids(name: str, app_name: str = "default") -> list[int]:
+    """Return the ids of the processes of a deployment's replicas that get calls."""
+    router = local_engine().routers[DeploymentID(name, app_name)]
+    return [each.pid for each in list(router.replicas)]  # type: ignore[attr-defined]
+
+
+class OddError(Exception):
+    """An error of the application's own."""
+
+
+@serve.deployment(isolation="process", num_replicas=2)
+@serve.ingress(app)
+class Api:
+    @app.get("/pid")
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @app.get("/thread/{name}")
+    def thread(self, name: str, request: Request) -> dict[str, Any]:
+        context = serve.get_request_context()
+        return {
+            "thread": threading.current_thread().name,
+            "id": context.request_id,
+            "route": context.route,
+            "has_deadline": context.deadline is not None,
+            "query": dict(request.query_params),
+            "host": request.headers["host"],
+        }
+
+    @app.get("/exit")
+    async def exit(self) -> None:
+        os._exit(3)
+
+    @app.get("/wait")
+    async def wait(self) -> None:
+        await asyncio.sleep(60)
+
+    @app.get("/odd")
+    async def odd(self) -> None:
+        raise OddError("odd")
+
+    @app.post("/size")
+    async def size(self, request: Request) -> int:
+        return len(await request.body())
+
+    @app.post("/echo")
+    async def echo(self, request: Request) -> StreamingResponse:
+        return StreamingResponse(part async for part in request.stream() if part)
+
+    @app.websocket("/echo")
+    async def echo_messages(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        async for text in websocket.iter_text():
+            await websocket.send_text(f"{text} from {os.getpid()}")
+
+
+api = Api.bind()  # type: ignore[attr-defined]
+
+
+@serve.deployment(isolation="process")
+class Model:
+    def __init__(self, factor: int = 1) -> None:
+        self.factor = factor
+        self.events: list[str] = []
+
+    def reconfigure(self, user_config: dict[str, int]) -> None:
+        self.factor = user_config["factor"]
+
+    async def __call__(self, number: int) -> int:
+        return number * self.factor
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def seen(self) -> list[str]:
+        return self.events
+
+    async def odd(self) -> None:
+        raise OddError("odd")
+
+    async def lock(self) -> dict[str, Any]:
+        return {"model": [threading.Lock()]}
+
+    async def wait(self) -> None:
+        self.events.append("begun")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.events.append("cancelled")
+            raise
+
+    async def count(self, to: int) -> AsyncIterator[int]:
+        try:
+            for number in range(to):
+                yield number
+        finally:
+            self.events.append("closed")
+
+    @serve.batch(max_batch_size=4, batch_wait_timeout_s=1)
+    async def batched(self, numbers: list[int]) -> list[tuple[int, int]]:
+        return [(number, len(numbers)) for number in numbers]
+
+    @serve.multiplexed(max_num_models_per_replica=2)
+    async def load(self, model_id: str) -> str:
+        return f"model {model_id}"
+
+    async def ask(self) -> str:
+        model: str = await self.load(serve.get_multiplexed_model_id())
+        return model
+
+
+model = Model.bind(3)  # type: ignore[attr-defined]
+
+
+@serve.deployment(isolation="process")
+class Broken:
+    def __init__(self, how: str) -> None:
+        if how == "exit":
+            os._exit(5)
+        raise OddError(f"it is {how}")
+
+    async def __call__(self) -> None:
+        """Never called."""
+
+
+def broken(how: str) -> Any:
+    return Broken.bind(how)  # type: ignore[attr-defined]
+
+
+@serve.deployment(isolation="process")
+class Caller:
+    def __init__(self, callee: Any) -> None:
+        self.callee = callee

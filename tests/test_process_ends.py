@@ -1,0 +1,159 @@
+"""The start and the end of replicas in child processes, also where both go wrong.
+
+No application runs when a test begins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+import ingress as serve
+from ingress.base.types import DeploymentID
+from ingress.engines import local_engine
+from ingress.exceptions import ReplicaUnavailableError
+from tests import process_app
+from tests.process_app import pids
+from tests.servers import environment, process, served, wait_until, write_module
+
+REQUESTS = 24
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs, on Linux; one that is not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+# The end of a child.
+
+
+def test_a_child_that_ends_takes_its_own_requests_and_is_replaced() -> None:
+    url = f"http://127.0.0.1:{served(process_app.api)}"
+    before = pids("Api")
+
+    answer = httpx.get(f"{url}/exit")
+
+    assert answer.status_code == 503
+    assert "ended with exit code 3" in answer.text
+    assert httpx.get(f"{url}/pid").json() in before
+    wait_until(lambda: len(set(pids("Api")) - set(before)) == 1, timeout_s=50)
+    assert len(pids("Api")) == 2
+
+
+@pytest.mark.thorough
+def test_requests_that_a_killed_child_had_not_begun_go_to_another() -> None:
+    url = f"http://127.0.0.1:{served(process_app.api)}"
+    victim = local_engine().routers[DeploymentID("Api", "default")].replicas[0]
+    pid: int = victim.pid  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = [pool.submit(httpx.get, f"{url}/pid", timeout=30) for _ in range(REQUESTS)]
+        wait_until(lambda: sum(each.done() for each in answers) + victim.slots.ongoing == REQUESTS)
+        waited = victim.slots.ongoing
+
+        os.kill(pid, signal.SIGKILL)
+
+        assert {each.result().status_code for each in answers} == {200}
+    assert waited > 0
+
+
+def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> None:
+    model = serve.run(process_app.model, route_prefix=None)
+    response = model.wait.remote()
+    wait_until(lambda: model.seen.remote().result())
+    os.kill(model.pid.remote().result(), signal.SIGKILL)
+
+    with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL"):
+        response.result()
+    assert model.remote(14).result() == 42  # by the replacement, for which it waits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_children_end_with_their_parent(tmp_path: Path) -> None:
+    write_module(
+        tmp_path,
+        "script",
+        "import os, time\n"
+        "import ingress as serve\n"
+        "from tests.process_app import Model\n"
+        "if __name__ == '__main__':\n"
+        "    handle = serve.run(Model.bind(), route_prefix=None)\n"
+        "    print('child', handle.pid.remote().result(), flush=True)\n"
+        "    time.sleep(60)\n",
+    )
+    with process([sys.executable, "script.py"], tmp_path, environment(tmp_path)) as server:
+        child = int(server.wait_for(r"child (\d+)")[1])
+        assert is_alive(child)
+        server.signal(signal.SIGKILL)
+        server.wait()
+
+        wait_until(lambda: not is_alive(child))
+
+
+def test_a_class_of_a_script_runs_in_a_child(tmp_path: Path) -> None:
+    write_module(
+        tmp_path,
+        "script",
+        "import os\n"
+        "import ingress as serve\n"
+        "class Box: pass\n"
+        "@serve.deployment(isolation='process')\n"
+        "class Boxes:\n"
+        "    def __init__(self, box): self.box = box\n"
+        "    async def __call__(self): return os.getpid(), self.box\n"
+        "if __name__ == '__main__':\n"
+        "    handle = serve.run(Boxes.bind(Box()), route_prefix=None)\n"
+        "    pid, box = handle.remote().result()\n"
+        "    print('child' if pid != os.getpid() and type(box) is Box else 'not', flush=True)\n"
+        "    serve.shutdown()\n",
+    )
+    with process([sys.executable, "script.py"], tmp_path, environment(tmp_path)) as server:
+        server.wait_for("child")
+        assert server.wait() == 0
+
+
+# Starts that fail.
+
+
+def test_a_constructor_that_raises_fails_the_start_with_its_error() -> None:
+    with pytest.raises(RuntimeError, match=r"'Broken' failed to start: .*OddError: it is broken"):
+        serve.run(process_app.broken("broken"), name="broken", route_prefix=None)
+
+
+@pytest.mark.thorough
+def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
+    with pytest.raises(RuntimeError, match="ended with exit code 5"):
+        serve.run(process_app.broken("exit"), name="broken", route_prefix=None)
+
+
+def test_a_handle_as_an_argument_is_refused() -> None:
+    target = process_app.Caller.bind(process_app.model)  # type: ignore[attr-defined]
+
+    with pytest.raises(RuntimeError, match="gets a handle of 'Model', which child processes"):
+        serve.run(target, name="caller", route_prefix=None)
+
+
+def test_a_class_that_no_module_has_is_refused_without_cloudpickle() -> None:
+    @serve.deployment(isolation="process")
+    class Local:
+        async def __call__(self) -> None: ...
+
+    with pytest.raises(RuntimeError, match=r"no module has .*Local, so a child process cannot"):
+        serve.run(Local.bind(), name="local", route_prefix=None)  # type: ignore[attr-defined]

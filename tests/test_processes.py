@@ -1,0 +1,160 @@
+"""`isolation="process"`: user code in child processes, behind the same router and handles."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from websockets.sync.client import connect
+
+import ingress as serve
+from ingress.base.types import DeploymentID
+from ingress.engines import local_engine
+from ingress.exceptions import RayServeException
+from ingress.handle import DeploymentHandle
+from tests import process_app
+from tests.process_app import OddError, pids
+from tests.servers import served, wait_until
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[DeploymentHandle]:
+    """A deployment with one replica, without HTTP."""
+    yield serve.run(process_app.model, name="model", route_prefix=None)
+    serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The address of an application with two replicas."""
+    port = served(process_app.api, name="api", route_prefix="/")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+# Calls by handle.
+
+
+def test_user_code_runs_in_a_process_of_its_own(model: DeploymentHandle) -> None:
+    assert model.remote(14).result() == 42
+    assert [model.pid.remote().result()] == pids("Model", "model") != [os.getpid()]
+
+
+def test_an_error_crosses_as_it_is_with_its_traceback(model: DeploymentHandle) -> None:
+    with pytest.raises(OddError, match="odd") as caught:
+        model.odd.remote().result()
+
+    assert "in odd" in "".join(caught.value.__notes__)
+
+
+def test_an_argument_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> None:
+    with pytest.raises(RayServeException, match=r"arguments\[0\]\['a'\] cannot be sent"):
+        model.remote({"a": threading.Lock()}).result()
+
+
+def test_a_result_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> None:
+    with pytest.raises(RayServeException, match=r"the result of 'lock'\['model'\]\[0\]"):
+        model.lock.remote().result()
+
+
+def test_a_cancellation_reaches_user_code_and_frees_the_slot(model: DeploymentHandle) -> None:
+    (replica,) = local_engine().routers[DeploymentID("Model", "model")].replicas
+    response = model.wait.remote()
+    wait_until(lambda: "begun" in model.seen.remote().result())
+
+    response.cancel()
+
+    wait_until(lambda: "cancelled" in model.seen.remote().result())
+    wait_until(lambda: replica.slots.ongoing == 0)
+
+
+def test_a_generator_streams_and_ends_when_its_consumer_has_gone(model: DeploymentHandle) -> None:
+    streaming = model.options(stream=True)
+    assert list(streaming.count.remote(100)) == list(range(100))
+
+    endless = streaming.count.remote(10**9)
+    next(endless)
+    endless.cancel()
+
+    wait_until(lambda: model.seen.remote().result().count("closed") == 2)
+
+
+def test_calls_of_one_batch_run_together_in_the_child(model: DeploymentHandle) -> None:
+    responses = [model.batched.remote(number) for number in range(4)]
+
+    assert [each.result() for each in responses] == [(number, 4) for number in range(4)]
+
+
+def test_the_router_knows_the_models_of_a_child(model: DeploymentHandle) -> None:
+    (replica,) = local_engine().routers[DeploymentID("Model", "model")].replicas
+
+    assert model.options(multiplexed_model_id="m").ask.remote().result() == "model m"
+
+    wait_until(lambda: replica.model_ids == {"m"})
+
+
+# HTTP.
+
+
+def test_requests_are_served_by_the_children(url: str) -> None:
+    with httpx.Client(base_url=url) as client:
+        found = {client.get("/pid").json() for _ in range(40)}
+
+    assert found == set(pids("Api", "api"))
+
+
+def test_a_request_has_its_context_and_a_def_endpoint_its_thread(url: str) -> None:
+    headers = {"x-request-id": "r-1", "x-request-timeout-seconds": "20"}
+
+    answer = httpx.get(f"{url}/thread/t?a=b", headers=headers)
+
+    assert answer.headers["x-request-id"] == "r-1"
+    told = answer.json()
+    assert told.pop("thread").startswith("Api#")
+    assert told.pop("host") in url
+    assert told == {
+        "id": "r-1",
+        "route": "/thread/{name}",
+        "has_deadline": True,
+        "query": {"a": "b"},
+    }
+
+
+def test_bodies_larger_than_the_windows_cross_both_ways(url: str) -> None:
+    body = os.urandom(1 << 20)
+
+    assert httpx.post(f"{url}/size", content=body).json() == len(body)
+    assert httpx.post(f"{url}/echo", content=body).content == body
+
+
+def test_a_deadline_answers_408_and_stops_the_work(url: str) -> None:
+    answer = httpx.get(f"{url}/wait", headers={"x-request-timeout-seconds": "0.2"})
+
+    assert answer.status_code == 408
+    router = local_engine().routers[DeploymentID("Api", "api")]
+    wait_until(lambda: router.num_ongoing == 0)
+
+
+def test_an_error_in_an_endpoint_is_500(url: str) -> None:
+    assert httpx.get(f"{url}/odd").status_code == 500
+
+
+def test_a_websocket_crosses_both_ways(url: str) -> None:
+    with connect(f"{url.replace('http', 'ws')}/echo") as websocket:
+        for text in ("a", "b"):
+            websocket.send(text)
+            answer = websocket.recv(timeout=20)
+            assert isinstance(answer, str)
+            assert answer.startswith(f"{text} from ")
+            assert int(answer.split()[-1]) in pids("Api", "api")
+
+
+# The option.
+
+
+def test_isolation_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match='isolation must be "thread" or "process", got \'fork\''):
+        serve.deployment(isolation="fork")  # type: ignore[call-overload]
