@@ -49,7 +49,6 @@ NOT_ACTED_ON: frozenset[str] = frozenset(
         "placement_group_bundles",
         "placement_group_fallback_strategy",
         "placement_group_strategy",
-        "request_router_config",
     }
 )
 """Deployment options without effect in this version. Of `ray_actor_options` only `num_cpus` has
@@ -162,9 +161,7 @@ class BackpressureConfig(Options):
 class RequestRouterConfig(Options):
     """The policy that chooses the replica of a request: a class or its import path."""
 
-    request_router_class: ClassPath = (
-        "ingress.replicas.request_router:PowerOfTwoChoicesRequestRouter"
-    )
+    request_router_class: ClassPath = "ingress.request_router:PowerOfTwoChoicesRequestRouter"
     request_router_kwargs: Json = Field(default_factory=dict)
     request_routing_stats_period_s: PositiveFloat = 10.0
     request_routing_stats_timeout_s: PositiveFloat = 30.0
@@ -405,6 +402,10 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
     """Return `option=value` for each option that was set, is not the default and does nothing."""
     changed = config.changed()
     silent = {name: value for name, value in changed.items() if name in NOT_ACTED_ON}
+    routing = config.request_router_config
+    for name in ("request_routing_stats_period_s", "request_routing_stats_timeout_s"):
+        if routing is not None and name in routing.model_fields_set:
+            silent[f"request_router_config.{name}"] = getattr(routing, name)
     others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
     if others:
         silent["ray_actor_options"] = others

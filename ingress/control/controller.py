@@ -98,6 +98,7 @@ class Controller:
             max_retries=self._settings.max_retries,
             later=_later_on(asyncio.get_running_loop()),
             templates=None if built.bound_app is None else built.bound_app.templates(),
+            routing=config.request_router_config,
         )
         return RunningDeployment(built, config, router, built.bound_app, proxy, factories)
 

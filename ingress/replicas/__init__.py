@@ -2,7 +2,9 @@
 
     router          the queue of a deployment, and the slots of its replicas; start here
     slots           the record that the router keeps of a replica
-    request_router  the policy that chooses a replica: add another one here
+    two_choices     the usual policy, which chooses a replica
+    request_router  policies of users: the base class, and those that ship
+    choosing        runs them, and keeps the replicas that a call waits for
     overload        the policy that orders, sheds and turns away calls under overload
     replica         one replica: its loop, its threads, its running calls
     user_code       the user's class or function in a replica

@@ -31,11 +31,12 @@ from ingress.base.types import DeploymentID
 from ingress.calls import retries
 from ingress.calls.call import Call, Runner
 from ingress.calls.deadlocks import check_deadlock
-from ingress.config import BackpressureConfig
+from ingress.config import BackpressureConfig, RequestRouterConfig
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
+from ingress.replicas.choosing import Chooser, RoutedCalls, policy_of
 from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
-from ingress.replicas.request_router import PowerOfTwoChoicesRequestRouter
 from ingress.replicas.slots import FULL, HELD, REMOVED, Slots
+from ingress.replicas.two_choices import TwoChoices
 from ingress.watchdog.pressure import GIL_PRESSURE
 
 
@@ -47,9 +48,9 @@ class Router:
     """
 
     __slots__ = (
-        "_available", "_backpressure", "_held", "_holders", "_idle", "_last", "_later", "_lock",
-        "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting", "deployment_id",
-        "max_queued_requests", "num_requests", "replicas", "templates",
+        "_available", "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
+        "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
+        "deployment_id", "max_queued_requests", "num_requests", "replicas", "templates",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class Router:
         max_retries: int = 10,
         later: Callable[[float, Callable[[], Any]], Any] = lambda delay_s, callback: callback(),
         templates: RouteTemplates | None = None,
+        routing: RequestRouterConfig | None = None,
     ) -> None:
         self.deployment_id = deployment_id
         self.templates = templates or RouteTemplates()
@@ -70,14 +72,26 @@ class Router:
         self._later = later
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
         self.replicas: list[Runner] = []
-        self._policy = PowerOfTwoChoicesRequestRouter()
+        self._policy = TwoChoices()
         self._lock = threading.Lock()
         self._available: list[Slots] = []  # of the replicas with a free slot, in no order
         # Of the replicas with all slots free; the last one is chosen next.
         self._idle: OrderedDict[Slots, None] = OrderedDict()
         self._last: Slots | None = None  # of the replica chosen last
         self._usual = UsualTimes()
+        self._chooser: Chooser | None = None
         self._waiting = WaitingCalls(self._usual)
+        policy = policy_of(routing, deployment_id)
+        if policy is not None:
+            self._waiting = waiting = RoutedCalls(self._usual)
+            self._chooser = Chooser(
+                policy,
+                deployment_id.name,
+                routing or RequestRouterConfig(),
+                self.place,
+                self._fail,
+                waiting.waiting,
+            )
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
         self._held: set[Slots] = set()  # of the replicas that are late
         self._holders: set[Call] = set()  # the calls that have a slot
@@ -100,12 +114,13 @@ class Router:
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
-            elif self._available:
+            elif self._available and self._chooser is None:
                 self.num_requests += 1
                 replica = self._reserve(call)
             else:
                 now = monotonic()
-                refused = self._full(call.metadata.deadline, now)
+                if self._chooser is None or not self._may_find_a_slot():
+                    refused = self._full(call.metadata.deadline, now)
                 if refused is None:
                     self.num_requests += 1
                     self._waiting.add(call, now)
@@ -115,6 +130,8 @@ class Router:
             call.settle(error=refused)
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
+        elif self._chooser is not None:
+            self._chooser.ask(call)
         elif call.is_awaited:
             check_deadlock(call)
         # Replicas are held for calls with a deadline only: they may begin this call.
@@ -182,7 +199,7 @@ class Router:
             if call not in self._resting:
                 return  # cancelled or refused meanwhile
             self._resting.discard(call)
-            if self._available:
+            if self._available and self._chooser is None:
                 replica = self._reserve(call)
             else:
                 self._waiting.add_first(call, monotonic())
@@ -190,6 +207,8 @@ class Router:
             call.start(replica)
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
+        elif self._chooser is not None:
+            self._chooser.ask(call)
         elif call.is_awaited:
             check_deadlock(call)
 
@@ -236,8 +255,9 @@ class Router:
             and (not slots.is_behind() or (self._waiting.has_patient and not GIL_PRESSURE.is_high))
         ):
             following = self._next(slots, shed)
-            if following is not None:
-                started.append(following)
+            if following is None:
+                break
+            started.append(following)
         has_room = slots.ongoing < slots.max_ongoing
         if has_room and slots.is_behind():
             if slots.position >= 0:
@@ -296,7 +316,11 @@ class Router:
     def holders(self, call: Call) -> frozenset[Call] | None:
         """Return the calls with the slots that `call` waits for; `None` if it is not queued."""
         with self._lock:
-            return frozenset(self._holders) if call in self._waiting else None
+            waiting = self._waiting
+            # Before the policy has chosen, the call does not wait for these.
+            if isinstance(waiting, RoutedCalls) and not waiting.has_chosen(call):
+                return None
+            return frozenset(self._holders) if call in waiting else None
 
     def describe_deadlock(self, chain: str) -> str:
         name = self.deployment_id.name
@@ -315,6 +339,7 @@ class Router:
             replica.slots.position = FULL
             self._settle_position(replica.slots, started, shed)
         self._start(replica, started, shed)
+        self._show_replicas()
 
     def remove(self, replica: Runner) -> None:
         """Give a replica no more calls; the calls it runs go on. No effect the second time."""
@@ -329,6 +354,46 @@ class Router:
             self._held.discard(slots)
             if replica in self.replicas:
                 self.replicas.remove(replica)
+        self._show_replicas()
+
+    def _show_replicas(self) -> None:
+        """Show the policy the replicas that calls may go to."""
+        if self._chooser is not None:
+            self._chooser.update(list(self.replicas))
+
+    def place(self, call: Call, ranks: list[list[Slots]]) -> bool:
+        """Start a waiting call on the first chosen replica with a free slot. Thread-safe.
+
+        Returns False if there is none: the call waits for the first of them that is free.
+        """
+        replica: Runner | None = None
+        with self._lock:
+            assert isinstance(self._waiting, RoutedCalls)
+            if call not in self._waiting:
+                return True
+            free = [[each for each in group if each.position >= 0] for group in ranks]
+            chosen = next(filter(None, free), None)
+            if chosen is None:
+                self._waiting.want(call, frozenset(each for group in ranks for each in group))
+            else:
+                self._waiting.discard(call)
+                slots = min(chosen, key=lambda each: each.ongoing)
+                replica = self._take(slots, call)
+        if replica is not None:
+            call.start(replica)
+        elif call.is_awaited:
+            check_deadlock(call)
+        return replica is not None
+
+    def _may_find_a_slot(self) -> bool:
+        """Return whether there is a free slot for a call beside those that are being placed."""
+        free = sum(each.max_ongoing - each.ongoing for each in self._available)
+        return len(self._waiting) < free + max(self.max_queued_requests, 0)
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        """End a waiting call whose policy failed."""
+        if self.withdraw(call):
+            call.settle(error=error)
 
     def limit(self, max_queued_requests: int, backpressure: BackpressureConfig | None) -> None:
         """Change the limit of the queue, for the calls that come from now on. Thread-safe."""
@@ -354,6 +419,8 @@ class Router:
             self._resting.clear()
         for call in waiting:
             call.settle(error=DeploymentUnavailableError(reason))
+        if self._chooser is not None:
+            self._chooser.close()
 
     def _reserve(self, call: Call) -> Runner:
         """Give the call a slot of an available replica, if possible not of its last replica."""
@@ -370,6 +437,10 @@ class Router:
             if awake is not None and (not awake.ongoing or awake.position < 0 or call.runner):
                 awake = None  # its thread sleeps, or it is not available
             slots = self._last = self._policy.choose(available, awake)
+        return self._take(slots, call)
+
+    def _take(self, slots: Slots, call: Call) -> Runner:
+        """Give a slot of an available replica to a call."""
         if not slots.ongoing:
             del self._idle[slots]
         self._give(slots, call)
@@ -382,7 +453,11 @@ class Router:
 
     def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
         """Give one of these slots to the next waiting call. Returns that call, or `None`."""
-        call = self._waiting.next(monotonic(), shed)
+        waiting = self._waiting
+        if isinstance(waiting, RoutedCalls):
+            call = waiting.next_for(slots)
+        else:
+            call = waiting.next(monotonic(), shed)
         if call is not None:
             self._idle.pop(slots, None)
             self._give(slots, call)

@@ -1,6 +1,6 @@
 """The router, replica and worker threads of an application that is recorded.
 
-    Router.assign -> _reserve | _next -> Replica.serve -> WorkerThreads.submit -> Router.release
+    Router.assign -> _take | _next    -> Replica.serve -> WorkerThreads.submit -> Router.release
     arrives          has a slot          begins           waits for a thread      ends
 
 An application that starts with `record` among the engine's instruments uses these in place of their
@@ -63,8 +63,8 @@ class TracedRouter(Router):
         self._recorder.give_back(call)
         super().release(replica, call)
 
-    def _reserve(self, call: Call) -> Runner:
-        replica = super()._reserve(call)
+    def _take(self, slots: Slots, call: Call) -> Runner:
+        replica = super()._take(slots, call)
         self._recorder.take_slot(call)
         return replica
 
