@@ -53,7 +53,7 @@ class Api:
 
     @app.get("/wait")
     async def wait(self) -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     @app.get("/odd")
     async def odd(self) -> None:
@@ -95,6 +95,9 @@ class Model:
     async def seen(self) -> list[str]:
         return self.events
 
+    async def request_id(self) -> str:
+        return serve.get_request_context().request_id
+
     async def odd(self) -> None:
         raise OddError("odd")
 
@@ -104,7 +107,7 @@ class Model:
     async def wait(self) -> None:
         self.events.append("begun")
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.events.append("cancelled")
             raise
@@ -143,11 +146,49 @@ class Broken:
         """Never called."""
 
 
+@serve.deployment(isolation="process")
+class ShortLived:
+    """A deployment whose process ends soon after its start, again and again."""
+
+    def __init__(self) -> None:
+        threading.Timer(0.1, os._exit, (9,)).start()
+
+    async def __call__(self) -> None:
+        """Do nothing."""
+
+
+short_lived = ShortLived.bind()  # type: ignore[attr-defined]
+
+
 def broken(how: str) -> Any:
     return Broken.bind(how)  # type: ignore[attr-defined]
 
 
 @serve.deployment(isolation="process")
 class Caller:
+    """A deployment that calls `Model` from its own process."""
+
     def __init__(self, callee: Any) -> None:
         self.callee = callee
+
+    async def pids(self) -> tuple[int, int]:
+        return os.getpid(), await self.callee.pid.remote()
+
+    async def ids(self) -> tuple[str, str]:
+        return serve.get_request_context().request_id, await self.callee.request_id.remote()
+
+    async def total(self, to: int) -> int:
+        return sum([each async for each in self.callee.options(stream=True).count.remote(to)])
+
+    async def odd(self) -> None:
+        await self.callee.odd.remote()
+
+    async def wait(self) -> None:
+        await self.callee.wait.remote()
+
+    async def seen(self) -> list[str]:
+        found: list[str] = await self.callee.seen.remote()
+        return found
+
+
+caller = Caller.bind(model)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -85,6 +86,17 @@ def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> No
     assert model.remote(14).result() == 42  # by the replacement, for which it waits
 
 
+@pytest.mark.thorough
+def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer_pauses() -> None:
+    serve.run(process_app.short_lived, route_prefix=None)
+
+    def deployment() -> Any:
+        return serve.status().applications["default"].deployments["ShortLived"]
+
+    wait_until(lambda: deployment().status == "UNHEALTHY", timeout_s=50)
+    assert "ended with exit code 9" in deployment().message
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_children_end_with_their_parent(tmp_path: Path) -> None:
     write_module(
@@ -141,13 +153,6 @@ def test_a_constructor_that_raises_fails_the_start_with_its_error() -> None:
 def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
     with pytest.raises(RuntimeError, match="ended with exit code 5"):
         serve.run(process_app.broken("exit"), name="broken", route_prefix=None)
-
-
-def test_a_handle_as_an_argument_is_refused() -> None:
-    target = process_app.Caller.bind(process_app.model)  # type: ignore[attr-defined]
-
-    with pytest.raises(RuntimeError, match="gets a handle of 'Model', which child processes"):
-        serve.run(target, name="caller", route_prefix=None)
 
 
 def test_a_class_that_no_module_has_is_refused_without_cloudpickle() -> None:

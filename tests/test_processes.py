@@ -21,10 +21,16 @@ from tests.servers import served, wait_until
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[DeploymentHandle]:
-    """A deployment with one replica, without HTTP."""
-    yield serve.run(process_app.model, name="model", route_prefix=None)
+def caller() -> Iterator[DeploymentHandle]:
+    """A deployment with one replica, which calls another one, without HTTP."""
+    yield serve.run(process_app.caller, name="model", route_prefix=None)
     serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(caller: DeploymentHandle) -> DeploymentHandle:
+    """The deployment that is called."""
+    return serve.get_deployment_handle("Model", "model")
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +68,18 @@ def test_a_result_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> No
 
 def test_a_cancellation_reaches_user_code_and_frees_the_slot(model: DeploymentHandle) -> None:
     (replica,) = local_engine().routers[DeploymentID("Model", "model")].replicas
+    before = model.seen.remote().result()
     response = model.wait.remote()
-    wait_until(lambda: "begun" in model.seen.remote().result())
+    wait_until(lambda: model.seen.remote().result()[len(before) :] == ["begun"])
 
     response.cancel()
 
-    wait_until(lambda: "cancelled" in model.seen.remote().result())
+    wait_until(lambda: model.seen.remote().result()[len(before) :] == ["begun", "cancelled"])
     wait_until(lambda: replica.slots.ongoing == 0)
 
 
 def test_a_generator_streams_and_ends_when_its_consumer_has_gone(model: DeploymentHandle) -> None:
+    before = model.seen.remote().result().count("closed")
     streaming = model.options(stream=True)
     assert list(streaming.count.remote(100)) == list(range(100))
 
@@ -79,7 +87,7 @@ def test_a_generator_streams_and_ends_when_its_consumer_has_gone(model: Deployme
     next(endless)
     endless.cancel()
 
-    wait_until(lambda: model.seen.remote().result().count("closed") == 2)
+    wait_until(lambda: model.seen.remote().result().count("closed") == before + 2)
 
 
 def test_calls_of_one_batch_run_together_in_the_child(model: DeploymentHandle) -> None:
@@ -94,6 +102,36 @@ def test_the_router_knows_the_models_of_a_child(model: DeploymentHandle) -> None
     assert model.options(multiplexed_model_id="m").ask.remote().result() == "model m"
 
     wait_until(lambda: replica.model_ids == {"m"})
+
+
+# Calls that a child makes.
+
+
+def test_a_child_calls_another_deployment_for_its_request(caller: DeploymentHandle) -> None:
+    ours, theirs = caller.pids.remote().result()
+    assert [ours, theirs] == [*pids("Caller", "model"), *pids("Model", "model")]
+
+    ours, theirs = caller.ids.remote().result()
+    assert ours == theirs
+
+
+def test_a_child_gets_the_items_and_errors_of_another_deployment(caller: DeploymentHandle) -> None:
+    assert caller.total.remote(100).result() == sum(range(100))
+
+    with pytest.raises(OddError, match="odd"):
+        caller.odd.remote().result()
+
+
+def test_a_cancellation_goes_through_a_child_to_the_deployment_it_calls(
+    caller: DeploymentHandle,
+) -> None:
+    before = caller.seen.remote().result()
+    response = caller.wait.remote()
+    wait_until(lambda: caller.seen.remote().result()[len(before) :] == ["begun"])
+
+    response.cancel()
+
+    wait_until(lambda: caller.seen.remote().result()[len(before) :] == ["begun", "cancelled"])
 
 
 # HTTP.

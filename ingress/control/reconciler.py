@@ -107,6 +107,10 @@ class Reconciler:
         if deployment.is_stopping or deployment.failed is not None:
             return
         now = asyncio.get_running_loop().time()
+        for member in deployment.members:
+            if member.phase is Phase.SERVING and member.replica.is_lost:  # `decide` drops it
+                lived_s = now - member.started_at
+                deployment.note_loss(lived_s, str(member.replica.gone_error()), now)
         actions = decide(deployment.desired, deployment.observed(), now)
         members = {each.number: each for each in deployment.members}
         for action in actions:
@@ -155,7 +159,11 @@ class Reconciler:
         deployment.next_number += 1
         make_replica = deployment.factories.replica
         if config.isolation == "process":
-            make_replica = partial(deployment.factories.process_replica, built=deployment.built)
+            make_replica = partial(
+                deployment.factories.process_replica,
+                built=deployment.built,
+                make_handle=self._make_handle,
+            )
         replica = make_replica(
             ReplicaID(str(number), router.deployment_id),
             deployment.built.deployment.func_or_class,

@@ -35,6 +35,7 @@ from ingress.schema import (
     ReplicaDetails,
 )
 
+SHORT_LIFE_S = 10.0  # of a replica whose loss counts as one of a series
 FAILED_CHECKS = 3  # in a row; source: Ray 2.60.0, REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD
 
 
@@ -92,6 +93,7 @@ class RunningDeployment:
     attempts       failed starts, one after another, before a start or an update is given up;
                    `None` for replacements and added replicas, which are tried for ever
     failed         the error of the start or update that was given up
+    crashes        replicas that were lost soon after their start, one after another
     problem        the error of the last start, "" once a start succeeds
     rejected       why the last change was given up, "" if it was not
     resized        the last change of the number of replicas
@@ -121,6 +123,7 @@ class RunningDeployment:
     retry_at: float = 0.0
     attempts: int | None = None
     failed: Exception | None = None
+    crashes: int = 0
     problem: str = ""
     rejected: str = ""
     before: DeploymentConfig | None = None
@@ -213,6 +216,13 @@ class RunningDeployment:
         self.problem = f"a replica failed to start: {text}"
         if self.attempts is not None and self.start_failures >= self.attempts:
             self.failed = error
+
+    def note_loss(self, lived_s: float, text: str, now: float) -> None:
+        """Count a replica that was lost; from the second in a row on, the next has to wait."""
+        self.crashes = self.crashes + 1 if lived_s < SHORT_LIFE_S else 0
+        if self.crashes > 1:
+            self.retry_at = now + retry_after_s(self.crashes - 1)
+            self.problem = text
 
     def note_start(self) -> None:
         self.start_failures, self.retry_at, self.problem = 0, 0.0, ""

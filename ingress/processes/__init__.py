@@ -9,6 +9,8 @@
     child         the main function of a child
     host          the calls in a child
     exchange      one of these calls, and the messages of its request
+    directory     handles in a child: the calls that it makes
+    errands       the same calls, in the server's process
     frames        the framing: messages over an inherited socket pair, pickled, in both directions
     messages      the kinds of frames and their contents
     code          the user's class and its arguments, as they travel

@@ -15,9 +15,10 @@ from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 
+from ingress.base.types import DeploymentID
 from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
-from ingress.exceptions import RayServeException
+from ingress.handle import DeploymentHandle
 from ingress.processes.errors import pickled_error
 from ingress.processes.frames import connect, receive_blocking, send_blocking
 from ingress.processes.host import Host, give_back
@@ -74,19 +75,19 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
         if not replica.is_ending:
             os._exit(1)  # the parent has ended: there is no caller left
 
-    host.frames = await connect(end, host.on_frame, leave)
+    def handle(name: str) -> DeploymentHandle:
+        app_name = replica.replica_id.deployment_id.app_name
+        return host.directory.handle(DeploymentID(name, app_name))
+
+    host.frames = host.directory.frames = await connect(end, host.on_frame, leave)
     try:
         given_args, given_kwargs = pickle.loads(spec.arguments)
-        args, kwargs = fill(given_args, given_kwargs, _no_handle)
+        args, kwargs = fill(given_args, given_kwargs, handle)
         await replica.start(args, kwargs, spec.user_config)
     except Exception as error:
         host.frames.post(Kind.FAILED, 0, pickled_error(error))
     else:
         host.frames.post(Kind.READY, 0)
-
-
-def _no_handle(name: str) -> None:
-    raise RayServeException(f"a handle of {name!r} is not available in a child process")
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

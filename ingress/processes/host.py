@@ -16,10 +16,11 @@ from typing import Any
 from ingress.calls.call import Call
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
+from ingress.processes.directory import ServerDirectory
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
 from ingress.processes.frames import Frames
-from ingress.processes.messages import Kind, dumps, metadata_of, scope_of
+from ingress.processes.messages import UPWARD, Kind, dumps, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
 
@@ -32,11 +33,12 @@ class Host:
     `stop()` ends the process, in another thread.
     """
 
-    __slots__ = ("_calls", "_models", "_page", "_stop", "_tasks", "frames", "replica")
+    __slots__ = ("_calls", "_models", "_page", "_stop", "_tasks", "directory", "frames", "replica")
 
     def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
         self.replica = replica
         self.frames: Frames
+        self.directory = ServerDirectory(replica.loop)
         self._page = page
         self._stop = stop
         self._calls: dict[int, HostedCall] = {}
@@ -44,7 +46,13 @@ class Host:
         self._models: frozenset[str] = frozenset()
 
     def on_frame(self, kind: int, number: int, content: memoryview) -> None:
-        if kind <= Kind.HTTP:
+        if number >= UPWARD:
+            work = self.directory.works.get(number)
+            if work is not None:
+                work.on_frame(kind, content)
+                if work.is_over:
+                    del self.directory.works[number]
+        elif kind <= Kind.HTTP:
             self._on_call(kind, number, content)
         elif kind == Kind.ASK:
             self._own(self._answer(number, *pickle.loads(content)), Context())

@@ -17,14 +17,15 @@ from typing import Any
 from anyio import CancelScope
 
 from ingress.base.types import ReplicaID
-from ingress.calls.call import CURRENT_CALL
+from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.channel import EndOfStream
 from ingress.calls.loops import mailbox_of
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import RayServeException, ReplicaUnavailableError
+from ingress.processes.errands import Errands, MakeHandle
 from ingress.processes.errors import died, end_of, unpickled_error
 from ingress.processes.frames import Frames, connect
-from ingress.processes.messages import RESPONSE_BODY, Kind, dumps, response_messages
+from ingress.processes.messages import RESPONSE_BODY, UPWARD, Kind, dumps, response_messages
 from ingress.processes.page import SharedPage
 from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Window
@@ -38,20 +39,14 @@ class RemoteWork:
     """One call in a child, from its frame to its end. Owned by the loop of the frames."""
 
     __slots__ = (
-        "_arrived",
-        "_waiter",
-        "error",
-        "frames",
-        "has_fed",
-        "is_over",
-        "number",
-        "value",
+        "_arrived", "_waiter", "call", "error", "frames", "has_fed", "is_over", "number", "value",
         "window",
-    )
+    )  # fmt: skip
 
     def __init__(self, number: int, frames: Frames) -> None:
         self.number = number
         self.frames = frames
+        self.call = CURRENT_CALL.get(None)
         self.window = Window()
         self.is_over = False
         self.has_fed = False  # a message of the client was taken for it
@@ -60,9 +55,27 @@ class RemoteWork:
         self._arrived: deque[Any] = deque()  # messages of a response, or items
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, each: Any) -> None:
-        self._arrived.append(each)
-        self._wake()
+    def on_frame(self, kind: int, content: memoryview) -> None:
+        """Take a frame of the process that does the work."""
+        if kind == Kind.RESPONSE:
+            self._arrived += response_messages(content)
+            self._wake()
+        elif kind == Kind.DONE:
+            try:
+                self.end(pickle.loads(content) if content else None)
+            except Exception as problem:  # of a class that only the other process knows
+                self.end(error=RayServeException(f"the result cannot be read: {problem!r}"))
+        elif kind == Kind.FAILED:
+            self.end(error=unpickled_error(content))
+        elif kind == Kind.CREDIT:
+            self.window.give(*pickle.loads(content))
+        else:
+            if kind == Kind.CHUNK:
+                body = bytes(content)
+                self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
+            else:  # an item, or a message
+                self._arrived.append(pickle.loads(content))
+            self._wake()
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         self.value, self.error = value, error
@@ -103,7 +116,7 @@ class RemoteWork:
 
     async def leave(self, failure: BaseException | None) -> None:
         """Stop work that is not over, because of `failure`, and wait until it has ended."""
-        call = CURRENT_CALL.get(None)
+        call = self.call
         if isinstance(failure, asyncio.CancelledError) or (call and call.is_interrupted):
             reason = None if call is None else call.error
             self.frames.post(Kind.CANCEL, self.number, b"" if reason is None else dumps(reason))
@@ -131,12 +144,14 @@ class Link:
     """
 
     __slots__ = (
-        "_child", "_ended", "_frames", "_is_stopping", "_last", "_page", "_replica_id", "_started",
-        "_works", "end", "model_ids",
+        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle", "_page",
+        "_replica_id", "_started", "_works", "end", "model_ids",
     )  # fmt: skip
 
-    def __init__(self, replica_id: ReplicaID) -> None:
+    def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
         self._replica_id = replica_id
+        self._make_handle = make_handle
+        self._errands: Errands | None = None
         self._page: SharedPage | None = None
         self._child: ChildProcess | None = None
         self._frames: Frames | None = None
@@ -161,6 +176,7 @@ class Link:
         ours, theirs = socket.socketpair()
         page = self._page = SharedPage()
         frames = self._frames = await connect(ours, self._on_frame, self._on_lost)
+        self._errands = Errands(frames, self._make_handle, self._call_of)
         frames.post(Kind.START, 0, specification)
         mailbox = mailbox_of(loop)
         name = str(self._replica_id)
@@ -201,30 +217,23 @@ class Link:
             self._frames.post(kind, self._last, content)
         return work
 
+    def _call_of(self, number: int) -> Call | None:
+        work = self._works.get(number)
+        return None if work is None else work.call
+
     # Frames of the child.
 
     def _on_frame(self, kind: int, number: int, content: memoryview) -> None:
         work = self._works.get(number)
-        if work is None:
+        if work is None and number >= UPWARD:
+            assert self._errands is not None
+            self._errands.on_frame(kind, number, content)
+        elif work is None:
             self._on_frame_of_child(kind, content)
-        elif kind == Kind.RESPONSE:
-            for message in response_messages(content):
-                work.put(message)
-        elif kind == Kind.DONE:
-            del self._works[number]
-            try:
-                work.end(pickle.loads(content) if content else None)
-            except Exception as problem:  # of a class that only the child knows
-                work.end(error=RayServeException(f"the result cannot be read: {problem!r}"))
-        elif kind == Kind.FAILED:
-            del self._works[number]
-            work.end(error=unpickled_error(content))
-        elif kind == Kind.CHUNK:
-            work.put({"type": RESPONSE_BODY, "body": bytes(content), "more_body": True})
-        elif kind == Kind.CREDIT:
-            work.window.give(*pickle.loads(content))
-        else:  # an item, or a message
-            work.put(pickle.loads(content))
+        else:
+            work.on_frame(kind, content)
+            if work.is_over:
+                del self._works[number]
 
     def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
         if kind == Kind.MODELS:
@@ -260,6 +269,8 @@ class Link:
         if self.end or child is None or page is None:
             return
         self.end = end_of(child.pid, child.code, child.failure)
+        if self._errands is not None:
+            self._errands.stop()
         last_begun = page.last_begun
         page.close()
         works, self._works = self._works, {}

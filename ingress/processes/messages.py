@@ -19,6 +19,9 @@
           DONE         the work has ended, with its value
           FAILED       the work has ended, with its error
 
+A child that calls other deployments sends CALL and STREAM, too, with the deployment and the number
+of the call that it works for; the frames of these calls go the other way round.
+
 A call has exactly one DONE or FAILED, its last frame: then the slot is free.
 """
 
@@ -36,6 +39,7 @@ from starlette.types import Message, Scope
 from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata
 
 PICKLE = 5  # the protocol
+UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
 
 
 class Kind(IntEnum):

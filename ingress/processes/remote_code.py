@@ -18,6 +18,7 @@ from ingress.asgi.chunks import Chunks
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import EndOfStream
+from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import unsendable
 from ingress.processes.link import Link, RemoteWork
 from ingress.processes.messages import (
@@ -39,8 +40,8 @@ class RemoteCode:
 
     __slots__ = ("link", "specification")
 
-    def __init__(self, replica_id: ReplicaID) -> None:
-        self.link = Link(replica_id)
+    def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
+        self.link = Link(replica_id, make_handle)
         self.specification = b""
 
     async def start(

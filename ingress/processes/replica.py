@@ -12,14 +12,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from ingress.calls.call import Call
 from ingress.calls.retries import NotBegunError
 from ingress.context import ReplicaRuntime
-from ingress.declaration.build import BuiltDeployment, fill
+from ingress.declaration.build import BuiltDeployment
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.processes.code import ByPath, accept_main, pickled_arguments, reference_to
+from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
 from ingress.processes.messages import ReplicaSpec, dumps
 from ingress.processes.remote_code import RemoteCode
@@ -28,7 +29,9 @@ from ingress.replicas.replica import Replica, ReplicaState
 
 
 class ProcessReplica(Replica):
-    """A replica in a child process. `built` is its deployment.
+    """A replica in a child process.
+
+    `built` is its deployment; `make_handle` returns the handles for the calls that the child makes.
 
     The loop that it borrows is that of its frames, at best the one that requests arrive on.
     """
@@ -39,12 +42,13 @@ class ProcessReplica(Replica):
         self,
         *args: Any,
         built: BuiltDeployment,
+        make_handle: MakeHandle,
         stall_threshold_s: float | None,
         factories: ReplicaFactories,
         **options: Any,
     ) -> None:
         def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
-            return RemoteCode(context.replica_id)
+            return RemoteCode(context.replica_id, make_handle)
 
         super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
         self._code: RemoteCode = self.user_code  # type: ignore[assignment]
@@ -132,19 +136,11 @@ class ProcessReplica(Replica):
 def _specification(built: BuiltDeployment, **options: Any) -> bytes:
     """Return what a child has to know. Raises `TypeError` for what cannot be sent to it."""
 
-    def refuse(name: str) -> NoReturn:
-        raise TypeError(
-            f'deployment {built.name!r} has isolation="process" and gets a handle of {name!r}, '
-            "which child processes cannot call yet; leave isolation out, or have the caller in a "
-            "thread call both"
-        )
-
     if sys.platform == "win32":
         raise RuntimeError(
             f'deployment {built.name!r} has isolation="process", which Windows does not support; '
             "leave it out"
         )
-    fill(built.init_args, built.init_kwargs, refuse)
     code = reference_to(built)
     if isinstance(code, ByPath) and code.main:
         accept_main()

@@ -1,0 +1,121 @@
+"""The calls that a child makes by handle, in the server's process.
+
+A call is made with the handle of the deployment, as a child of the call that the replica works for:
+it has that call's request id and deadline, and is cancelled with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+from ingress.base.types import DeploymentID
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.loops import mailbox_of
+from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+from ingress.processes.errors import pickled_error, unsendable
+from ingress.processes.frames import Frames
+from ingress.processes.messages import Kind, dumps, size_of_item
+from ingress.processes.window import Window
+
+MakeHandle = Callable[[DeploymentID], DeploymentHandle]
+FindCall = Callable[[int], Call | None]
+
+
+class Errands:
+    """The calls of one child that are in flight. Owned by the loop of the frames.
+
+    `find_call` returns the call with a number, if the child still works for it.
+    """
+
+    __slots__ = ("_find_call", "_frames", "_loop", "_make_handle", "_responses", "_tasks",
+                 "_windows")  # fmt: skip
+
+    def __init__(self, frames: Frames, make_handle: MakeHandle, find_call: FindCall) -> None:
+        self._frames = frames
+        self._make_handle = make_handle
+        self._find_call = find_call
+        self._loop = asyncio.get_running_loop()
+        self._responses: dict[int, Any] = {}
+        self._windows: dict[int, Window] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_frame(self, kind: int, number: int, content: memoryview) -> None:
+        if kind in (Kind.CALL, Kind.STREAM):
+            try:
+                self._begin(kind, number, content)
+            except Exception as error:  # of the arguments, or of a deployment that is gone
+                self._frames.post(Kind.FAILED, number, pickled_error(error))
+        elif number in self._responses:
+            if kind == Kind.CREDIT:
+                self._windows[number].give(*pickle.loads(content))
+            else:  # CANCEL, or CLOSE
+                self._responses[number].cancel()
+
+    def _begin(self, kind: int, number: int, content: memoryview) -> None:
+        envelope, args, kwargs, deployment_id, parent = pickle.loads(content)
+        handle = self._make_handle(deployment_id).options(
+            method_name=envelope[3],
+            stream=kind == Kind.STREAM,
+            multiplexed_model_id=envelope[4],
+        )
+        response = self._made_in(self._find_call(parent), handle, args, kwargs)
+        self._responses[number] = response
+        if isinstance(response, DeploymentResponseGenerator):
+            self._windows[number] = Window()
+            task = self._loop.create_task(self._pump(number, response))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            mailbox = mailbox_of(self._loop)
+            response._call.when_settled(lambda call: mailbox.post(self._end, number, call))
+
+    def _made_in(
+        self, parent: Call | None, handle: DeploymentHandle, args: Any, kwargs: Any
+    ) -> DeploymentResponse | DeploymentResponseGenerator:
+        def make() -> Any:
+            if parent is not None:
+                CURRENT_CALL.set(parent)
+            return handle.remote(*args, **kwargs)
+
+        return Context().run(make)  # type: ignore[no-any-return]
+
+    def _end(self, number: int, call: Call) -> None:
+        """Send the outcome of a call."""
+        self._responses.pop(number, None)
+        self._windows.pop(number, None)
+        error = call.error
+        if error is None:
+            try:
+                value = call.value
+                self._frames.post(Kind.DONE, number, b"" if value is None else dumps(value))
+                return
+            except Exception as problem:
+                error = unsendable("the result", call.value, problem)
+        self._frames.post(Kind.FAILED, number, pickled_error(error))
+
+    async def _pump(self, number: int, items: DeploymentResponseGenerator) -> None:
+        """Send the items of a stream, as fast as the child takes them."""
+        window = self._windows[number]
+        try:
+            async for item in items:
+                await window.take(size_of_item(item))
+                self._frames.post(Kind.ITEM, number, dumps(item))
+        except Exception as error:
+            items.cancel()
+            self._frames.post(Kind.FAILED, number, pickled_error(error))
+        else:
+            self._frames.post(Kind.DONE, number)
+        finally:
+            self._responses.pop(number, None)
+            self._windows.pop(number, None)
+
+    def stop(self) -> None:
+        """Cancel the calls: the child has ended."""
+        for response in list(self._responses.values()):
+            response.cancel()
+        for task in self._tasks:
+            task.cancel()
