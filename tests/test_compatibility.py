@@ -21,6 +21,7 @@ from ingress import config, context, handle, schema
 from ingress.base.unsupported import MEMBERS, NAMES, PARAMETERS
 from ingress.config import DeploymentConfig, HTTPOptions
 from tests.engines.audit import PRIVATE_OF_RAY, audit, undecided
+from tests.engines.audit import main as print_audit
 from tests.engines.page import PAGE, page
 from tests.engines.scenarios.examples import EXAMPLES, NO_APPLICATIONS
 from tests.engines.suite import FEATURES, Deviation, Scenario, scenarios
@@ -111,10 +112,23 @@ def test_nothing_of_ray_serve_is_absent_without_a_word() -> None:
     assert list(undecided(audit(RESULTS.api))) == []
 
 
+def test_the_program_prints_every_name_with_its_parameters_and_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["audit"])
+
+    assert print_audit() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.split("  ")[0] in ("same", "on purpose", "missing") for line in lines[:-1])
+    assert any(line.startswith("same        serve.run(target, blocking=False,") for line in lines)
+    option = "on purpose  serve.deployment(max_ongoing_requests) = 5, here 100"
+    assert any(line.startswith(option) for line in lines)
+    printed = "\n".join(lines)
+    assert [each["name"] for each in audit(RESULTS.api) if each["name"] not in printed] == []
+
+
 ABSENT = [
-    each
-    for each in audit(RESULTS.api)
-    if each["verdict"] == "absent" and each["because"] != PRIVATE_OF_RAY
+    each for each in audit(RESULTS.api) if "absent" in each and each["because"] != PRIVATE_OF_RAY
 ]
 
 

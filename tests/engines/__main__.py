@@ -1,8 +1,9 @@
 """Run every scenario on every column, and write docs/compatibility.json and docs/compatibility.md.
 
-    python -m tests.engines                     all of it; what `make test-ray` does
-    python -m tests.engines --only NAME ...     some scenarios or modules; nothing is written
-    python -m tests.engines --columns ray       against what was recorded of the other columns
+    python -m tests.engines                        all of it; what `make test-ray` does
+    python -m tests.engines --only NAME ...        some scenarios or modules; nothing is written
+    python -m tests.engines --only ... --record    the same; their observations are recorded
+    python -m tests.engines --columns ray          against what was recorded of the other columns
 
 Exits with 1 if there is an undeclared difference, or a declared one that does not occur.
 """
@@ -77,6 +78,7 @@ def main() -> int:
     parser = ArgumentParser("python -m tests.engines", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="scenarios or modules")
     parser.add_argument("--columns", nargs="*", default=[*COLUMNS], choices=COLUMNS)
+    parser.add_argument("--record", action="store_true", help="write the observations of --only")
     parser.add_argument("--keep", type=Path, help="a folder for observations and logs")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -99,8 +101,13 @@ def main() -> int:
     surface = theirs()
     gaps = list(undecided(audit(surface)))
     for name in gaps:
-        print(f"absent without a word: {name}")
+        print(f"not the same, and not declared: {name}")
     print(f"{len(compared) - len(failures)} of {len(compared)} as they should be")
+    if options.only and options.record:
+        made = Results.read().with_observations(found, surface)
+        made.write()
+        PAGE.write_text(page(made))
+        print(f"written: {RESULTS.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")
     if not options.only and {*options.columns} == {*COLUMNS}:
         took_s = round(time.monotonic() - begin)
         date = datetime.now(UTC).strftime("%Y-%m-%d")

@@ -1,38 +1,77 @@
 """Every public name, parameter, option and attribute of `ray.serve`, compared with `ingress`.
 
-`theirs()` needs Ray; a whole run stores its result. `audit` compares that with this version
-without Ray. A name is public if it has no leading underscore and was not imported from elsewhere.
+    python -m tests.engines.audit               print all of them, from what was recorded
+    python -m tests.engines.audit --installed   the same, of the Ray Serve that is installed
+
+    same         it is there and does the same; `because` says what there is more
+    on purpose   it is not there, or has no effect, and need not be
+    missing      it has no counterpart, or none in one process
+
+docs/compatibility.md is made from this. `theirs()` needs Ray; a run stores its result. `audit`
+compares that with this version without Ray. A name is public if it has no leading underscore and
+was not imported from elsewhere. The program exits with 1 if a name is neither there nor declared.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import sys
+from argparse import ArgumentParser
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 import ingress
-from ingress.base.unsupported import MEMBERS, NAMES, PARAMETERS
+from ingress.base.unsupported import (
+    EACH_REPLICA,
+    MEMBERS,
+    NAMES,
+    NO_GANGS,
+    NO_GRPC,
+    NO_TASKS,
+    PARAMETERS,
+    REPLICAS,
+    STATE,
+)
 from ingress.config import NOT_ACTED_ON, DeploymentConfig
 
 MODULES = ("config", "context", "exceptions", "handle", "schema")
 """Modules of Ray Serve whose classes are compared in detail; of other modules, only the names."""
 
-RECORDED = "recorded, with a warning, in one process; acted on by the Ray engine"
+RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
+MISSING = {
+    *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_TASKS, REPLICAS, STATE, NAMES["llm"]),
+    NAMES["metrics"],
+}
+"""The advice for features without a counterpart; other absent names are absent on purpose."""
+WITHOUT_EFFECT = {
+    "handle.DeploymentHandle.shutdown": "does nothing but warn: a handle holds no resources",
+    "handle.DeploymentHandle.shutdown_async": "does nothing but warn, as `shutdown`",
+}
+WITHOUT_EFFECT_HERE = {"serve.run(logging_config)", "serve.RunTarget(logging_config)"}
+LONGEST_DEFAULT = 30
 
 
 def theirs() -> list[dict[str, str]]:
     """Return the public surface of the Ray Serve that is installed."""
     serve = import_module("ray.serve")
     found = [
-        {"kind": _kind(getattr(serve, name)), "name": f"serve.{name}"}
+        {
+            "kind": _kind(value),
+            "name": f"serve.{name}",
+            **_signature(value, is_shown=inspect.isfunction(value)),
+        }
         for name in dir(serve)
         if not name.startswith("_") and name != "ray"
+        for value in [getattr(serve, name)]
     ]
     for name in dir(serve):
         value = getattr(serve, name)
@@ -49,7 +88,37 @@ def theirs() -> list[dict[str, str]]:
     found += _parameters(
         "handle.options", import_module("ray.serve.handle").DeploymentHandle.options
     )
+    options = import_module("ray.serve._private.config").DeploymentConfig.model_fields
+    for each in found:
+        option = each["name"].removeprefix("serve.deployment(").removesuffix(")")
+        if option in options and each["name"] == f"serve.deployment({option})":
+            each["default"] = _default(options[option].get_default(call_default_factory=True))
     return found
+
+
+def _signature(value: Any, *, is_shown: bool = True) -> dict[str, str]:
+    """Return the parameters of a function and their defaults, without types."""
+    if not is_shown:
+        return {}
+    parts = []
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    for each in parameters:
+        if each.name == "self":
+            continue
+        stars = "**" if each.kind is each.VAR_KEYWORD else "*" * (each.kind is each.VAR_POSITIONAL)
+        has_default = each.default is not each.empty
+        parts.append(f"{stars}{each.name}" + (f"={_default(each.default)}" if has_default else ""))
+    return {"signature": f"({', '.join(parts)})"}
+
+
+def _default(value: Any) -> str:
+    shown = repr(value)
+    if isinstance(value, BaseModel):
+        return f"{type(value).__name__}()"
+    return shown if len(shown) <= LONGEST_DEFAULT and "<" not in shown else "..."
 
 
 def _kind(value: Any) -> str:
@@ -67,9 +136,18 @@ def _class(module: str, cls: type) -> list[dict[str, str]]:
     if cls.__name__.startswith("_"):
         return []
     owner = f"{module}.{cls.__name__}"
-    found = [{"kind": "class", "name": owner}]
+    is_plain = not issubclass(cls, BaseModel | Enum)
+    found = [{"kind": "class", "name": owner, **_signature(cls, is_shown=is_plain)}]
     kind = "field" if issubclass(cls, BaseModel) else "attribute"
-    return found + [{"kind": kind, "name": f"{owner}.{name}"} for name in sorted(_members(cls))]
+    return found + [
+        {
+            "kind": kind,
+            "name": f"{owner}.{name}",
+            **_signature(member, is_shown=is_plain and inspect.isfunction(member)),
+        }
+        for name in sorted(_members(cls))
+        for member in [inspect.getattr_static(cls, name, None)]
+    ]
 
 
 def _members(cls: type) -> set[str]:
@@ -88,17 +166,45 @@ def _members(cls: type) -> set[str]:
 
 
 def audit(surface: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each entry with a `verdict` (same, wider, not acted on, absent) and any reason.
+    """Return each entry with a `verdict` (same, on purpose, missing) and the reason or addition.
 
-    Of an absent class only the class itself is returned.
+    Entries that cannot be used at all are marked as `absent`; of an absent class only the class
+    itself is returned. Deployment options have the default here as `ours`.
     """
     known = {each["name"] for each in surface}
     judged = [{**each, **_judged(each["kind"], each["name"], known)} for each in surface]
-    gone = {e["name"] for e in judged if e["kind"] == "class" and e["verdict"] == "absent"}
-    return [each for each in judged if each["name"].rpartition(".")[0] not in gone]
+    gone = {e["name"] for e in judged if e["kind"] == "class" and "absent" in e}
+    return [_compared(each) for each in judged if each["name"].rpartition(".")[0] not in gone]
+
+
+def _compared(judged: dict[str, str]) -> dict[str, str]:
+    """Add this version's default of a deployment option; another one is on purpose."""
+    option = judged["name"].removeprefix("serve.deployment(").removesuffix(")")
+    if judged["name"] != f"serve.deployment({option})" or "default" not in judged:
+        return judged
+    field = DeploymentConfig.model_fields.get(option)
+    if field is None:
+        return judged
+    ours = field.get_default(call_default_factory=True)
+    judged = {**judged, "ours": _default(ours)}
+    is_equal = judged["ours"] == judged["default"] or _is_equal(ours, judged["default"])
+    if judged["verdict"] == "same" and not is_equal:
+        return {**judged, "verdict": "on purpose", "because": "another default, see deviations.md"}
+    return judged
+
+
+def _is_equal(ours: Any, theirs: str) -> bool:
+    """Return whether defaults mean the same: 20.0 and 20, `None` and the options' own defaults."""
+    if isinstance(ours, float):
+        return repr(int(ours)) == theirs
+    return ours is None and theirs.endswith("()")
 
 
 def _judged(kind: str, name: str, known: set[str]) -> dict[str, str]:
+    if name in WITHOUT_EFFECT:
+        return {"verdict": "on purpose", "because": WITHOUT_EFFECT[name]}
+    if name in WITHOUT_EFFECT_HERE:
+        return {"verdict": "missing", "because": RECORDED}
     if kind == "parameter":
         return _judged_parameter(*name.removesuffix(")").split("("))
     if name.startswith("serve."):
@@ -152,10 +258,7 @@ def _judged_option(name: str) -> dict[str, str]:
     if name in DeploymentConfig.elsewhere:
         return _absent(DeploymentConfig.elsewhere[name])
     if name in NOT_ACTED_ON:
-        return {
-            "verdict": "not acted on",
-            "because": "in one process: recorded, with a warning; the Ray engine acts on it",
-        }
+        return {"verdict": "missing", "because": RECORDED}
     return {"verdict": "same"} if name in DeploymentConfig.model_fields else _absent("")
 
 
@@ -191,15 +294,37 @@ def _all_members(cls: type) -> set[str]:
 
 def _wider(own: Iterable[str]) -> dict[str, str]:
     names = ", ".join(f"`{name}`" for name in sorted(own))
-    return {"verdict": "wider", "because": f"and {names}"} if names else {"verdict": "same"}
+    return {"verdict": "same", "because": f"and also {names}"} if names else {"verdict": "same"}
 
 
 def _absent(because: str) -> dict[str, str]:
-    return {"verdict": "absent", "because": because}
+    is_missing = not because or because in MISSING
+    verdict = "missing" if is_missing else "on purpose"
+    return {"verdict": verdict, "because": because, "absent": "yes"}
 
 
 def undecided(judged: list[dict[str, str]]) -> Iterator[str]:
-    """Yield the names that are absent without a reason."""
+    """Yield the names that are not the same, without a reason."""
     for each in judged:
-        if each["verdict"] == "absent" and not each["because"]:
+        if each["verdict"] != "same" and not each["because"]:
             yield each["name"]
+
+
+def main() -> int:
+    parser = ArgumentParser("python -m tests.engines.audit", description=__doc__)
+    parser.add_argument("--installed", action="store_true", help="of the installed Ray Serve")
+    options = parser.parse_args()
+    recorded = Path(__file__).parent.parent.parent / "docs" / "compatibility.json"
+    surface = theirs() if options.installed else json.loads(recorded.read_text())["api"]
+    judged = audit(surface)
+    for each in judged:
+        defaults = f" = {each['default']}, here {each['ours']}" if "ours" in each else ""
+        words = f"{each['name']}{each.get('signature', '')}{defaults}"
+        print(f"{each['verdict']:10}  {words}  {each.get('because', '')}".rstrip())
+    counts = Counter(each["verdict"] for each in judged)
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
+    return 1 if any(undecided(judged)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

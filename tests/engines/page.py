@@ -32,8 +32,9 @@ Ray {ray}, Python {python}, {date}, {minutes} minutes for all. {counts}
 API_HEAD = """\
 ## The API
 
-Every public name of `ray.serve` {ray}, its parameters, options and attributes. {counts} Using
-what is absent says what the last column says.
+Every public name of `ray.serve` {ray} with its parameters, every deployment option, and every
+parameter and attribute that is not the same; `python -m tests.engines.audit` prints all of them.
+{counts} Using what is absent says what the last column says.
 """
 
 
@@ -105,12 +106,35 @@ def _api(results: Results) -> str:
     judged = audit(results.api)
     found = Counter(each["verdict"] for each in judged)
     counts = ", ".join(f"{number} {verdict}" for verdict, number in found.items()) + "."
-    lines = [API_HEAD.format(ray=results.ray, counts=f"Of {len(judged)}: {counts}")]
-    lines += ["| not the same | | what to do, or what there is more |", "|---|---|---|"]
-    rest = [each for each in judged if each["verdict"] != "same"]
-    lines += [f"| `{each['name']}` | {each['verdict']} | {each['because']} |" for each in rest]
-    same = ", ".join(f"`{each['name']}`" for each in judged if each["verdict"] == "same")
-    return "\n".join([*lines, "", f"The same: {same}.", ""])
+    names = [e for e in judged if e["name"].startswith("serve.") and e["kind"] != "parameter"]
+    options = [each for each in judged if each["name"].startswith("serve.deployment(")]
+    others = [each for each in judged if each not in names and each not in options]
+    rest = [each for each in others if each["verdict"] != "same" or "because" in each]
+    same = ", ".join(f"`{each['name']}`" for each in others if each not in rest)
+    lines = [
+        API_HEAD.format(ray=results.ray, counts=f"Of {len(judged)}: {counts}"),
+        "| name | | what to do, or what there is more |\n|---|---|---|",
+        *map(_line, names),
+        "",
+        "| deployment option | in Ray by default | here | | why |\n|---|---|---|---|---|",
+        *map(_option, options),
+        "",
+        "| parameter or attribute | | what to do, or what there is more |\n|---|---|---|",
+        *map(_line, rest),
+        f"\nThe same: {same}.\n",
+    ]
+    return "\n".join(lines)
+
+
+def _line(each: dict[str, str]) -> str:
+    words = f"`{each['name']}{each.get('signature', '')}`"
+    return f"| {words} | {each['verdict']} | {each.get('because', '')} |"
+
+
+def _option(each: dict[str, str]) -> str:
+    name = each["name"].removeprefix("serve.deployment(").removesuffix(")")
+    defaults = " | ".join(f"`{each[k]}`" if k in each else "" for k in ("default", "ours"))
+    return f"| `{name}` | {defaults} | {each['verdict']} | {each.get('because', '')} |"
 
 
 if __name__ == "__main__":

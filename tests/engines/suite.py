@@ -22,6 +22,7 @@ FLAGS = "01"
 FEATURES = (
     "Declaring a deployment",
     "Running, finding and deleting applications",
+    "Statuses over time",
     "Composition",
     "FastAPI classes",
     "Routers in a FastAPI class",

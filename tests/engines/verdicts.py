@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tests.engines.suite import Scenario
+from tests.engines.suite import Scenario, scenarios
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "compatibility.json"
@@ -109,6 +109,19 @@ class Results:
         path.write_text(
             f'{{\n{fields},\n "observations": {{\n{columns}\n }},\n "api": [\n{api}\n ]\n}}\n'
         )
+
+    def with_observations(self, found: Observations, api: list[dict[str, str]]) -> Results:
+        """Return these results with newer observations of some scenarios, in their order."""
+        names = [each.name for each in scenarios()]
+        merged = {
+            column: {
+                name: known[name]
+                for name in names
+                if name in (known := {**self.observations.get(column, {}), **found.get(column, {})})
+            }
+            for column in self.observations
+        }
+        return replace(self, observations=merged, api=api)
 
     @classmethod
     def read(cls, path: Path = RESULTS) -> Results:
