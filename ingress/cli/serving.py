@@ -26,6 +26,7 @@ from ingress.cli.reloading import (
     reload_one_process,
     reload_workers,
 )
+from ingress.cli.sd_notify import notify
 from ingress.cli.server_commands import commands_of_one_process
 from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
@@ -41,6 +42,8 @@ from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
+
+READY = "READY=1"  # systemd's word
 
 
 def read_settings() -> Settings:
@@ -113,6 +116,7 @@ def serve_until_ctrl_c(
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
             _say(ready_lines(targets, current_engine().url(), where))
+            notify(READY)
             reloads.begin()
     except KeyboardInterrupt:  # during the start
         raise typer.Exit(130) from None
@@ -233,6 +237,7 @@ def _supervise(
 
     def when_ready() -> None:
         _say(line)
+        notify(READY)
         reloads.begin()
 
     supervisor = Supervisor(config, served, port, when_ready, reloads.ask)

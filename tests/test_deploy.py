@@ -1,0 +1,84 @@
+"""The files of docs/deploy: what they serve, and what supervisors see."""
+
+from __future__ import annotations
+
+import configparser
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ingress.base.settings import RUNTIME_DIR
+from ingress.cli.control_commands import stop
+from ingress.config_file.checking import checked
+from ingress.config_file.loading import ConfigFile
+from ingress.config_file.reading import parse
+from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, get, process
+
+pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
+
+DEPLOY = ROOT / "docs" / "deploy"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for sockets, whose paths have at most 107 bytes. It is the runtime folder too."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv(RUNTIME_DIR, str(Path(folder) / "run"))
+        yield Path(folder)
+
+
+def manifests() -> dict[str, Any]:
+    """Return the manifests by their kind."""
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+@pytest.mark.timeout(150)  # it starts a process
+def test_the_supervisor_is_told_when_the_server_is_ready_and_when_it_stops(
+    short: Path, tmp_path: Path
+) -> None:
+    command = [*INGRESS, "run", str(DEPLOY / "serve.yaml"), "--app-dir", str(DEPLOY)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(short / "notify"))
+        systemd.settimeout(3 * PATIENCE_S)
+        environ = {**environment(tmp_path), "NOTIFY_SOCKET": str(short / "notify")}
+        with process([*command, "--port", "0"], tmp_path, environ) as server:
+            assert systemd.recv(100) == b"READY=1"
+            assert get(server.port, "/?name=Ada").body == b'"hi, Ada"'
+            container = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert get(server.port, container[probe]["httpGet"]["path"]).status == 200
+
+            stop()
+            assert systemd.recv(100) == b"STOPPING=1"
+            assert server.wait() == 0
+
+
+def test_the_manifest_has_the_file_and_time_for_the_drain() -> None:
+    found = manifests()
+    file = checked(parse(found["ConfigMap"]["data"]["serve.yaml"], "serve.yaml"), "serve.yaml")
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    arguments = pod["containers"][0]["args"]
+    delay_s = int(arguments[arguments.index("--drain-delay") + 1])
+    own = ConfigFile.read(DEPLOY / "serve.yaml").config
+
+    assert file.applications[0].deployments == own.applications[0].deployments
+    drain_s = max(each.graceful_shutdown_timeout_s for each in file.applications[0].deployments)
+    assert pod["terminationGracePeriodSeconds"] >= delay_s + drain_s + 10
+
+
+def test_the_unit_waits_for_readiness_and_leaves_time_for_the_drain() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(DEPLOY / "ingress.service")
+    service = unit["Service"]
+
+    assert service["Type"] == "notify"
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert service["KillMode"] == "mixed"
+    assert int(service["TimeoutStopSec"]) > 20 + 10
