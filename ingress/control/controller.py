@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ingress.autoscaling_policy import bounded
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
 from ingress.batching.batching import warn_of_capacity
@@ -21,7 +22,7 @@ from ingress.config import DeploymentConfig
 from ingress.control.changes import Change, apply, checked
 from ingress.control.factories import Factories
 from ingress.control.reconciler import LAST_WORDS_S, MakeHandle, Reconciler
-from ingress.control.running import RunningApplication, RunningDeployment
+from ingress.control.running import RunningApplication, RunningDeployment, Version
 from ingress.control.scaling import scaler_of
 from ingress.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.declaration.loop_objects import LoopObject, loop_objects
@@ -59,24 +60,37 @@ class Controller:
         running: RunningApplication,
         application: BuiltApplication,
         serving_loop: asyncio.AbstractEventLoop,
+        serving: RunningApplication | None = None,
     ) -> None:
         """Start every replica of an application and return once all are ready.
 
-        Raises `RuntimeError` with the deployment's name, from the error of the user's code. After
-        an error or a cancellation, the caller's `stop` ends the replicas that exist. Replicas live
-        on `serving_loop` when user code has no thread of its own.
+        Deployments that `serving`, the application of the same name that runs, has too are updated
+        replica by replica: a new one starts, an old one leaves. Raises `RuntimeError` with the
+        deployment's name, from the error of the user's code. After an error or a cancellation, the
+        caller's `roll_back` and `stop` end the replicas that exist. Replicas live on `serving_loop`
+        when user code has no thread of its own.
         """
+        older = {} if serving is None else serving.deployments
         if self._settings.run_user_code_in_separate_thread:
-            counts = (each.deployment.config.first_count for each in application.deployments)
+            new = [each for each in application.deployments if each.name not in older]
+            counts = (each.deployment.config.first_count for each in new)
             reserve_descriptors(sum(counts), may_raise=self._settings.raise_file_limit)
         factories = self._factories()
         for built in application.deployments:  # all at once, so that the status shows all
-            running.deployments[built.name] = self._declared(
-                built, running.name, running.proxy, factories
-            )
-        for deployment in running.deployments.values():
+            deployment = older.get(built.name)
+            # With other instruments its router has to be of another class.
+            if deployment is None or deployment.factories != factories:
+                deployment = self._declared(built, running.name, running.proxy, factories)
+            else:
+                deployment.previous = deployment.version()
+            running.deployments[built.name] = deployment
+        for built in application.deployments:
+            deployment = running.deployments[built.name]
             try:
-                await self._start(deployment, serving_loop)
+                if deployment.previous is None:
+                    await self._start(deployment, serving_loop)
+                else:
+                    await self._update(deployment, built, serving_loop)
             except Exception as error:
                 raise RuntimeError(
                     f"Deploying application '{running.name}' failed: deployment "
@@ -85,6 +99,59 @@ class Controller:
             # From here on handles find the deployment: the constructors of its parents, which run
             # next, may call it.
             self._routers[deployment.router.deployment_id] = deployment.router
+        for deployment in running.deployments.values():
+            deployment.previous = None  # from here on the update is not rolled back
+
+    async def _update(
+        self,
+        deployment: RunningDeployment,
+        built: BuiltDeployment,
+        serving_loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Replace a deployment's replicas by those of a new version. Raises as `_start`."""
+        config = built.deployment.config
+        borrowed = await self._loop_for(built, serving_loop, deployment.factories.new_loop)
+        warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
+        scaling, count = config.autoscaling, config.first_count
+        if scaling is not None and scaling.initial_replicas is None:
+            count = bounded(deployment.desired.count, scaling)
+        deployment.next_version += 1
+        deployment.next_config += 1
+        version = Version(
+            deployment.next_version,
+            deployment.next_config,
+            built,
+            built.bound_app,
+            config,
+            deployment.factories,
+            borrowed,
+            scaler_of(config),
+            count,
+        )
+        deployment.begin_rollout()
+        deployment.use(version)
+        self._reconciler.look(deployment)
+        await self._reconciler.settled(deployment)
+        deployment.end_rollout()
+
+    async def roll_back(
+        self, running: RunningApplication, serving: RunningApplication | None
+    ) -> None:
+        """Return to the version before, where an update that failed had begun to replace it.
+
+        Waits for replicas that end at once, not for calls, nor for constructors that run again.
+        """
+        kept = [] if serving is None else list(serving.deployments.values())
+        begun = [each for each in running.deployments.values() if each in kept]
+        for deployment in begun:
+            deployment.roll_back()
+            self._reconciler.look(deployment)
+        try:
+            async with asyncio.timeout(2 * LAST_WORDS_S):
+                for deployment in begun:
+                    await self._reconciler.settled(deployment)
+        except TimeoutError:
+            pass
 
     def _declared(
         self, built: BuiltDeployment, app_name: str, proxy: HTTPProxy, factories: Factories
@@ -167,24 +234,29 @@ class Controller:
         running: RunningApplication,
         timeout_s: float | None = None,
         *,
+        kept: RunningApplication | None = None,
         is_replaced: bool = False,
     ) -> None:
         """Drain the requests, then stop every replica, also those whose constructors still run.
 
         `timeout_s` limits the drain; its default is the longest timeout of the deployments. The
-        stop takes at most `LAST_WORDS_S` more. `is_replaced` says that another application serves
-        on.
+        stop takes at most `LAST_WORDS_S` more. The deployments that `kept` has too go on.
+        `is_replaced` says that another application serves on.
         """
         running.status = ApplicationStatus.DELETING
+        others = [] if kept is None else list(kept.deployments.values())
+        deployments = [each for each in running.deployments.values() if each not in others]
+        if not deployments:  # an update, or there were too few descriptors
+            return
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        if running.deployments:  # none, if there were too few descriptors
+        if running.ingress in deployments:
             router = running.ingress.router
             await running.proxy.in_flight.drain(router, timeout_s, is_replaced=is_replaced)
         # Callers before their children, so that requests in flight can still reach the children.
-        for deployment in reversed(list(running.deployments.values())):
+        for deployment in reversed(deployments):
             await _drained(deployment, deadline)
             self._reconciler.discard(deployment)
             deployment.router.refuse(

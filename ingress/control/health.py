@@ -69,7 +69,7 @@ async def _ask(deployment: RunningDeployment, member: Member) -> None:
 
 def _note_stuck(member: Member, now: float, after_s: float) -> None:
     """Note whether a replica is stuck, and why. A log record tells when that changes."""
-    reason = _stands(member.replica, after_s) or _is_orphaned(member, now, after_s)
+    reason = _stands(member, now, after_s) or _is_orphaned(member, now, after_s)
     if not reason:
         if member.stuck:
             logger.warning("%s goes on, and gets calls again", member.replica.replica_id)
@@ -87,9 +87,19 @@ def _note_stuck(member: Member, now: float, after_s: float) -> None:
     logger.error("%s is stuck: %s; %s", member.replica.replica_id, member.stuck, fate)
 
 
-def _stands(replica: Replica, after_s: float) -> str:
-    stood_s, stack = WATCHDOG.standing(replica.loop)
-    if stood_s <= after_s or stack.is_debugged or replica.loads_models:
+def _stands(member: Member, now: float, after_s: float) -> str:
+    """Return a reason if the event loop has not turned for too long.
+
+    Timed here: the watchdog forgives a stall whenever the machine keeps it waiting itself.
+    """
+    standing = WATCHDOG.standing(member.replica.loop)
+    if standing is None:
+        member.stands = None
+        return ""
+    beats, stack = standing
+    if member.stands is None or member.stands[0] != beats:  # it has turned since
+        member.stands = beats, now
+    if now - member.stands[1] <= after_s or stack.is_debugged or member.replica.loads_models:
         return ""
     return f"its event loop has not turned for more than {after_s:g} s"
 
@@ -116,9 +126,9 @@ def _is_orphaned(member: Member, now: float, after_s: float) -> str:
 
 def _place(replica: Replica) -> str:
     """Return the line of user code that keeps a replica from going on, "" if it is not found."""
-    _, stack = WATCHDOG.standing(replica.loop)
-    if stack.is_users:
-        return str(stack.place)
+    standing = WATCHDOG.standing(replica.loop)
+    if standing is not None and standing[1].is_users:
+        return str(standing[1].place)
     for frame in current_frames().values():
         context = worker_context(frame)
         if context is not None and context.get(REPLICA) is replica.context:

@@ -109,8 +109,9 @@ class Action:
 def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
     """Return the actions for this moment, in order. Later calls see their effects as facts.
 
-    At no time do more replicas serve or start than `desired.count + desired.at_once`. No serving
-    replica is dropped while that leaves fewer than `desired.count`, unless its loop is lost.
+    No more than `desired.at_once` replicas serve or start beyond those that are desired, or that
+    serve already. No serving replica is dropped while that leaves fewer than `desired.count`,
+    unless its loop is lost.
     """
     actions: list[Action] = []
     serving: list[Fact] = []
@@ -143,7 +144,7 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
     serving, dropped = _without_surplus(desired, wanted, serving)
     fresh = [each for each in serving if not _is_stale(desired, each)]
     missing = wanted - len(fresh) - away
-    room = wanted + desired.at_once - len(serving) - away
+    room = max(wanted, len(serving)) + desired.at_once - len(serving) - away
     if desired.one_first and not serving and not away:
         room = 1
     starts = max(0, min(missing, room))
@@ -197,4 +198,6 @@ def _without_surplus(
         serving,
         key=lambda each: (_is_stale(desired, each), each.is_ill, each.number),
     )
+    if wanted and ordered and _is_stale(desired, ordered[0]):
+        return ordered, []  # until one of the new version serves, even if it has fewer replicas
     return ordered[:wanted], ordered[wanted:]

@@ -47,6 +47,7 @@ class Member:
     failures         health checks that failed, one after another
     failed_checks    health checks that failed in all
     stuck            the reason why it gets no calls although it runs, "" if it is not stuck
+    stands           heartbeats of its loop when it was last seen to stand, and since when it does
     suspected        looks in a row at which it seemed to be stuck
     orphaned_at      since when orphans hold all its slots
     task             its start, its reconfiguration, or its end
@@ -62,6 +63,7 @@ class Member:
     check_at: float = 0.0
     check: asyncio.Task[None] | None = None
     stuck: str = ""
+    stands: tuple[int, float] | None = None
     suspected: int = 0
     orphaned_at: float | None = None
     orphans_at: float = 0.0
@@ -82,6 +84,24 @@ class Member:
         )
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Version:
+    """The code of a deployment with its options, and the parts that its replicas are made with.
+
+    number, config_number  those of `Desired`
+    """
+
+    number: int
+    config_number: int
+    built: BuiltDeployment
+    bound_app: BoundApp | None
+    config: DeploymentConfig
+    factories: Factories
+    borrowed: asyncio.AbstractEventLoop | None
+    scaler: Scaler | None
+    count: int
+
+
 @dataclass(eq=False, slots=True)
 class RunningDeployment:
     """One deployment's router and replicas. Owned by the control loop; any thread may read.
@@ -100,6 +120,8 @@ class RunningDeployment:
     is_rushed      becomes true when replicas that drain are to stop at once
     before         the config before the last change of `user_config`
     next_config    number of the last `user_config`
+    next_version   number of the last version
+    previous       the version before the update that is going on, `None` if none is
     scaler         decides how many replicas are desired, `None` for a fixed number
     changed        is set, and replaced, at each change
     """
@@ -129,6 +151,8 @@ class RunningDeployment:
     before: DeploymentConfig | None = None
     next_config: int = 0
     scaler: Scaler | None = None
+    next_version: int = 0
+    previous: Version | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -238,6 +262,47 @@ class RunningDeployment:
         self.failed = None
         self.note_start()
 
+    def version(self) -> Version:
+        """Return the version that is desired."""
+        desired = self.desired
+        return Version(
+            desired.version,
+            desired.config,
+            self.built,
+            self.bound_app,
+            self.config,
+            self.factories,
+            self.borrowed,
+            self.scaler,
+            desired.count,
+        )
+
+    def use(self, version: Version) -> None:
+        """Desire replicas of a version. Those of another one are replaced."""
+        self.built, self.bound_app = version.built, version.bound_app
+        self.config, self.factories = version.config, version.factories
+        self.borrowed, self.scaler = version.borrowed, version.scaler
+        self.rejected = ""
+        self.router.limit(version.config.max_queued_requests, version.config.backpressure_config)
+        if version.bound_app is not None:
+            self.router.templates = version.bound_app.templates()
+        self.desire(count=version.count, version=version.number, config=version.config_number)
+
+    def is_updating(self) -> bool:
+        """Return whether an update of the application has yet to replace all its replicas."""
+        if self.previous is None:
+            return False
+        return self.attempts is not None or self.desired.version == self.previous.number
+
+    def roll_back(self) -> None:
+        """Desire the version before an update that was given up, as if it had not begun."""
+        version, self.previous = self.previous, None
+        self.failed = None
+        self.attempts = None
+        self.note_start()
+        if version is not None and version.number != self.desired.version:
+            self.use(version)
+
     def end_rollout(self) -> None:
         """Have the replicas that start from now on tried for ever: they replace others."""
         self.has_started = True
@@ -270,15 +335,18 @@ class RunningDeployment:
 
     def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
         """Return the status. `serving` is the deployment to be replaced, whose router is in use."""
+        if serving is self:  # its replicas are replaced one after another
+            serving = None
         members = [*(list(serving.members) if serving is not None else ()), *list(self.members)]
-        # No replicas: not started yet.
-        starting = not self.has_started
+        starting = not self.has_started or self.is_updating()
         status = DeploymentStatus.UPDATING if starting else self._size()
         stuck = [f"{each.replica.replica_id}: {each.stuck}" for each in members if each.stuck]
         message = self.rejected or self.problem or "; ".join(stuck)
         trouble = self.trouble() or ("" if serving is None else serving.trouble())
         if trouble:
             status, message = DeploymentStatus.UNHEALTHY, trouble
+        if self.failed is not None:
+            status, message = DeploymentStatus.DEPLOY_FAILED, self.problem
         router = self.router if serving is None else serving.router
         return DeploymentStatusOverview(
             status=status,

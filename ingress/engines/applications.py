@@ -146,9 +146,11 @@ class Applications:
                 await asyncio.shield(start.earlier)
             error: BaseException | None = None
             replaced: RunningApplication | None = None
+            serving: RunningApplication | None = None
             if not start.reason:
+                serving = self._updated_by(application)
                 start.deploying = asyncio.get_running_loop().create_task(
-                    controller.deploy(application, built, loop_of_replicas())
+                    controller.deploy(application, built, loop_of_replicas(), serving)
                 )
                 await asyncio.wait([start.deploying])
                 is_ended = start.deploying.cancelled()
@@ -163,7 +165,8 @@ class Applications:
                     failed = None
             if not start.is_ready:
                 self._give_back_routers(application)
-                await controller.stop(application, timeout_s=0.0)
+                await controller.roll_back(application, serving)
+                await controller.stop(application, timeout_s=0.0, kept=serving)
         finally:
             telling.cancel()
             if failed is not None:
@@ -175,7 +178,17 @@ class Applications:
         if error is not None:
             raise error
         if replaced is not None:
-            await self.stop(replaced, is_replaced=True)
+            await self.stop(replaced, replaced_by=application)
+
+    def _updated_by(self, application: RunningApplication) -> RunningApplication | None:
+        """Return the running application of which a new one is an update, `None` if there is none.
+
+        Its deployments that both have go on: they get new replicas, one after another.
+        """
+        serving = self.running.get(application.name)
+        if serving is None or serving.stopping is not None:
+            return None
+        return serving if serving.proxy is application.proxy else None
 
     def _put_to_use(self, start: Start) -> None:
         application = start.application
@@ -240,20 +253,28 @@ class Applications:
         application: RunningApplication,
         timeout_s: float | None = None,
         *,
-        is_replaced: bool = False,
+        replaced_by: RunningApplication | None = None,
     ) -> None:
-        """Stop a running application. Later callers wait for the first caller's stop."""
+        """Stop a running application. Later callers wait for the first caller's stop.
+
+        The deployments that the application that replaces it has too go on.
+        """
         if application.stopping is None:
             application.status = ApplicationStatus.DELETING
-            application.stopping = self._owned(self._stop(application, timeout_s, is_replaced))
+            application.stopping = self._owned(self._stop(application, timeout_s, replaced_by))
             self._update_routes()
         await asyncio.shield(application.stopping)
 
     async def _stop(
-        self, application: RunningApplication, timeout_s: float | None, is_replaced: bool
+        self,
+        application: RunningApplication,
+        timeout_s: float | None,
+        replaced_by: RunningApplication | None,
     ) -> None:
         try:
-            await self._controller().stop(application, timeout_s, is_replaced=is_replaced)
+            await self._controller().stop(
+                application, timeout_s, kept=replaced_by, is_replaced=replaced_by is not None
+            )
         finally:
             if self.running.get(application.name) is application:
                 del self.running[application.name]

@@ -87,6 +87,7 @@ class LoopProbe:
         "_waits_in",
         "answered_at",
         "asked_at",
+        "beats",
         "clocks",
         "loop",
         "owners",
@@ -104,6 +105,7 @@ class LoopProbe:
         self.owners: dict[Owner, None] = {}
         # Known from the start, because the first heartbeat may not be answered.
         self.thread_id = threading.get_ident() if running_loop() is loop else 0
+        self.beats = 0  # answered so far
         self.asked_at: float | None = None
         self.answered_at: float | None = None
         self.samples: list[Sample] = []
@@ -144,6 +146,7 @@ class LoopProbe:
     def _beat(self) -> None:
         self.thread_id = threading.get_ident()
         self._waits_in = stacks.base_of_loop()
+        self.beats += 1
         self.answered_at = monotonic()  # last: the watchdog reads the others after it
 
     def forgive(self, now: float) -> None:

@@ -113,19 +113,19 @@ class Watchdog:
                     found += [stall] if stall is not None else []
         return found
 
-    def standing(self, loop: asyncio.AbstractEventLoop) -> tuple[float, Stack]:
-        """Return for how many seconds a loop has stood until now, and its stack meanwhile.
+    def standing(self, loop: asyncio.AbstractEventLoop) -> tuple[int, Stack] | None:
+        """Return the heartbeats that a loop has answered, and its stack, while one has no answer.
 
-        0 for a loop that turns, waits for events, or is not watched.
+        `None` for a loop that turns, waits for events, or is not watched. A loop that stands still
+        has answered as many heartbeats each time.
         """
         probe = self._loops.get(loop)
-        asked_at = None if probe is None else probe.asked_at
-        # Race with `LoopProbe.ask`: it clears `answered_at` before it sets `asked_at`, so a time
-        # that is read here belongs to a heartbeat whose answer is read here too, or is yet to come.
-        if probe is None or asked_at is None or probe.answered_at is not None:
-            return 0.0, stacks.EMPTY
+        # Race with the watchdog, which clears `answered_at` before it sets `asked_at`, and with the
+        # loop, which answers: an answer in between only makes this `None`, or the count grow.
+        if probe is None or probe.asked_at is None or probe.answered_at is not None:
+            return None
         seen = [each.stack for each in list(probe.samples) if not each.is_idle]
-        return monotonic() - asked_at, seen[-1] if seen else stacks.EMPTY
+        return probe.beats, seen[-1] if seen else stacks.EMPTY
 
     def reporting_on_signal(self) -> AbstractContextManager[None]:
         """Make SIGUSR1 log the stalls, unless it has a handler or this is not the main thread."""
