@@ -83,7 +83,7 @@ def _class_of(path: str | type) -> Any:
         raise ValueError(
             f"request_router_class={path!r} cannot be imported: {error}; name it as "
             "'package.module:Class'"
-        ) from error
+        ) from None
 
 
 class RoutedCalls(WaitingCalls):
