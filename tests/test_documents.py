@@ -1,0 +1,179 @@
+"""Every block of the documents is run, here or by the test that `ELSEWHERE` names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.documents import ROOT, blocks
+from tests.servers import INGRESS, UVICORN, environment, process, wait_until, write_module
+
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/async-objects.md": "test_loop_sharing.py",
+    "docs/explain.md": "test_explain.py",
+    "docs/migrating.md": "test_guides.py",
+    "docs/opentelemetry.md": "ecosystem/test_tracing.py",
+    "docs/testing.md": "test_guides.py",
+}
+"""The documents whose blocks other tests run, and these tests."""
+
+SESSIONS = {
+    "$ ingress trace ": "test_trace.py",
+    "$ ingress status\n": "test_control_commands.py",
+    '$ echo \'{"command": "livez"}\'': "test_control_commands.py",
+}
+"""The sessions whose commands other tests run, with an output that is not the same each time."""
+
+RULES = "test_check_report.py", "test_loop_sharing.py"  # the Python of docs/rules
+
+NOT_RUN = {
+    "docs/cluster.md": "its commands need a cluster of several machines",
+    "docs/config-file.md": "its blocks are parts of a file and of an output",
+}
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+MODULE = """
+from fastapi import FastAPI
+import ingress as serve
+
+api = FastAPI()
+
+@serve.deployment
+@serve.ingress(api)
+class Seen:
+    @api.get("/{path:path}")
+    def seen(self, path: str):
+        return "seen"
+
+app = hello = shout = Seen.bind()
+
+def make_app():
+    return app
+"""
+
+_PLACE = {
+    "--host 0.0.0.0": "--host 127.0.0.1",
+    "--port 80 ": "--port 0 ",
+    "--workers 4": "--workers 2",
+    "--workers 8": "--workers 2",
+}
+"""The parts of a command that the machine of a test cannot have, and those in their place."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks_here(language: str) -> list[object]:
+    """Return the blocks of a language that this module runs, with the names of their documents."""
+    found: list[object] = []
+    for path in DOCUMENTS:
+        name = name_of(path)
+        is_of_rules = name.startswith("docs/rules/") and language == "python"
+        if name not in ELSEWHERE and name not in NOT_RUN and not is_of_rules:
+            for number, (of, text) in enumerate(blocks(path)):
+                if of == language and not text.startswith(tuple(SESSIONS)):
+                    found.append(pytest.param(text, id=f"{path.stem}-{number}"))
+    return found
+
+
+def test_each_document_is_run_by_a_test() -> None:
+    names = {name_of(path) for path in DOCUMENTS if blocks(path)}
+    assert {*ELSEWHERE, *NOT_RUN} <= names
+    for document, test in ELSEWHERE.items():
+        text = (ROOT / "tests" / test).read_text()
+        assert Path(document).name in text or document in text
+    for begin, test in SESSIONS.items():
+        assert any(text.startswith(begin) for path in DOCUMENTS for _, text in blocks(path)), begin
+        assert (ROOT / "tests" / test).exists()
+    for test in RULES:
+        assert "rules" in (ROOT / "tests" / test).read_text()
+    languages = {language for path in DOCUMENTS for language, _ in blocks(path)}
+    assert languages == {"console", "python", "text", "yaml"}
+
+
+@pytest.mark.parametrize("text", blocks_here("python"))
+def test_the_code_of_a_page_serves(tmp_path: Path, text: str) -> None:
+    name = re.match(r"# (\w+)\.py\n", text)
+    assert name is not None, f"which file is this?\n{text}"
+    bound = re.search(r"^(\w+) = \w+\.bind\(", text, re.MULTILINE)
+    (tmp_path / f"{name[1]}.py").write_text(text.replace("serve.start(", "dict(options="))
+    code = f"import {name[1]}\n"
+    if bound is not None:
+        code += (
+            "from fastapi.testclient import TestClient\n"
+            f"with TestClient({name[1]}.{bound[1]}) as client:\n"
+            "    assert client.get('/').status_code == 200\n"
+        )
+
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        timeout=50,
+        check=True,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("main", "app", "shout"):
+        write_module(tmp_path, name, MODULE)
+    (tmp_path / ".env").write_text("FROM_FILE=yes\n")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "plain.py").write_text("import time\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("def test_one(): pass\n")
+    return tmp_path
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("text", blocks_here("console"))
+def test_the_commands_of_a_page_do_their_work(folder: Path, text: str) -> None:
+    lines = text.splitlines()
+    assert all(line.startswith("$ ") for line in lines), "compare the output in a test of its own"
+    for line in lines:
+        command = re.split(r"\s{2,}", line.removeprefix("$ "))[0]
+        if "--engine ray" not in command:  # make test-ray
+            run(command, folder)
+
+
+def run(command: str, folder: Path) -> None:
+    for shown, real in _PLACE.items():
+        command = f"{command} ".replace(shown, real).strip()
+    uds = folder / "s"
+    command = command.replace("/run/shop.sock", str(uds))
+    environ = environment(folder)
+    words = shlex.split(command)
+    while (variable := words[0].partition("="))[1]:
+        environ[variable[0]] = variable[2]
+        del words[0]
+    words[:1] = {"ingress": INGRESS, "uvicorn": UVICORN}[words[0]]
+    if " run " not in command and "uvicorn" not in command:
+        done = subprocess.run(words, cwd=folder, env=environ, timeout=100, check=False)
+        assert done.returncode == 0, command
+        return
+    if "--uds" not in words and "--port" not in words:
+        words += ["--port", "0"]
+    with process(words, folder, environ) as server:
+        wait_until(
+            lambda: (
+                re.search("is ready at|Uvicorn running", server.output)
+                or server.process.poll() is not None
+            ),
+            timeout_s=60,
+        )
+        base = "http://localhost" if "--uds" in words else server.url
+        transport = httpx.HTTPTransport(uds=str(uds)) if "--uds" in words else None
+        with httpx.Client(transport=transport, base_url=base, timeout=20) as client:
+            answer = client.get("/shop/any")
+            assert (answer.status_code, answer.text) == (200, '"seen"'), command
