@@ -76,7 +76,7 @@ test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray S
 	@$(RAY) -m pytest -q tests/engines tests/test_ray.py
 	@$(RAY) -m tests.engines $(ARGS)
 
-test-ray-nodes: .venv-ray/.made ## A Ray cluster of three nodes, of which one fails: prints figures, 5 minutes
+test-ray-nodes: .venv-ray/.made ## A Ray cluster of three nodes, of which one fails: prints figures, 3 minutes
 	@$(RAY) -m tests.engines.nodes
 
 bench-scaling: .venv-ray/.made ## Measure one process, worker processes and a Ray cluster (needs wrk)

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ingress.base.counters import BatchCount
 from ingress.base.types import ReplicaID
 from ingress.base.unsupported import absent_member, teller
 from ingress.exceptions import RayServeException
@@ -64,8 +65,8 @@ class ReplicaRuntime:
 
     The fields: the user's instance, the replica's ASGI app, the plan of each callable of that app,
     the user loop, the function that makes plans, the running batches, the limits that
-    `set_max_batch_size` and similar methods set on this replica, and the models that
-    `@multiplexed` methods loaded.
+    `set_max_batch_size` and similar methods set on this replica, the number of batches of each
+    function, and the models that `@multiplexed` methods loaded.
     """
 
     replica_id: ReplicaID
@@ -76,6 +77,7 @@ class ReplicaRuntime:
     make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan] | None = None
     batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
     batch_limits: dict[Any, Any] = field(default_factory=dict)
+    batch_counts: dict[str, BatchCount] = field(default_factory=dict)
     models: Any = None
     public: ReplicaContext = field(init=False)
 

@@ -25,6 +25,14 @@ class LaneLoad:
 
 
 @dataclass(slots=True)
+class BatchCount:
+    """The batches of one function of a replica that were run, and the calls in them."""
+
+    batches: int = 0
+    calls: int = 0
+
+
+@dataclass(slots=True)
 class Latency:
     """The latencies of one route's requests: `serve_deployment_processing_latency_ms`."""
 

@@ -19,6 +19,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
+from ingress.base.counters import BatchCount
 from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.batching.batch_item import Item, fail
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
@@ -245,6 +246,9 @@ class BatchQueue:
         self._runs[task] = batch, items
         if replica is not None:
             replica.batches[task] = batch
+            counts = replica.batch_counts.setdefault(self._handler.name, BatchCount())
+            counts.batches += 1
+            counts.calls += len(items)
         task.add_done_callback(self._ended, context=self._context)
 
     async def _run(self, items: list[Item], batch: Call) -> None:

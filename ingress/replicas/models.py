@@ -32,15 +32,15 @@ Loader = Callable[..., Any]
 
 
 class Models:
-    """All models of one replica. Owned by its user loop; any thread reads `ids`.
+    """All models of one replica. Owned by its user loop; any thread reads `ids` and the counts.
 
     `running` has the calls that the replica runs. `in_use` has the calls that got a model, and the
-    calls in which a model is loaded, until they end.
+    calls in which a model is loaded, until they end. `loads` and `unloads` count models.
     """
 
     __slots__ = (
-        "_caches", "_running", "_tasks", "ids", "in_use", "is_stopped", "loop", "make_plan",
-        "replica",
+        "_caches", "_running", "_tasks", "ids", "in_use", "is_stopped", "loads", "loop",
+        "make_plan", "replica", "unloads",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +52,7 @@ class Models:
     ) -> None:
         self.loop, self.replica, self.make_plan = loop, replica, make_plan
         self.ids: frozenset[str] = frozenset()
+        self.loads = self.unloads = 0
         self.in_use: dict[Call, set[_Model]] = {}
         self.is_stopped, self._running = False, running
         self._caches: dict[tuple[Any, ...], _Cache] = {}
@@ -324,6 +325,7 @@ class _Cache:
             if model.has_ended.is_set():
                 return
             value = await self._plan.run(*self._owner, model.id)
+            self._replica.loads += 1
         except Exception as error:
             logger.exception("Failed to load model %.200r with %s", model.id, self._plan.name)
             model.end(error=error)
@@ -423,6 +425,7 @@ class _Cache:
     async def _unload(self, model: _Model) -> None:
         """Run a model's `__del__`, once."""
         value, model.value = model.value, None
+        self._replica.unloads += 1
         if not hasattr(type(value), "__del__"):
             return
         try:

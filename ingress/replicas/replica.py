@@ -164,6 +164,11 @@ class Replica:
         """The ids of the models that it has or is loading. Thread-safe."""
         return self._models.ids
 
+    @property
+    def model_counts(self) -> tuple[int, int]:
+        """The numbers of models that were loaded and unloaded so far. Thread-safe."""
+        return self._models.loads, self._models.unloads
+
     async def start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:

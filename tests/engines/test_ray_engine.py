@@ -371,6 +371,35 @@ def test_calls_for_a_model_go_to_the_replica_that_has_it(it: Served) -> None:
     assert len(found) == 1
 
 
+def test_batches_models_and_lanes_are_among_rays_metrics(it: Served) -> None:
+    calls = [it.child.together.remote(number) for number in range(8)]
+    assert len([call.result() for call in calls]) == 8
+    for model in ("first", "second"):  # of which a replica keeps one
+        it.child.options(multiplexed_model_id=model).model.remote().result()
+    it.child.in_lane.remote().result()
+    of_child = 'application="x",.*deployment="Child".*'
+    expected = [
+        rf'ray_serve_batches_processed\S*{{.*{of_child}function_name="together".*}} [1-9]',
+        rf'ray_serve_batched_calls\S*{{.*{of_child}function_name="together".*}} [1-9]',
+        rf"ray_serve_num_multiplexed_models{{.*{of_child}}} [1-9]",
+        rf"ray_serve_multiplexed_models_load_counter\S*{{.*{of_child}}} [1-9]",
+        rf'ray_serve_lane_calls{{.*{of_child}lane="db".*state="ongoing".*}} 0',
+    ]
+
+    def missing() -> list[str]:
+        found = scraped()
+        return [each for each in expected if not re.search(each, found)]
+
+    wait_until(lambda: not missing())
+
+
+def scraped() -> str:
+    """Return the metrics that Prometheus would find on the cluster's node."""
+    (node,) = ray.nodes()
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    return httpx.get(url, trust_env=False, timeout=PATIENCE_S).text
+
+
 def test_a_cancelled_call_is_cancelled_where_it_runs_and_a_def_is_told(
     it: Served, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@
     arguments    the arguments of such a call, which must be picklable
     calls        calls by handle to other processes
     replica      the code that runs in a replica's process
+    metrics      batches, models and lanes as metrics of Ray
     cluster      connects to a cluster or starts one, and explains its failures
     owners       the processes that deployed the applications of a cluster
     worker_logs  the log lines of workers that a terminal shows

@@ -31,6 +31,7 @@ from ingress.declaration.build import fill
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
+from ingress.engines.ray.metrics import ReplicaMetrics
 from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.loop_executor import lend_executor
@@ -113,6 +114,7 @@ class RayReplica:
                 setattr(self, hook, _Hook(self, hook))
         await self._replica.start(args, kwargs, self._user_config)
         self._router.add(self._replica)
+        self._metrics = ReplicaMetrics(self._replica)
 
     def __getattr__(self, name: str) -> RemoteMethod:
         """Return the object that Ray calls for a user method. The call checks that it exists."""
@@ -146,6 +148,8 @@ class RayReplica:
         if replica is not None:
             self._router.refuse(f"{self._deployment} is unavailable because it was stopped.")
             self._model_ids.stop()
+            if "_metrics" in self.__dict__:  # it started
+                self._metrics.stop()
             await replica.stop(self._spec.stop_timeout_s)
         self._directory.close()
 

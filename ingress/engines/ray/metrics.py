@@ -1,0 +1,94 @@
+"""The counts of a replica's batches, models and lanes, as metrics of Ray.
+
+    name                                     labels         as in
+    serve_batches_processed                  function_name  `ray.serve.batch`
+    serve_batched_calls                      function_name  the calls in those batches
+    serve_num_multiplexed_models                            `ray.serve.multiplexed`
+    serve_multiplexed_models_load_counter
+    serve_multiplexed_models_unload_counter
+    serve_lane_calls                         lane, state    "ongoing" in its threads, or "queued"
+
+`ray.serve.metrics` adds deployment, replica and application. The counters are the runtime's own
+ints, which are read each `PERIOD_S`; a request makes no metric.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve import metrics
+
+from ingress.replicas.replica import Replica
+
+logger = logging.getLogger("ingress")
+
+PERIOD_S = 2.0
+
+_Labels = Mapping[str, str]
+
+
+class ReplicaMetrics:
+    """The publisher of one replica's metrics. Owned by the loop on which Ray calls the replica."""
+
+    __slots__ = ("_made", "_replica", "_task", "_told")
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._made: dict[str, Any] = {}
+        self._told: dict[tuple[str, str], int] = {}
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                self._publish()
+            except Exception:
+                logger.exception("could not publish the metrics of %s", self._replica.replica_id)
+
+    def _publish(self) -> None:
+        replica = self._replica
+        for function, count in dict(replica.context.batch_counts).items():
+            self._count("serve_batches_processed", count.batches, function=function)
+            self._count("serve_batched_calls", count.calls, function=function)
+        loads, unloads = replica.model_counts
+        if loads:
+            self._set("serve_num_multiplexed_models", len(replica.model_ids), {})
+            self._count("serve_multiplexed_models_load_counter", loads)
+            self._count("serve_multiplexed_models_unload_counter", unloads)
+        for lane, load in replica.pools.loads().items():
+            self._set("serve_lane_calls", load.ongoing, {"lane": lane, "state": "ongoing"})
+            self._set("serve_lane_calls", load.queued, {"lane": lane, "state": "queued"})
+
+    def _count(self, name: str, value: int, function: str = "") -> None:
+        """Add to a counter what was counted since the last time."""
+        more = value - self._told.get((name, function), 0)
+        if more > 0:
+            # As in Ray: the name without that of its class.
+            labels = {"function_name": function.rpartition(".")[2]} if function else {}
+            self._metric(metrics.Counter, name, labels).inc(more, tags=labels)
+            self._told[name, function] = value
+
+    def _set(self, name: str, value: int, labels: _Labels) -> None:
+        self._metric(metrics.Gauge, name, labels).set(value, tags=dict(labels))
+
+    def _metric(self, kind: Any, name: str, labels: _Labels) -> Any:
+        if name not in self._made:
+            self._made[name] = kind(name, description=_DESCRIPTIONS[name], tag_keys=tuple(labels))
+        return self._made[name]
+
+
+_DESCRIPTIONS = {
+    "serve_batches_processed": "Batches that were run.",
+    "serve_batched_calls": "Calls in the batches that were run.",
+    "serve_num_multiplexed_models": "Models that the replica has or is loading.",
+    "serve_multiplexed_models_load_counter": "Models that were loaded.",
+    "serve_multiplexed_models_unload_counter": "Models that were unloaded.",
+    "serve_lane_calls": "Calls in a lane, by their state.",
+}
