@@ -157,6 +157,17 @@ class ShortLived:
         """Do nothing."""
 
 
+@serve.deployment(isolation="process", health_check_timeout_s=1, graceful_shutdown_timeout_s=1)
+class Spinning:
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def spin(self) -> None:
+        while True:
+            pass
+
+
+spinning = Spinning.bind()  # type: ignore[attr-defined]
 short_lived = ShortLived.bind()  # type: ignore[attr-defined]
 
 

@@ -87,6 +87,19 @@ def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> No
 
 
 @pytest.mark.thorough
+def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced() -> None:
+    handle = serve.run(process_app.spinning, route_prefix=None)
+    before = handle.pid.remote().result()
+
+    response = handle.spin.remote()
+
+    with pytest.raises(ReplicaUnavailableError):
+        response.result(timeout_s=50)
+    assert handle.pid.remote().result() != before
+    wait_until(lambda: not is_alive(before))
+
+
+@pytest.mark.thorough
 def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer_pauses() -> None:
     serve.run(process_app.short_lived, route_prefix=None)
 

@@ -82,7 +82,9 @@ def _note_stuck(member: Member, now: float, after_s: float) -> None:
         return
     member.stuck = f"{reason} at {place}" if (place := _place(member.replica)) else reason
     fate = "its loop is not its own, so it cannot be replaced"
-    if not member.replica.borrows_loop:
+    if member.replica.is_killable:
+        fate = "its process is ended, and another replica takes its place"
+    elif not member.replica.borrows_loop:
         fate = "it gets no more calls, and another replica takes its place"
     logger.error("%s is stuck: %s; %s", member.replica.replica_id, member.stuck, fate)
 
@@ -92,6 +94,8 @@ def _stands(member: Member, now: float, after_s: float) -> str:
 
     Timed here: the watchdog forgives a stall whenever the machine keeps it waiting itself.
     """
+    if member.replica.is_killable:
+        return _stood(after_s) if member.replica.stood_s > after_s else ""
     standing = WATCHDOG.standing(member.replica.loop)
     if standing is None:
         member.stands = None
@@ -101,6 +105,10 @@ def _stands(member: Member, now: float, after_s: float) -> str:
         member.stands = beats, now
     if now - member.stands[1] <= after_s or stack.is_debugged or member.replica.loads_models:
         return ""
+    return _stood(after_s)
+
+
+def _stood(after_s: float) -> str:
     return f"its event loop has not turned for more than {after_s:g} s"
 
 
@@ -126,6 +134,8 @@ def _is_orphaned(member: Member, now: float, after_s: float) -> str:
 
 def _place(replica: Replica) -> str:
     """Return the line of user code that keeps a replica from going on, "" if it is not found."""
+    if replica.is_killable:
+        return ""  # it is in another process
     standing = WATCHDOG.standing(replica.loop)
     if standing is not None and standing[1].is_users:
         return str(standing[1].place)

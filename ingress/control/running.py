@@ -76,9 +76,12 @@ class Member:
         return self.failures >= FAILED_CHECKS
 
     def fact(self) -> Fact:
-        # A loop that other replicas share, or the server's, cannot be replaced with its replica.
-        is_stuck = bool(self.stuck) and not self.replica.borrows_loop
-        is_lost = self.phase is not Phase.LEAVING and self.replica.is_lost
+        # A loop that other replicas share, or the server's, cannot be replaced with its replica. A
+        # process is ended: it does not come back.
+        killable = self.replica.is_killable
+        is_stuck = bool(self.stuck) and not (self.replica.borrows_loop or killable)
+        is_lost = self.replica.is_lost or (killable and bool(self.stuck))
+        is_lost = self.phase is not Phase.LEAVING and is_lost
         return Fact(
             self.number, self.phase, self.version, self.config, self.is_ill, is_stuck, is_lost
         )

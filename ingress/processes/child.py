@@ -12,7 +12,7 @@ import pickle
 import signal
 import socket
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 from ingress.base.types import DeploymentID
@@ -21,7 +21,7 @@ from ingress.declaration.build import fill
 from ingress.handle import DeploymentHandle
 from ingress.processes.errors import pickled_error
 from ingress.processes.frames import connect, receive_blocking, send_blocking
-from ingress.processes.host import Host, give_back
+from ingress.processes.host import BEAT_S, Host, give_back
 from ingress.processes.messages import Kind, ReplicaSpec
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
@@ -44,8 +44,17 @@ def main(descriptor: int, page: int) -> None:
         send_blocking(end, Kind.FAILED, pickled_error(error))
         return
     run_blocking(replica.loop, _serve(replica, host, end, spec))
-    stopping.get()
+    _wait(stopping, host)
     asyncio.run(replica.stop(STOP_S))
+
+
+def _wait(stopping: SimpleQueue[None], host: Host) -> None:
+    """Wait for the order to stop. A loop that loads a model may stand meanwhile."""
+    while True:
+        try:
+            return stopping.get(timeout=BEAT_S)
+        except Empty:
+            host.excuse()
 
 
 def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQueue[None]]:
@@ -87,6 +96,7 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
     except Exception as error:
         host.frames.post(Kind.FAILED, 0, pickled_error(error))
     else:
+        host.beat()
         host.frames.post(Kind.READY, 0)
 
 

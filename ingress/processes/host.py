@@ -11,6 +11,7 @@ import logging
 import pickle
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from time import monotonic
 from typing import Any
 
 from ingress.calls.call import Call
@@ -23,6 +24,8 @@ from ingress.processes.frames import Frames
 from ingress.processes.messages import UPWARD, Kind, dumps, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
+
+BEAT_S = 0.25
 
 logger = logging.getLogger("ingress")
 
@@ -60,6 +63,16 @@ class Host:
             self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
             self._on_message(kind, call, content)
+
+    def beat(self) -> None:
+        """Show the parent, now and again and again, that the user loop turns."""
+        self._page.turn(monotonic())
+        self.replica.loop.call_later(BEAT_S, self.beat)
+
+    def excuse(self) -> None:
+        """Show the parent that the user loop may stand, while a model is loaded. Thread-safe."""
+        if self.replica.loads_models:
+            self._page.turn(monotonic())
 
     def _on_call(self, kind: int, number: int, content: memoryview) -> None:
         try:

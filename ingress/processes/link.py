@@ -12,6 +12,7 @@ import logging
 import pickle
 import socket
 from collections import deque
+from time import monotonic
 from typing import Any
 
 from anyio import CancelScope
@@ -167,6 +168,21 @@ class Link:
     def pid(self) -> int:
         """The process's id; 0 before it has started."""
         return 0 if self._child is None else self._child.pid
+
+    @property
+    def stood_s(self) -> float:
+        """The seconds for which the child's user loop has not turned; 0 before it serves.
+
+        Thread-safe.
+        """
+        page = self._page
+        if page is None or self.end or self._is_stopping:
+            return 0.0
+        try:
+            turned_at = page.turned_at
+        except ValueError:  # the page was closed meanwhile
+            return 0.0
+        return monotonic() - turned_at if turned_at else 0.0
 
     async def start(self, specification: bytes) -> None:
         """Start the process, and return once its replica serves. Raises the error of its start."""

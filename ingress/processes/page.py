@@ -1,7 +1,8 @@
 """A page of memory that a child shares with its parent: numbers that outlive the child.
 
 A child that is killed in user code takes the frames that it has not written with it. The number of
-the last call that it began is in this page before the first line of that call runs.
+the last call that it began is in this page before the first line of that call runs. A child whose
+user loop stalls sends no frame: the page has the time at which that loop last turned.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from struct import Struct
 
 _SIZE = mmap.PAGESIZE
 _BEGUN = Struct("<Q")
+_TURNED = Struct("<d")
 
 
 class SharedPage:
@@ -46,6 +48,16 @@ class SharedPage:
         """The number of the last call that has begun; 0 for none."""
         begun: int = _BEGUN.unpack_from(self._memory, 0)[0]
         return begun
+
+    def turn(self, now: float) -> None:
+        """Note that the user loop turns, in seconds of `monotonic`, the same in all processes."""
+        _TURNED.pack_into(self._memory, _BEGUN.size, now)
+
+    @property
+    def turned_at(self) -> float:
+        """The time at which the user loop last turned; 0 before it serves."""
+        turned_at: float = _TURNED.unpack_from(self._memory, _BEGUN.size)[0]
+        return turned_at
 
     def close(self) -> None:
         self.close_descriptor()

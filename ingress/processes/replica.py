@@ -89,6 +89,16 @@ class ProcessReplica(Replica):
         """Return false: the loop of its user code is its own, and ends with its process."""
         return False
 
+    @property
+    def is_killable(self) -> bool:
+        """Return true: a stop ends its process, whatever its user code does."""
+        return True
+
+    @property
+    def stood_s(self) -> float:
+        """The seconds for which its user loop has not turned. Thread-safe."""
+        return self._code.link.stood_s
+
     async def start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:

@@ -231,6 +231,16 @@ class Replica:
         return isinstance(self._home, EventLoopThread) and self._home.has_ended
 
     @property
+    def is_killable(self) -> bool:
+        """Return whether a stop ends its user code whatever that does, which no thread allows."""
+        return False
+
+    @property
+    def stood_s(self) -> float:
+        """The seconds for which the user loop of another process has not turned. Thread-safe."""
+        return 0.0
+
+    @property
     def borrows_loop(self) -> bool:
         """Return whether its event loop is another owner's, or that of other replicas too."""
         return self._borrows
