@@ -9,6 +9,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ingress.cli.control_socket import (
     RunningServer,
     running_servers,
 )
+from tests.fakes import together
 from tests.servers import INGRESS, PATIENCE_S, environment, process, wait_until, write_module
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
@@ -43,7 +45,13 @@ FILE = """
 http_options: {port: 0}
 applications:
 - {name: one, route_prefix: /one, import_path: app:hello}
-- {name: two, route_prefix: /two, import_path: app:hello}
+- name: two
+  route_prefix: /two
+  import_path: app:hello
+- name: auto
+  route_prefix: /auto
+  import_path: app:hello
+  deployments: [{name: Model, autoscaling_config: {max_replicas: 3}}]
 """
 
 
@@ -111,6 +119,22 @@ def test_a_bad_request_is_answered_and_harms_no_other(runtime: Path) -> None:
         assert RunningServer(1, control.path).ask("echo") == {}
 
 
+def test_requests_of_many_threads_are_answered_to_those_that_asked(
+    runtime: Path, switch_interval: None
+) -> None:
+    with ControlSocket({"echo": echo}) as control:
+        assert control.path is not None
+        server = RunningServer(1, control.path)
+        wrong: list[Any] = []
+
+        def ask(number: int) -> None:
+            answers = [server.ask("echo", it=[number, turn]) for turn in range(10)]
+            wrong.extend(a for turn, a in enumerate(answers) if a != {"it": [number, turn]})
+
+        together(*(partial(ask, number) for number in range(8)))
+        assert wrong == []
+
+
 def test_a_stale_socket_is_noticed_and_removed_and_a_listening_one_is_not(runtime: Path) -> None:
     runtime.mkdir()
     stale = runtime / "999999999.sock"
@@ -148,7 +172,7 @@ def test_a_server_is_found_scaled_and_stopped(
         control_commands.status(as_json=True)
         (told,) = json.loads(capsys.readouterr().out)
         assert (told["pid"], told["url"]) == (pid, server.url)
-        assert [*told["applications"]] == ["one", "two"]
+        assert [*told["applications"]] == ["one", "two", "auto"]
 
         # Of several servers, none is taken at random. This process is the other one.
         with ControlSocket({"status": lambda _: {**told, "pid": os.getpid(), "applications": {}}}):
@@ -156,13 +180,16 @@ def test_a_server_is_found_scaled_and_stopped(
                 control_commands.stop()
             refused = capsys.readouterr().err
             assert "2 servers run; choose one with --name or --pid" in refused
-            assert f"--pid {pid} has one, two" in refused
+            assert f"--pid {pid} has one, two, auto" in refused
             control_commands.scale(["two:Model=1"], name="one")
             assert capsys.readouterr().out == "two: Model: num_replicas 2 -> 1\n"
 
         with pytest.raises(typer.Exit):
             control_commands.scale(["Model=3"], pid=pid)
         assert "several applications have Model" in capsys.readouterr().err
+        with pytest.raises(typer.Exit):
+            control_commands.scale(["auto:Model=3"])
+        assert "auto:Model has as many replicas as its auto" in capsys.readouterr().err
         control_commands.stop()
         assert server.wait() == 0
     assert list(runtime.iterdir()) == []

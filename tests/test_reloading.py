@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from ingress.base.settings import RUNTIME_DIR
 from ingress.cli.control_socket import CommandError, RunningServer
-from ingress.config_file.difference import changed_names, for_new_processes
-from ingress.config_file.loading import ConfigFile
+from ingress.config import AutoscalingConfig
+from ingress.config_file.difference import changed_names, differences, for_new_processes
+from ingress.config_file.loading import ConfigFile, Loaded
+from ingress.control.changes import IN_PLACE
+from ingress.declaration.build import build
+from ingress.declaration.declaration import Deployment
 from tests.servers import (
     INGRESS,
     PATIENCE_S,
@@ -121,6 +127,40 @@ def test_a_difference_that_needs_new_processes_is_named(
     assert for_new_processes(old, written(path, FILE, change)) == [named]
     in_place = ("num_replicas: 1", "num_replicas: 2")
     assert for_new_processes(old, written(path, FILE, in_place)) == []
+
+
+SCALING = {
+    "more replicas": ("num_replicas: 1", "num_replicas: 4", {"num_replicas": 4}),
+    "auto": ("num_replicas: 1", 'num_replicas: "auto"', {"num_replicas": "auto"}),
+    "autoscaling": (
+        *("num_replicas: 1", "autoscaling_config: {max_replicas: 3}"),
+        {"autoscaling_config": AutoscalingConfig(max_replicas=3)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "options"), SCALING.values(), ids=list(SCALING))
+def test_what_a_deployment_is_changed_to_and_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, options: dict[str, Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "app", raising=False)
+    path = folder / "serve.yaml"
+    old = written(path, FILE).load_all(None)
+    new = written(path, FILE, (before, after)).load_all(None)
+
+    found = differences(old, new, IN_PLACE)
+    assert found.options == {"shop": {"Model": options}}
+    assert (found.added, found.again, found.removed) == ([], [], [])
+    back = differences(new, old, IN_PLACE).options["shop"]["Model"]
+    # A running deployment can have the options, and the ones before again.
+    (config,) = [each.config for each in _deployments(new)]
+    again = config.with_options(**back)
+    assert (again.num_replicas, again.autoscaling) == (1, None)
+
+
+def _deployments(loaded: list[Loaded]) -> list[Deployment]:
+    return [each.deployment for each in build(loaded[0].application, "shop").deployments]
 
 
 def test_the_options_that_the_text_changes_are_named(tmp_path: Path) -> None:

@@ -400,6 +400,7 @@ def run(
         **logs,
         **given(timeout_worker_healthcheck=timeout_worker_healthcheck),
         "reload": reload,
+        **({"reload_includes": ["*.py", file.path.name]} if reload and file is not None else {}),
         "workers": workers,
     }
     serve_in_new_processes(targets, served, settings, config, state, watches=watch)

@@ -26,8 +26,8 @@ def commands_of_a_worker() -> dict[str, Command]:
     """Return the commands that the supervisor passes on to each worker."""
     return {
         "status": _status,
-        "check": lambda arguments: check(arguments["changes"]),
-        "change": lambda arguments: change(arguments["changes"]),
+        "check": lambda arguments: check(**arguments),
+        "change": lambda arguments: change(**arguments),
     }
 
 
@@ -44,7 +44,7 @@ def livez(arguments: Mapping[str, Any]) -> str:
 
 def scale(arguments: Mapping[str, Any]) -> list[str]:
     """Change the number of replicas of deployments. Returns a line for each."""
-    return change(scaling(arguments))
+    return change(scaling(arguments), is_scaling=True)
 
 
 def scaling(arguments: Mapping[str, Any]) -> Changes:
@@ -58,23 +58,33 @@ def scaling(arguments: Mapping[str, Any]) -> Changes:
     }
 
 
-def check(wanted: Changes) -> None:
-    """Raise `CommandError` if the running applications cannot have these options."""
+def check(wanted: Changes, *, is_scaling: bool = False) -> None:
+    """Raise `CommandError` if the running applications cannot have these options.
+
+    `is_scaling` says that a user sets numbers of replicas: autoscaling would set them again.
+    """
     running = local_engine().applications
     for name, options in wanted.items():
         application = running.get(name)
         if application is None:
             there = ", ".join(map(repr, running)) or "none"
             raise CommandError(f"no application {name!r} runs; running: {there}")
+        for each in options if is_scaling else ():
+            deployment = application.deployments.get(each)
+            if deployment is not None and deployment.config.autoscaling is not None:
+                raise CommandError(
+                    f"{name}:{each} has as many replicas as its autoscaling_config says; change "
+                    "min_replicas and max_replicas there, or set num_replicas in its place"
+                )
         try:
             changes.checked(application, options)
         except (TypeError, ValueError) as error:
             raise CommandError(str(error)) from None
 
 
-def change(wanted: Changes) -> list[str]:
+def change(wanted: Changes, *, is_scaling: bool = False) -> list[str]:
     """Change options of running applications, of all or of none. Returns a line for each."""
-    check(wanted)
+    check(wanted, is_scaling=is_scaling)
     done: list[str] = []
     for name, options in wanted.items():
         done += [f"{name}: {each}" for each in local_engine().change(name, options)]

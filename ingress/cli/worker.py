@@ -257,6 +257,8 @@ def work_until_reloaded(
     make_lossy()
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
     try:
+        if served.file is not None:  # it may be the file that has changed
+            served = replace(served, file=ConfigFile.read(served.file.path))
         config.app = served.load()
     except (ConfigFileError, NotAnApplication) as error:
         sys.exit(f"Error: {error}")

@@ -147,7 +147,7 @@ class WorkersCommands:
         return {**whole, "silent": sorted(asked.waits_for)}
 
     def scale(self, arguments: Mapping[str, Any]) -> list[str]:
-        return self.change(scaling(arguments))
+        return self.change(scaling(arguments), is_scaling=True)
 
     def remember_file(self, file: ConfigFile) -> None:
         self._workers.remember_file(file)
@@ -161,16 +161,16 @@ class WorkersCommands:
         if rolling.error:
             raise CommandError(rolling.error)
 
-    def change(self, wanted: Changes) -> list[str]:
+    def change(self, wanted: Changes, *, is_scaling: bool = False) -> list[str]:
         """Change options in all workers, or in none. Returns a line for each."""
         with self._changing:
-            answered_by_all(self._workers, "check", changes=wanted)
+            answered_by_all(self._workers, "check", wanted=wanted, is_scaling=is_scaling)
             # From here on it is decided: a worker that dies is replaced by one with these options.
             self._workers.remember(wanted)
             given_up = monotonic() + APPLY_S
             while True:
                 try:
-                    return next(iter(answered_by_all(self._workers, "change", changes=wanted)))
+                    return next(iter(answered_by_all(self._workers, "change", wanted=wanted)))
                 except WorkerStartsError:
                     if monotonic() > given_up:
                         raise

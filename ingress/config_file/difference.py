@@ -117,6 +117,8 @@ def _changed(
         earlier = before.get(name)
         for option in DeploymentConfig.model_fields:
             value = getattr(config, option)
+            if option == "num_replicas" and value != "auto" and config.autoscaling is not None:
+                continue  # a number beside autoscaling_config would be refused
             if earlier is None or getattr(earlier, option) != value:
                 found.setdefault(name, {})[option] = value
     return found
