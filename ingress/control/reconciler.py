@@ -2,7 +2,7 @@
 
     look -> health.observe: facts -> plan.decide: actions -> start, drop, park, return, reconfigure
 
-One loop for all deployments of a process. It looks at each ten times a second, and at once where
+One loop for all deployments of a process. It looks at each five times a second, and at once where
 something has changed. Owned by the control loop, where no user code runs while user code has loops
 of its own.
 """
@@ -26,7 +26,8 @@ from ingress.handle import DeploymentHandle
 from ingress.logs import logger
 from ingress.replicas.replica import Replica
 
-LOOK_S = 0.1
+LOOK_S = 0.2
+SCALE_S = 0.1  # where there is autoscaling: the first request to no replica waits for this
 LATE_S = 1.0  # a look that comes later says nothing about loops: the process was stopped
 DRAIN_LOOK_S = 0.005  # the first pause between two looks at a replica that drains
 LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
@@ -71,19 +72,23 @@ class Reconciler:
 
     async def _look_on(self) -> None:
         loop = asyncio.get_running_loop()
-        due = loop.time()
+        due = observe_at = loop.time()
         while self._deployments:
-            is_late = loop.time() - due > LATE_S
+            now = loop.time()
+            is_late, is_time = now - due > LATE_S, now >= observe_at
+            if is_time:
+                observe_at = now + LOOK_S
             for deployment in list(self._deployments):
                 try:
-                    if not is_late:
-                        observe(deployment, loop.time(), self._settings.wedged_after_s)
-                    self._scale(deployment, loop.time())
+                    if is_time and not is_late:
+                        observe(deployment, now, self._settings.wedged_after_s)
+                    self._scale(deployment, now)
                     self.look(deployment)
                 except Exception:  # one deployment must not end the look at all others
                     logger.exception("the control plane failed at %s", deployment.built.name)
-            due = loop.time() + LOOK_S
-            await asyncio.sleep(LOOK_S)
+            pause_s = SCALE_S if any(each.scaler for each in self._deployments) else LOOK_S
+            due = loop.time() + pause_s
+            await asyncio.sleep(pause_s)
         self._looking = None
 
     def _scale(self, deployment: RunningDeployment, now: float) -> None:
@@ -104,7 +109,7 @@ class Reconciler:
 
     def look(self, deployment: RunningDeployment) -> None:
         """Decide about a deployment, and act."""
-        if deployment.is_stopping or deployment.failed is not None:
+        if deployment.is_stopping or deployment.failed is not None or deployment.is_quiet():
             return
         now = asyncio.get_running_loop().time()
         for member in deployment.members:

@@ -201,6 +201,21 @@ class RunningDeployment:
         phases = {each.phase for each in list(self.members)}
         return Phase.SERVING in phases or Phase.AWAY in phases
 
+    def is_quiet(self) -> bool:
+        """Return whether there is nothing to decide: a short answer for most looks."""
+        desired = self.desired
+        if len(self.members) != desired.count or self.left or self.resized:
+            return False
+        return not any(
+            each.phase is not Phase.SERVING
+            or each.version != desired.version
+            or each.config != desired.config
+            or each.stuck
+            or each.failures >= FAILED_CHECKS
+            or each.replica.is_lost
+            for each in self.members
+        )
+
     def is_settled(self) -> bool:
         """Return whether the replicas are those that are desired, and all others have ended."""
         desired = self.desired
