@@ -9,7 +9,6 @@ deadline of one second. Goodput is the number of them answered with 200 within t
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import command, load
+from benchmarks import command
+from benchmarks.open_loop import Stream, load
 from benchmarks.results import Result, Sample
 from benchmarks.servers import ROOT, Request, Server
 
@@ -26,6 +26,7 @@ CAPACITY = 200  # requests a second
 LOADS = (1.0, 2.0, 5.0)
 DEADLINE_S = 1
 WARM_UP_S = 2  # until the queue has its full length; not counted
+CONNECTIONS = 2000  # more than are in flight at five times the capacity
 BASELINE = "order of arrival alone"
 
 
@@ -46,15 +47,20 @@ def server(checkout: Path) -> Iterator[Server]:
 
 def sample(running: Server, factor: float, seconds: int) -> Sample:
     """Send requests at a rate, and return goodput and latencies."""
-    asked = [running.port, "/", CAPACITY * factor, seconds + WARM_UP_S, DEADLINE_S]
-    client = [sys.executable, "-m", "benchmarks.open_loop", *map(str, asked)]
-    found = json.loads(load.output_of(client, running, seconds + WARM_UP_S))
-    good = found["good"][WARM_UP_S:]
+    stream = Stream(
+        "/",
+        CAPACITY * factor,
+        seconds + WARM_UP_S,
+        headers=f"x-request-timeout-seconds: {DEADLINE_S}\r\n",
+        connections=CONNECTIONS,
+        patience_s=DEADLINE_S + 5,
+    )
+    (found,) = load(running.port, stream)
     return {
-        "good_per_s": sum(good) / seconds,
-        "worst_good_per_s": min(good),
-        "p50_ms": found["p50_ms"],
-        "p99_ms": found["p99_ms"],
+        "good_per_s": found.rate(within_s=DEADLINE_S, since_s=WARM_UP_S),
+        "worst_good_per_s": found.worst_second(within_s=DEADLINE_S, since_s=WARM_UP_S),
+        "p50_ms": found.p99_ms(200, since_s=WARM_UP_S, quantile=0.5),
+        "p99_ms": found.p99_ms(200, since_s=WARM_UP_S),
     }
 
 

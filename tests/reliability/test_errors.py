@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
+from benchmarks.open_loop import CUT, closed_loop
 from tests.reliability.figures import Figures
-from tests.reliability.open_loop import CUT, closed_loop
 from tests.servers import INGRESS, UVICORN, environment, get, process, write_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

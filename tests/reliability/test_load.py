@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.open_loop import Load, Stream, closed_loop, load
 from tests.reliability.figures import Figures
 from tests.reliability.load_app import CAPACITY, SERVICE_S
-from tests.reliability.open_loop import Load, Stream, closed_loop, load
 from tests.servers import (
     INGRESS,
     UVICORN,

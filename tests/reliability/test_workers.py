@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.open_loop import Load, Stream, load
 from tests.reliability.figures import Figures
-from tests.reliability.open_loop import Load, Stream, load
 from tests.servers import (
     INGRESS,
     ServerProcess,
