@@ -30,7 +30,7 @@ from ingress.declaration.declaration import Application
 ROOT = Path(__file__).parent.parent
 INGRESS = [sys.executable, "-c", "from ingress.cli.commands import main; main()"]
 UVICORN = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", "0"]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """Time after which a wait counts as a hang."""
 
 ROUNDS = int(os.environ.get("INGRESS_RELIABILITY_ROUNDS", "0"))

@@ -26,7 +26,7 @@ sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming e
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 PING = b": ping\n\n"
 WHO: ContextVar[str] = ContextVar("who", default="unset")
 

@@ -257,7 +257,7 @@ def test_servers_end_with_the_benchmark_that_is_told_to_end(number: signal.Signa
     pids = [int(pid) for pid in benchmark.stdout.readline().split()]
 
     os.kill(benchmark.pid, number)
-    _, said = benchmark.communicate(timeout=20)
+    _, said = benchmark.communicate(timeout=60)
 
     assert len(pids) == 2
     assert benchmark.returncode == 128 + number

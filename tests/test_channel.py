@@ -16,7 +16,7 @@ from ingress.calls.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, En
 from ingress.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.exceptions import StreamClosedError
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 on_the_loop = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from tests.fakes import bind
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def who() -> str:

@@ -21,7 +21,7 @@ from ingress.testing import Latch
 from tests.fakes import bind
 from tests.servers import wait_until
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.filterwarnings(
     f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"

@@ -54,7 +54,7 @@ def test_def_dependencies_never_wait_for_def_endpoints(
     async def ask() -> list[str]:
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            answers = await asyncio.gather(*(client.get("/", timeout=30) for _ in range(requests)))
+            answers = await asyncio.gather(*(client.get("/", timeout=60) for _ in range(requests)))
         await application.aclose()
         return [answer.json() for answer in answers]
 

@@ -174,6 +174,6 @@ def run(command: str, folder: Path) -> None:
         )
         base = "http://localhost" if "--uds" in words else server.url
         transport = httpx.HTTPTransport(uds=str(uds)) if "--uds" in words else None
-        with httpx.Client(transport=transport, base_url=base, timeout=20) as client:
+        with httpx.Client(transport=transport, base_url=base, timeout=60) as client:
             answer = client.get("/shop/any")
             assert (answer.status_code, answer.text) == (200, '"seen"'), command

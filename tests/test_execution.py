@@ -33,7 +33,7 @@ from tests.servers import until
 
 pytestmark = pytest.mark.anyio
 ON_LOOP, IN_THREAD = ExecutionMode.EVENT_LOOP, ExecutionMode.THREADPOOL
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="unset")
 
 

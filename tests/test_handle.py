@@ -23,7 +23,7 @@ from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.testing import Latch
 from tests.fakes import bind
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.filterwarnings(
     f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"

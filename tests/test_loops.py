@@ -31,7 +31,7 @@ from tests.fakes import together
 from tests.servers import turns
 
 WHO: ContextVar[int] = ContextVar("who", default=-1)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

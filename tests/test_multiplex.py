@@ -33,7 +33,7 @@ from ingress.testing import Latch
 from tests.fakes import bind
 from tests.servers import Connection, get, served, turns, until, wait_until
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 

@@ -151,7 +151,7 @@ def test_a_header_gives_the_priority_once_its_name_is_set(
     holding = model.hold.remote()
 
     def ask(name: str) -> None:
-        httpx.get(url, params={"name": name}, headers={"x-priority": name}, timeout=20)
+        httpx.get(url, params={"name": name}, headers={"x-priority": name}, timeout=60)
 
     threads = []
     for number, name in enumerate(["low", "nonsense", "high"]):

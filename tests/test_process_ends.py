@@ -65,7 +65,7 @@ def test_requests_that_a_killed_child_had_not_begun_go_to_another() -> None:
     pid: int = victim.pid  # type: ignore[attr-defined]
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(REQUESTS) as pool:
-        answers = [pool.submit(httpx.get, f"{url}/pid", timeout=30) for _ in range(REQUESTS)]
+        answers = [pool.submit(httpx.get, f"{url}/pid", timeout=60) for _ in range(REQUESTS)]
         wait_until(lambda: sum(each.done() for each in answers) + victim.slots.ongoing == REQUESTS)
         waited = victim.slots.ongoing
 

@@ -89,7 +89,7 @@ def test_where_the_first_application_runs_is_printed_and_not_typed(tmp_path: Pat
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
 
@@ -139,7 +139,7 @@ def test_the_handle_block_runs_as_it_stands(tmp_path: Path) -> None:
     path.write_text(block)
 
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=30
+        [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=60
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -171,7 +171,7 @@ def test_the_warning_is_quoted_as_it_is_issued(recwarn: pytest.WarningsRecorder)
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
 
     assert f"{SyncMethodOnEventLoopWarning.__name__}: {begins}" in done.stderr

@@ -30,7 +30,7 @@ from ingress.testing import Latch
 from tests.fakes import bind, make_call
 from tests.servers import wait_until
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 D = DeploymentID("D")
 WHO: contextvars.ContextVar[int] = contextvars.ContextVar("who", default=-1)
 

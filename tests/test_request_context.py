@@ -27,7 +27,7 @@ from ingress.handle import DeploymentHandle
 from tests.fakes import bind
 from tests.servers import get, served
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 

@@ -33,7 +33,7 @@ from ingress.testing import Latch
 from tests.fakes import FakeReplica, bind, make_call, together
 from tests.servers import ROUNDS
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]]:

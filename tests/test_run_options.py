@@ -197,7 +197,7 @@ def test_a_socket_whose_server_was_killed_is_used_again(folder: Path) -> None:
     with process(command, folder, environment(folder)) as server:
         server.wait_for("is ready at unix:")
         second = subprocess.run(
-            command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=20
+            command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60
         )
         server.process.kill()
         server.wait()
@@ -383,7 +383,7 @@ def test_options_that_make_no_sense_are_refused_in_one_line(folder: Path) -> Non
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
@@ -402,7 +402,7 @@ def test_a_file_that_is_not_there_is_refused_by_the_option(folder: Path) -> None
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
 
     assert "Invalid value for '--env-file': File 'nowhere' does not exist" in done.stderr

@@ -375,7 +375,7 @@ def test_a_server_answers_500_where_the_client_raises(tmp_path: Path) -> None:
 def output_of(script: str) -> list[str]:
     """Return the words of a program's output."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.split()
 

@@ -29,7 +29,7 @@ from ingress.schema import DeploymentStatusOverview
 from ingress.testing import Latch
 from tests.servers import wait_until
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 """Bound on every wait; only a failing test waits that long."""
 
 ANYIO_WORKER = "thread AnyIO worker thread"

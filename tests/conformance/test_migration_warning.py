@@ -30,7 +30,7 @@ def run(application, *methods, stream=False, http=()):
     handle = serve.run(application, route_prefix=None)
     for method in methods:
         called = handle.options(method_name=method, stream=stream).remote()
-        print("answer", list(called) if stream else called.result(timeout_s=20))
+        print("answer", list(called) if stream else called.result(timeout_s=60))
     serve.shutdown()
     if http:
         with TestClient(application) as client:
