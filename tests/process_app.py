@@ -82,6 +82,7 @@ class Model:
     def __init__(self, factor: int = 1) -> None:
         self.factor = factor
         self.events: list[str] = []
+        self.barrier: threading.Barrier | None = None
 
     def reconfigure(self, user_config: dict[str, int]) -> None:
         self.factor = user_config["factor"]
@@ -91,6 +92,12 @@ class Model:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    @serve.method(execution="threadpool")
+    def meet(self, number: int) -> int:
+        """Return once as many calls are here, each in a thread."""
+        self.barrier = self.barrier or threading.Barrier(number)
+        return self.barrier.wait(20)
 
     async def seen(self) -> list[str]:
         return self.events

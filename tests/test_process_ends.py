@@ -87,6 +87,21 @@ def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> No
 
 
 @pytest.mark.thorough
+def test_options_of_a_child_change_while_it_runs() -> None:
+    target = process_app.Model.options(max_ongoing_requests=2).bind()  # type: ignore[attr-defined]
+    handle = serve.run(target, route_prefix=None)
+    before = pids("Model")
+
+    changed = {"user_config": {"factor": 5}, "max_ongoing_requests": 40}
+    local_engine().change("default", {"Model": changed})
+
+    wait_until(lambda: handle.remote(2).result() == 10)
+    calls = [handle.meet.remote(40) for _ in range(40)]
+    assert sorted(each.result() for each in calls) == list(range(40))
+    assert pids("Model") == before
+
+
+@pytest.mark.thorough
 def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced() -> None:
     handle = serve.run(process_app.spinning, route_prefix=None)
     before = handle.pid.remote().result()

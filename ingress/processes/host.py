@@ -152,6 +152,8 @@ class Host:
         try:
             if what == "check_health":
                 await self.replica.check_health()
+            elif what == "add_threads":
+                self.replica.add_threads(argument)
             else:
                 await self.replica.user_code.reconfigure(argument)
         except Exception as error:

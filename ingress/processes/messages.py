@@ -6,7 +6,7 @@
           HTTP         metadata, scope, first part of the body, whether more follows
           INPUT        a message of the client: more body, a WebSocket's message, the disconnect
           CANCEL       the work of a call is not wanted any more; with the error of its caller
-          ASK          a request to the replica itself: "check_health" or "reconfigure"
+          ASK          a request to the replica itself: "check_health", "reconfigure", "add_threads"
           STOP         run the user's shutdown code, and end
     both  CREDIT       messages and bytes that the receiver of INPUT, OUTPUT or ITEM has taken
           CLOSE        the receiver of OUTPUT or ITEM takes no more

@@ -63,6 +63,10 @@ class RemoteCode:
     async def check_health(self) -> None:
         await self._ask("check_health")
 
+    def add_threads(self, max_ongoing: int) -> None:
+        """Have the child allow worker threads for more calls, without waiting for that."""
+        self.link.send(Kind.ASK, dumps(("add_threads", max_ongoing)))
+
     async def _ask(self, what: str, argument: Any = None) -> None:
         await self.link.send(Kind.ASK, dumps((what, argument))).outcome()
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ingress.calls.call import Call
+from ingress.calls.loops import mailbox_of
 from ingress.calls.retries import NotBegunError
 from ingress.context import ReplicaRuntime
 from ingress.declaration.build import BuiltDeployment
@@ -108,7 +109,8 @@ class ProcessReplica(Replica):
         await super().start(args, kwargs, user_config)
 
     def add_threads(self, max_ongoing: int) -> None:
-        """Do nothing: the child allows for as many threads as it had slots at its start."""
+        """Have the child allow worker threads for `max_ongoing` calls. Thread-safe."""
+        mailbox_of(self.loop).post(self._code.add_threads, max_ongoing)
 
     def admit(self, call: Call) -> bool:
         if self._code.link.end and not call.settled:
