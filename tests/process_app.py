@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -146,6 +147,7 @@ model = Model.bind(3)  # type: ignore[attr-defined]
 class Broken:
     def __init__(self, how: str) -> None:
         if how == "exit":
+            print("the last words", file=sys.stderr, flush=True)
             os._exit(5)
         raise OddError(f"it is {how}")
 
@@ -158,6 +160,7 @@ class ShortLived:
     """A deployment whose process ends soon after its start, again and again."""
 
     def __init__(self) -> None:
+        print("the last words", file=sys.stderr, flush=True)
         threading.Timer(0.1, os._exit, (9,)).start()
 
     async def __call__(self) -> None:

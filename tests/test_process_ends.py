@@ -123,6 +123,7 @@ def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer
 
     wait_until(lambda: deployment().status == "UNHEALTHY", timeout_s=50)
     assert "ended with exit code 9" in deployment().message
+    assert "the last words" in deployment().message
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -179,7 +180,7 @@ def test_a_constructor_that_raises_fails_the_start_with_its_error() -> None:
 
 @pytest.mark.thorough
 def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
-    with pytest.raises(RuntimeError, match="ended with exit code 5"):
+    with pytest.raises(RuntimeError, match=r"ended with exit code 5[^$]*the last words"):
         serve.run(process_app.broken("exit"), name="broken", route_prefix=None)
 
 

@@ -115,7 +115,8 @@ class Reconciler:
         for member in deployment.members:
             if member.phase is Phase.SERVING and member.replica.is_lost:  # `decide` drops it
                 lived_s = now - member.started_at
-                deployment.note_loss(lived_s, str(member.replica.gone_error()), now)
+                text = f"{member.replica.gone_error()}{member.replica.last_words}"
+                deployment.note_loss(lived_s, text, now)
         actions = decide(deployment.desired, deployment.observed(), now)
         members = {each.number: each for each in deployment.members}
         for action in actions:

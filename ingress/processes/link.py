@@ -170,6 +170,12 @@ class Link:
         return 0 if self._child is None else self._child.pid
 
     @property
+    def last_words(self) -> str:
+        """The last lines of the child's standard error, "" if it wrote none. Thread-safe."""
+        lines = () if self._child is None else self._child.last_lines
+        return "\nIts last lines on stderr:\n" + "\n".join(lines) if lines else ""
+
+    @property
     def stood_s(self) -> float:
         """The seconds for which the child's user loop has not turned; 0 before it serves.
 
@@ -295,7 +301,7 @@ class Link:
             kind = ReplicaUnavailableError if may_have_begun else NotBegunError
             work.end(error=died(self._replica_id, self.end, kind))
         if self._started is not None and not self._started.done():
-            self._started.set_exception(RuntimeError(self.end))
+            self._started.set_exception(RuntimeError(self.end + self.last_words))
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
         if not self._is_stopping:

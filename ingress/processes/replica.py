@@ -91,6 +91,11 @@ class ProcessReplica(Replica):
         return False
 
     @property
+    def last_words(self) -> str:
+        """The last lines of its process's standard error, for the status."""
+        return self._code.link.last_words
+
+    @property
     def is_killable(self) -> bool:
         """Return true: a stop ends its process, whatever its user code does."""
         return True

@@ -24,6 +24,9 @@ main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
 """
 # Before the imports: they may take seconds, in which the parent may end.
 JOIN_S = 1.0
+LINES = 20
+LAST_LINES_S = 0.1
+_TAIL = 4096  # bytes of a chunk, and characters of a line, that are kept
 
 
 class ChildProcess:
@@ -34,13 +37,17 @@ class ChildProcess:
     the number of the signal that killed the child; `failure` says why it could not be started.
     """
 
-    __slots__ = ("_end", "_name", "_on_exit", "_page", "_process", "_thread", "code", "failure")
+    __slots__ = (
+        "_end", "_name", "_on_exit", "_page", "_process", "_thread", "code", "failure",
+        "last_lines",
+    )  # fmt: skip
 
     def __init__(
         self, name: str, end: socket.socket, page: SharedPage, on_exit: Callable[[], None]
     ) -> None:
         self.code: int | None = None
         self.failure: OSError | None = None
+        self.last_lines: tuple[str, ...] = ()  # of its standard error
         self._name = name
         self._end = end
         self._page = page
@@ -77,6 +84,7 @@ class ChildProcess:
                 [sys.executable, "-c", _BOOT, *map(str, given)],
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
             )
         except OSError as error:
             self.failure = error
@@ -84,5 +92,25 @@ class ChildProcess:
             self._end.close()
             self._page.close_descriptor()
         if self._process is not None:
-            self.code = self._process.wait()
+            name = f"{self._name}-stderr"
+            reading = threading.Thread(target=self._pass_on_stderr, name=name, daemon=True)
+            reading.start()
+            code = self._process.wait()
+            reading.join(LAST_LINES_S)  # a program that user code started may hold the pipe open
+            self.code = code
         self._on_exit()
+
+    def _pass_on_stderr(self) -> None:
+        """Write the child's standard error to that of this process, and keep its last lines."""
+        assert self._process is not None
+        assert self._process.stderr is not None
+        with self._process.stderr as stderr:
+            line = b""
+            while chunk := os.read(stderr.fileno(), 65536):
+                try:
+                    os.write(2, chunk)
+                except OSError:
+                    pass  # it is closed: the child must not wait for that
+                *lines, line = (line + chunk[-_TAIL:]).split(b"\n")
+                told = [each.decode(errors="replace")[-_TAIL:] for each in lines]
+                self.last_lines = (*self.last_lines, *told)[-LINES:]

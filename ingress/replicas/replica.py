@@ -231,6 +231,11 @@ class Replica:
         return isinstance(self._home, EventLoopThread) and self._home.has_ended
 
     @property
+    def last_words(self) -> str:
+        """The last lines that the replica wrote, if it has a process of its own."""
+        return ""
+
+    @property
     def is_killable(self) -> bool:
         """Return whether a stop ends its user code whatever that does, which no thread allows."""
         return False
