@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.base.counters import BatchCount
-from ingress.base.types import ReplicaID
+from ingress.base.types import Place, ReplicaID, ReplicaRank
 from ingress.base.unsupported import absent_member, teller
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ExecutionPlan, Role
@@ -47,6 +47,26 @@ class ReplicaContext:
         return self._replica.servable_object
 
     @property
+    def rank(self) -> ReplicaRank:
+        """The least number, from 0, that no other replica of the deployment had at its start."""
+        return self._place("rank").rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of replicas that the deployment should have, when this one started."""
+        return self._place("world_size").world_size
+
+    @property
+    def code_version(self) -> str:
+        """The number of the version of the deployment: each `serve.run` makes a new one."""
+        return self._place("code_version").code_version
+
+    def _place(self, name: str) -> Place:
+        if self._replica.place is None:
+            raise absent_member(self, name)
+        return self._replica.place
+
+    @property
     def app_name(self) -> str:
         return self._replica.app_name
 
@@ -66,7 +86,8 @@ class ReplicaRuntime:
     The fields: the user's instance, the replica's ASGI app, the plan of each callable of that app,
     the user loop, the function that makes plans, the running batches, the limits that
     `set_max_batch_size` and similar methods set on this replica, the number of batches of each
-    function, and the models that `@multiplexed` methods loaded.
+    function, and the models that `@multiplexed` methods loaded, and its
+    place in the deployment, `None` on Ray and in a process of its own.
     """
 
     replica_id: ReplicaID
@@ -79,6 +100,7 @@ class ReplicaRuntime:
     batch_limits: dict[Any, Any] = field(default_factory=dict)
     batch_counts: dict[str, BatchCount] = field(default_factory=dict)
     models: Any = None
+    place: Place | None = None
     public: ReplicaContext = field(init=False)
 
     def __post_init__(self) -> None:

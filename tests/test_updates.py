@@ -311,6 +311,20 @@ def test_websockets_reconnect_and_streams_end_by_themselves() -> None:
     assert answer.body.endswith(b"one ends")
 
 
+def test_a_replica_knows_its_version_and_its_place() -> None:
+    @serve.deployment(num_replicas=2)
+    class Placed:
+        async def __call__(self) -> tuple[str, int, int]:
+            here = serve.get_replica_context()
+            return here.code_version, here.rank.rank, here.world_size
+
+    handle = serve.run(bind(Placed), route_prefix=None)
+    found = {result(handle.remote()) for _ in range(64)}  # the chance of one replica: 2 ** -63
+    assert found == {("0", 0, 2), ("0", 1, 2)}
+    serve.run(bind(Placed), route_prefix=None)
+    assert {result(handle.remote())[0] for _ in range(9)} == {"1"}
+
+
 def test_an_update_is_ended_by_delete() -> None:
     entered, leave = Latch(timeout_s=PATIENCE_S), Latch(timeout_s=PATIENCE_S)
 

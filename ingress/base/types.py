@@ -29,6 +29,27 @@ class ReplicaID:
         return f"{self.deployment_id.name}#{self.unique_id}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaRank:
+    """The place of a replica among those of its deployment, from 0; a process is one node."""
+
+    rank: int
+    node_rank: int = 0
+    local_rank: int = 0
+
+
+class Place(NamedTuple):
+    """The place of a replica in its deployment when it started.
+
+    `world_size` is the number of replicas that the deployment should have; `code_version` grows
+    with each `serve.run` of the application.
+    """
+
+    rank: ReplicaRank
+    world_size: int
+    code_version: str
+
+
 class RequestMetadata(NamedTuple):
     """The metadata of a request, known before user code runs; it never changes.
 

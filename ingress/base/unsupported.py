@@ -72,10 +72,11 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "running_replicas_populated": ALWAYS_RUNS,
     },
     "ReplicaContext": {
-        "code_version": "an application has one version; leave it out",
         "gang_context": NO_GANGS,
-        "rank": NO_GANGS,
-        "world_size": "read it from serve.status(), or pass it to bind()",
+        **dict.fromkeys(
+            ("code_version", "rank", "world_size"),
+            "only a replica in a thread of this process knows it; pass it to bind()",
+        ),
     },
     "ReplicaDetails": dict.fromkeys(
         (

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ingress.base.settings import Settings
-from ingress.base.types import DeploymentID, ReplicaID
+from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
 from ingress.calls.loops import reserve_descriptors
 from ingress.control.health import TELL_S, observe
 from ingress.control.plan import Kind, Phase, decide
@@ -186,11 +186,16 @@ class Reconciler:
             factories=deployment.factories,
         )
         desired = deployment.desired
+        taken = {each.rank for each in deployment.members if each.phase is not Phase.LEAVING}
+        rank = next(each for each in range(len(taken) + 1) if each not in taken)
+        place = Place(ReplicaRank(rank, 0, rank), desired.count, str(desired.version))
+        replica.context.place = place
         return Member(
             replica,
             number,
             desired.version,
             desired.config,
+            rank,
             started_at=now,
             tell_at=now + TELL_S if deployment.has_started else 0.0,
         )

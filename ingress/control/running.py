@@ -57,6 +57,7 @@ class Member:
     number: int
     version: int
     config: int
+    rank: int = 0
     phase: Phase = Phase.STARTING
     failures: int = 0
     failed_checks: int = 0

@@ -79,8 +79,9 @@ def without_a_model_the_id_is_empty(it: Client) -> Any:
     CONTEXT,
     who,
     Deviation(
-        "no gangs, one version",
-        row="`ReplicaContext.rank`, `world_size`, `gang_context`, `code_version`",
+        "known to replicas in threads only",
+        row="`ReplicaContext.rank`, `world_size`",
+        columns=("ray",),
     ),
 )
 def a_replica_knows_its_rank(it: Client) -> Any:
