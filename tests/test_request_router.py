@@ -14,6 +14,7 @@ import pytest
 
 import ingress as serve
 from ingress.base.types import DeploymentID
+from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
 from ingress.request_router import (
     ConsistentHashRouter,
@@ -253,7 +254,10 @@ def test_a_session_stays_at_its_replica_and_few_move_when_one_comes(router: Any)
     assert sessions_of(handle) == before
     assert {*before.values()} == {"0", "1", "2"}
     assert min(Counter(before.values()).values()) >= 8
-    with_one_more = sessions_of(run(router, replicas=4))
+    engine = local_engine()
+    engine.change("default", {"Model": {"num_replicas": 4}})
+    engine.wait_until_settled("default", 20)
+    with_one_more = sessions_of(handle)
     moved = [name for name, tag in with_one_more.items() if tag != before[name]]
     assert {with_one_more[name] for name in moved} == {"3"}
     assert len(moved) <= 30

@@ -78,8 +78,14 @@ class Controller:
         factories = self._factories()
         for built in application.deployments:  # all at once, so that the status shows all
             deployment = older.get(built.name)
-            # With other instruments its router has to be of another class.
-            if deployment is None or deployment.factories != factories:
+            # With other instruments its router has to be of another class, and with another policy
+            # it has to be another router.
+            if (
+                deployment is None
+                or deployment.factories != factories
+                or deployment.config.request_router_config
+                != built.deployment.config.request_router_config
+            ):
                 deployment = self._declared(built, running.name, running.proxy, factories)
             else:
                 deployment.previous = deployment.version()
