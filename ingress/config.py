@@ -311,6 +311,24 @@ class DeploymentConfig(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _variables_are_text(self) -> Self:
+        if self.isolation == "process":
+            for name, value in self.env_vars.items():
+                if not isinstance(value, str):
+                    raise ValueError(
+                        "ray_actor_options['runtime_env']['env_vars'] must have values of text, "
+                        f"got {name!r}: {value!r}; write {name!r}: {str(value)!r}"
+                    )
+        return self
+
+    @property
+    def env_vars(self) -> dict[str, Any]:
+        """The environment variables of a replica with a process of its own."""
+        runtime_env = self.ray_actor_options.get("runtime_env") or {}
+        found = runtime_env.get("env_vars") if isinstance(runtime_env, dict) else None
+        return dict(found or {})
+
     @property
     def autoscaling(self) -> AutoscalingConfig | None:
         """The options of autoscaling, `None` for a fixed number of replicas.
@@ -407,6 +425,8 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
         if routing is not None and name in routing.model_fields_set:
             silent[f"request_router_config.{name}"] = getattr(routing, name)
     others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
+    if config.isolation == "process" and others.get("runtime_env", {}).keys() <= {"env_vars"}:
+        others.pop("runtime_env", None)
     if others:
         silent["ray_actor_options"] = others
     return [f"{name}={value!r}" for name, value in silent.items()]

@@ -78,7 +78,9 @@ class Api:
 api = Api.bind()  # type: ignore[attr-defined]
 
 
-@serve.deployment(isolation="process")
+@serve.deployment(
+    isolation="process", ray_actor_options={"runtime_env": {"env_vars": {"MODEL_FOLDER": "/m"}}}
+)
 class Model:
     def __init__(self, factor: int = 1) -> None:
         self.factor = factor
@@ -99,6 +101,9 @@ class Model:
         """Return once as many calls are here, each in a thread."""
         self.barrier = self.barrier or threading.Barrier(number)
         return self.barrier.wait(20)
+
+    async def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
 
     async def seen(self) -> list[str]:
         return self.events

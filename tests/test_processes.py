@@ -49,6 +49,11 @@ def test_user_code_runs_in_a_process_of_its_own(model: DeploymentHandle) -> None
     assert [model.pid.remote().result()] == pids("Model", "model") != [os.getpid()]
 
 
+def test_a_child_has_the_variables_of_its_runtime_env(model: DeploymentHandle) -> None:
+    assert model.variable.remote("MODEL_FOLDER").result() == "/m"
+    assert model.variable.remote("PATH").result() == os.environ["PATH"]
+
+
 def test_an_error_crosses_as_it_is_with_its_traceback(model: DeploymentHandle) -> None:
     with pytest.raises(OddError, match="odd") as caught:
         model.odd.remote().result()
@@ -196,3 +201,10 @@ def test_a_websocket_crosses_both_ways(url: str) -> None:
 def test_isolation_is_one_of_two_words() -> None:
     with pytest.raises(ValueError, match='isolation must be "thread" or "process", got \'fork\''):
         serve.deployment(isolation="fork")  # type: ignore[call-overload]
+
+
+def test_variables_that_are_no_text_are_refused() -> None:
+    options = {"runtime_env": {"env_vars": {"MODEL_GPU": 1}}}
+
+    with pytest.raises(ValueError, match="text, got 'MODEL_GPU': 1; write 'MODEL_GPU': '1'"):
+        serve.deployment(isolation="process", ray_actor_options=options)

@@ -12,6 +12,7 @@ import logging
 import pickle
 import socket
 from collections import deque
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
@@ -190,7 +191,7 @@ class Link:
             return 0.0
         return monotonic() - turned_at if turned_at else 0.0
 
-    async def start(self, specification: bytes) -> None:
+    async def start(self, specification: bytes, env_vars: Mapping[str, str]) -> None:
         """Start the process, and return once its replica serves. Raises the error of its start."""
         loop = asyncio.get_running_loop()
         started, self._ended = loop.create_future(), loop.create_future()
@@ -201,8 +202,9 @@ class Link:
         self._errands = Errands(frames, self._make_handle, self._call_of)
         frames.post(Kind.START, 0, specification)
         mailbox = mailbox_of(loop)
-        name = str(self._replica_id)
-        self._child = ChildProcess(name, theirs, page, lambda: mailbox.post(self._on_exit))
+        self._child = ChildProcess(
+            str(self._replica_id), theirs, page, env_vars, lambda: mailbox.post(self._on_exit)
+        )
         await started
 
     async def stop(self) -> None:

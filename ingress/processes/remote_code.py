@@ -38,10 +38,13 @@ class RemoteCode:
     Owned by the loop of its frames. `specification` is set before the start.
     """
 
-    __slots__ = ("link", "specification")
+    __slots__ = ("_env_vars", "link", "specification")
 
-    def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
+    def __init__(
+        self, replica_id: ReplicaID, make_handle: MakeHandle, env_vars: Mapping[str, str]
+    ) -> None:
         self.link = Link(replica_id, make_handle)
+        self._env_vars = env_vars
         self.specification = b""
 
     async def start(
@@ -51,7 +54,7 @@ class RemoteCode:
 
         The arguments are in the specification: a child makes handles of its own.
         """
-        await self.link.start(self.specification)
+        await self.link.start(self.specification, self._env_vars)
 
     async def stop(self) -> None:
         """Have the child shut down, and wait for its end."""

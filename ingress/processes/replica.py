@@ -49,7 +49,8 @@ class ProcessReplica(Replica):
         **options: Any,
     ) -> None:
         def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
-            return RemoteCode(context.replica_id, make_handle)
+            env_vars = built.deployment.config.env_vars
+            return RemoteCode(context.replica_id, make_handle, env_vars)
 
         super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
         self._code: RemoteCode = self.user_code  # type: ignore[assignment]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ingress.processes.page import SharedPage
 
@@ -32,18 +32,24 @@ _TAIL = 4096  # bytes of a chunk, and characters of a line, that are kept
 class ChildProcess:
     """A child, and the thread that starts it and waits for its end. Thread-safe.
 
-    The child has a socket and a page of its parent. Linux kills it with the thread that started it,
-    so that thread lives as long as the child. `on_exit()` is called there. A negative `code` is
-    the number of the signal that killed the child; `failure` says why it could not be started.
+    The child has a socket and a page of its parent, and its environment with `env_vars`. Linux
+    kills it with the thread that started it, so that thread lives as long as the child. `on_exit()`
+    is called there. A negative `code` is the number of the signal that killed the child; `failure`
+    says why it could not be started.
     """
 
     __slots__ = (
-        "_end", "_name", "_on_exit", "_page", "_process", "_thread", "code", "failure",
+        "_end", "_env_vars", "_name", "_on_exit", "_page", "_process", "_thread", "code", "failure",
         "last_lines",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, end: socket.socket, page: SharedPage, on_exit: Callable[[], None]
+        self,
+        name: str,
+        end: socket.socket,
+        page: SharedPage,
+        env_vars: Mapping[str, str],
+        on_exit: Callable[[], None],
     ) -> None:
         self.code: int | None = None
         self.failure: OSError | None = None
@@ -51,6 +57,7 @@ class ChildProcess:
         self._name = name
         self._end = end
         self._page = page
+        self._env_vars = env_vars
         self._on_exit = on_exit
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._main, name=f"{name}-process", daemon=True)
@@ -83,6 +90,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *map(str, given)],
                 pass_fds=inherited,
+                env={**os.environ, **self._env_vars},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             )
