@@ -105,7 +105,16 @@ async def connect(end: socket.socket, on_frame: OnFrame, on_lost: OnLost) -> Fra
     """Begin to use an end of a socket pair, on the running loop. The loop owns the socket."""
     end.setblocking(False)
     loop = asyncio.get_running_loop()
-    _, frames = await loop.create_unix_connection(lambda: Frames(on_frame, on_lost), sock=end)
+    opening = loop.create_task(
+        loop.create_unix_connection(lambda: Frames(on_frame, on_lost), sock=end)
+    )
+    try:
+        _, frames = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        # It takes a turn of the loop. A cancellation in it would leave the socket open.
+        _, frames = await opening
+        frames.close()
+        raise
     return frames
 
 

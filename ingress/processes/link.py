@@ -198,7 +198,12 @@ class Link:
         self._started = started
         ours, theirs = socket.socketpair()
         page = self._page = SharedPage()
-        frames = self._frames = await connect(ours, self._on_frame, self._on_lost)
+        try:
+            frames = self._frames = await connect(ours, self._on_frame, self._on_lost)
+        except BaseException:  # the start was given up
+            theirs.close()
+            page.close()
+            raise
         self._errands = Errands(frames, self._make_handle, self._call_of)
         frames.post(Kind.START, 0, specification)
         mailbox = mailbox_of(loop)
