@@ -39,8 +39,8 @@ class ChildProcess:
     """
 
     __slots__ = (
-        "_end", "_env_vars", "_name", "_on_exit", "_page", "_process", "_thread", "code", "failure",
-        "last_lines",
+        "_end", "_env_vars", "_is_unwanted", "_name", "_on_exit", "_page", "_process",
+        "_thread", "code", "failure", "last_lines",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class ChildProcess:
         self._page = page
         self._env_vars = env_vars
         self._on_exit = on_exit
+        self._is_unwanted = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._main, name=f"{name}-process", daemon=True)
         self._thread.start()
@@ -74,7 +75,12 @@ class ChildProcess:
         return self.code is not None or self.failure is not None
 
     def kill(self) -> None:
-        """Kill the process, if it runs."""
+        """Kill the process, if it runs or is being started.
+
+        Race with its start: this sets the flag and then reads the process, the thread sets the
+        process and then reads the flag, so one of the two kills it.
+        """
+        self._is_unwanted = True
         if self._process is not None and not self.has_ended:
             self._process.kill()
 
@@ -100,6 +106,8 @@ class ChildProcess:
             self._end.close()
             self._page.close_descriptor()
         if self._process is not None:
+            if self._is_unwanted:
+                self._process.kill()
             name = f"{self._name}-stderr"
             reading = threading.Thread(target=self._pass_on_stderr, name=name, daemon=True)
             reading.start()
