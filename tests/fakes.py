@@ -38,6 +38,7 @@ class FakeReplica:
         self.running: set[Call] = set()
         self.most_running = 0
         self.is_ending = False
+        self.is_to_be_replaced = False
         self._lock = threading.Lock()
 
     @property

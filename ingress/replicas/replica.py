@@ -246,6 +246,11 @@ class Replica:
         return 0.0
 
     @property
+    def is_to_be_replaced(self) -> bool:
+        """Return whether it ended by itself, so that another takes its place. Thread-safe."""
+        return self.state is ReplicaState.RUNNING and self.is_lost
+
+    @property
     def borrows_loop(self) -> bool:
         """Return whether its event loop is another owner's, or that of other replicas too."""
         return self._borrows

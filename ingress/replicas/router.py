@@ -174,14 +174,14 @@ class Router:
             chance=random(),
         )
         refused: Exception | None = None
+        if call.runner is not None and call.runner.is_to_be_replaced:
+            self.remove(call.runner)  # the control plane may be later
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
             elif pause_s is None or (
-                # Without any replica, or with one whose process has ended, the call waits: the
-                # deployment's next replica takes it.
-                self.replicas
-                and all(each is call.runner and not each.is_ending for each in self.replicas)
+                # Without any replica the call waits: the deployment's next replica takes it.
+                self.replicas and all(each is call.runner for each in self.replicas)
             ):
                 refused = error
             else:
