@@ -123,6 +123,50 @@ def test_tests_wait_for_signals_and_seldom_sleep() -> None:
     assert sleeps <= 0.04 * tests
 
 
+def using(names: dict[str, set[str]]) -> set[str]:
+    """Return the modules that use one of the names of a module, such as `{"pickle": {"loads"}}`."""
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(ast.Name(module), name):
+                    used = {name}
+                case ast.ImportFrom(module=str(module)):
+                    used = {each.name for each in node.names}
+                case _:
+                    continue
+            if used & names.get(module, set()):
+                found.add(path.relative_to(ROOT / "ingress").as_posix())
+    return found
+
+
+def test_pickles_are_read_from_frames_and_from_ray_only() -> None:
+    names = {"load", "loads", "Unpickler"}
+    modules = using({"pickle": names, "cloudpickle": names, "marshal": names, "dill": names})
+
+    assert {each for each in modules if not each.startswith("engines/ray/")} == {
+        "processes/frames.py"
+    }
+
+
+def test_only_settings_reads_the_environment() -> None:
+    names = {"environ", "environb", "getenv", "getenvb"}
+
+    assert using({"os": names}) == {"base/settings.py"}
+
+
+def test_no_docstring_opens_with_a_question_word() -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts = [
+        (path.relative_to(ROOT).as_posix(), ast.get_docstring(node) or "")
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+    ]
+
+    assert [each for each in texts if re.match(r"(What|Whether|Where|How|Who)\b", each[1])] == []
+
+
 def test_no_module_has_the_name_of_a_public_function() -> None:
     functions = {name for name in ingress.__all__ if inspect.isfunction(getattr(ingress, name))}
 

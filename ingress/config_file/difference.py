@@ -25,7 +25,7 @@ Options = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(slots=True)
 class Difference:
-    """What a process that runs the old version does for the new one."""
+    """The changes that lead a process from the old version to the new one."""
 
     options: Options = field(default_factory=dict)
     again: list[Loaded] = field(default_factory=list)

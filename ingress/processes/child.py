@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
 import socket
 from functools import partial
@@ -20,7 +19,7 @@ from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
 from ingress.handle import DeploymentHandle
 from ingress.processes.errors import pickled_error
-from ingress.processes.frames import connect, receive_blocking, send_blocking
+from ingress.processes.frames import connect, loads, receive_blocking, send_blocking
 from ingress.processes.host import BEAT_S, Host, give_back
 from ingress.processes.messages import Kind, ReplicaSpec
 from ingress.processes.page import SharedPage
@@ -36,7 +35,7 @@ def main(descriptor: int, page: int) -> None:
     end = socket.socket(fileno=descriptor)
     try:
         _, content = receive_blocking(end)
-        spec: ReplicaSpec = pickle.loads(content)
+        spec: ReplicaSpec = loads(content)
         replica, host, stopping = _made(spec, SharedPage(page))
     except EOFError:
         return  # the parent has given the start up
@@ -90,7 +89,7 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
 
     host.frames = host.directory.frames = await connect(end, host.on_frame, leave)
     try:
-        given_args, given_kwargs = pickle.loads(spec.arguments)
+        given_args, given_kwargs = loads(spec.arguments)
         args, kwargs = fill(given_args, given_kwargs, handle)
         await replica.start(args, kwargs, spec.user_config)
     except Exception as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import pickle
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from typing import Any
 from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.declaration import Application, Deployment
 from ingress.execution.mistakes import last_line as described
-from ingress.processes.messages import PICKLE
+from ingress.processes.frames import dumps, loads
 
 _MAIN = "__mp_main__"
 """The name of the parent's script in a child, as for `multiprocessing`: its guard is false."""
@@ -54,7 +53,7 @@ class ByValue:
     pickled: bytes
 
     def resolve(self) -> Callable[..., Any]:
-        return pickle.loads(self.pickled)  # type: ignore[no-any-return]
+        return loads(self.pickled)  # type: ignore[no-any-return]
 
 
 def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
@@ -102,7 +101,7 @@ def pickled_arguments(built: BuiltDeployment) -> bytes:
     """Return the pickled constructor arguments. Raises `TypeError` that names the faulty part."""
     arguments = (built.init_args, built.init_kwargs)
     try:
-        return pickle.dumps(arguments, PICKLE)
+        return dumps(arguments)
     except Exception as error:
         path = culprit(built.init_args, "args") or culprit(built.init_kwargs, "kwargs")
         raise TypeError(
@@ -115,7 +114,7 @@ def pickled_arguments(built: BuiltDeployment) -> bytes:
 def culprit(value: Any, path: str, depth: int = _DEPTH) -> str:
     """Return the path to the innermost part of a value that cannot be pickled; "" for none."""
     try:
-        pickle.dumps(value, PICKLE)
+        dumps(value)
     except Exception:
         if depth:
             for name, part in _parts(value, path):

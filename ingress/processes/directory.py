@@ -21,9 +21,9 @@ from ingress.calls.loops import Mailbox, mailbox_of
 from ingress.exceptions import RequestCancelledError
 from ingress.handle import CallRouter, DeploymentHandle, DeploymentResponse, Invocation, pass_on
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import Frames
+from ingress.processes.frames import Frames, dumps
 from ingress.processes.link import RemoteWork
-from ingress.processes.messages import UPWARD, Kind, dumps, envelope_of, size_of_item
+from ingress.processes.messages import UPWARD, Kind, envelope_of, size_of_item
 
 
 class ServerDirectory:

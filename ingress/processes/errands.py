@@ -7,7 +7,6 @@ it has that call's request id and deadline, and is cancelled with it.
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any
@@ -17,8 +16,8 @@ from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import mailbox_of
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ingress.processes.errors import pickled_error, unsendable
-from ingress.processes.frames import Frames
-from ingress.processes.messages import Kind, dumps, size_of_item
+from ingress.processes.frames import Frames, dumps, loads
+from ingress.processes.messages import Kind, size_of_item
 from ingress.processes.window import Window
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
@@ -51,12 +50,12 @@ class Errands:
                 self._frames.post(Kind.FAILED, number, pickled_error(error))
         elif number in self._responses:
             if kind == Kind.CREDIT:
-                self._windows[number].give(*pickle.loads(content))
+                self._windows[number].give(*loads(content))
             else:  # CANCEL, or CLOSE
                 self._responses[number].cancel()
 
     def _begin(self, kind: int, number: int, content: memoryview) -> None:
-        envelope, args, kwargs, deployment_id, parent = pickle.loads(content)
+        envelope, args, kwargs, deployment_id, parent = loads(content)
         handle = self._make_handle(deployment_id).options(
             method_name=envelope[3],
             stream=kind == Kind.STREAM,

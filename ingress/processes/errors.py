@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 from typing import Any
 
@@ -11,25 +10,25 @@ from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserC
 from ingress.execution.mistakes import last_line as described
 from ingress.execution.tracebacks import format_error
 from ingress.processes.code import culprit
-from ingress.processes.messages import PICKLE
+from ingress.processes.frames import dumps, loads
 
 
 def pickled_error(error: BaseException) -> bytes:
     """Return an error and its traceback's text, pickled; an error that cannot be is described."""
     text = format_error(error)
     try:
-        content = pickle.dumps((error, text), PICKLE)
-        pickle.loads(content)
+        content = dumps((error, text))
+        loads(content)
         return content
     except Exception as problem:
         told = f"{described(error)} (it cannot be sent to another process: {described(problem)})"
-        return pickle.dumps((RayServeException(told), text), PICKLE)
+        return dumps((RayServeException(told), text))
 
 
 def unpickled_error(content: memoryview) -> BaseException:
     """Return the error that `pickled_error` was given, with its traceback as a note."""
     try:
-        error, text = pickle.loads(content)
+        error, text = loads(content)
     except Exception as problem:  # its module is known to the child only
         return RayServeException(f"user code raised an exception that cannot be read: {problem!r}")
     if isinstance(error, UserCodeExit):

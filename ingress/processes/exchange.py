@@ -21,12 +21,11 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call
 from ingress.handle import Invocation
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import Frames
+from ingress.processes.frames import Frames, dumps
 from ingress.processes.messages import (
     RESPONSE_BODY,
     RESPONSE_START,
     Kind,
-    dumps,
     size_of,
 )
 from ingress.processes.window import Window

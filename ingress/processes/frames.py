@@ -7,20 +7,33 @@
 
 Frames that are posted in one turn of the loop are written together, at its end: a system call costs
 more than a frame. Nothing listens, and the sockets have no name: only the child inherits its end.
+So its frames may be unpickled, and `loads` is for nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
 HEAD = Struct("<QIB")
+PICKLE = 5  # the protocol
 
 OnFrame = Callable[[int, int, memoryview], None]
 OnLost = Callable[[], None]
+
+
+def dumps(value: Any) -> bytes:
+    """Return the pickle of a value, for the content of a frame."""
+    return pickle.dumps(value, PICKLE)
+
+
+def loads(content: bytes | memoryview) -> Any:
+    """Return the value of a pickle that arrived in a frame. A pickle can run any code."""
+    return pickle.loads(content)
 
 
 class Frames(asyncio.Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from time import monotonic
@@ -20,8 +19,8 @@ from ingress.exceptions import UserCodeExit
 from ingress.processes.directory import ServerDirectory
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
-from ingress.processes.frames import Frames
-from ingress.processes.messages import UPWARD, Kind, dumps, metadata_of, scope_of
+from ingress.processes.frames import Frames, dumps, loads
+from ingress.processes.messages import UPWARD, Kind, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
 
@@ -58,7 +57,7 @@ class Host:
         elif kind <= Kind.HTTP:
             self._on_call(kind, number, content)
         elif kind == Kind.ASK:
-            self._own(self._answer(number, *pickle.loads(content)), Context())
+            self._own(self._answer(number, *loads(content)), Context())
         elif kind == Kind.STOP:
             self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
@@ -86,26 +85,26 @@ class Host:
     def _arrived(self, kind: int, number: int, content: memoryview) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
         if kind == Kind.HTTP:
-            envelope, values, body, has_more = pickle.loads(content)
+            envelope, values, body, has_more = loads(content)
             metadata = metadata_of(envelope, deployment, is_http=True, is_streaming=False)
             first = None
             if values[0] == "http":
                 first = {"type": "http.request", "body": body, "more_body": has_more}
             return HostedExchange(number, self.frames, metadata, scope_of(values), first)
-        envelope, args, kwargs = pickle.loads(content)
+        envelope, args, kwargs = loads(content)
         is_streaming = kind == Kind.STREAM
         metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
         return hosted_invocation(number, self.frames, metadata, args, kwargs)
 
     def _on_message(self, kind: int, call: HostedCall, content: memoryview) -> None:
         if kind == Kind.INPUT:
-            call.accept(pickle.loads(content))
+            call.accept(loads(content))
         elif kind == Kind.CREDIT:
-            call.window.give(*pickle.loads(content))
+            call.window.give(*loads(content))
         elif kind == Kind.CLOSE:
             call.close()
         elif kind == Kind.CANCEL:
-            call.cancel(pickle.loads(content) if content else None)
+            call.cancel(loads(content) if content else None)
 
     def _own(self, work: Coroutine[Any, Any, None], context: Context) -> None:
         task = self.replica.loop.create_task(work, context=context)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import socket
 from collections import deque
 from collections.abc import Mapping
@@ -26,8 +25,8 @@ from ingress.calls.retries import NotBegunError
 from ingress.exceptions import RayServeException, ReplicaUnavailableError
 from ingress.processes.errands import Errands, MakeHandle
 from ingress.processes.errors import died, end_of, unpickled_error
-from ingress.processes.frames import Frames, connect
-from ingress.processes.messages import RESPONSE_BODY, UPWARD, Kind, dumps, response_messages
+from ingress.processes.frames import Frames, connect, dumps, loads
+from ingress.processes.messages import RESPONSE_BODY, UPWARD, Kind, response_messages
 from ingress.processes.page import SharedPage
 from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Window
@@ -64,19 +63,19 @@ class RemoteWork:
             self._wake()
         elif kind == Kind.DONE:
             try:
-                self.end(pickle.loads(content) if content else None)
+                self.end(loads(content) if content else None)
             except Exception as problem:  # of a class that only the other process knows
                 self.end(error=RayServeException(f"the result cannot be read: {problem!r}"))
         elif kind == Kind.FAILED:
             self.end(error=unpickled_error(content))
         elif kind == Kind.CREDIT:
-            self.window.give(*pickle.loads(content))
+            self.window.give(*loads(content))
         else:
             if kind == Kind.CHUNK:
                 body = bytes(content)
                 self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
             else:  # an item, or a message
-                self._arrived.append(pickle.loads(content))
+                self._arrived.append(loads(content))
             self._wake()
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
@@ -266,7 +265,7 @@ class Link:
 
     def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
         if kind == Kind.MODELS:
-            self.model_ids = pickle.loads(content)
+            self.model_ids = loads(content)
         elif self._started is None or self._started.done():
             pass  # the start was given up
         elif kind == Kind.READY:

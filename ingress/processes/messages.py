@@ -27,7 +27,6 @@ A call has exactly one DONE or FAILED, its last frame: then the slot is free.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -37,8 +36,8 @@ from typing import Any, TypeAlias
 from starlette.types import Message, Scope
 
 from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata
+from ingress.processes.frames import loads
 
-PICKLE = 5  # the protocol
 UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
 
 
@@ -141,10 +140,6 @@ def scope_of(values: tuple[Any, ...]) -> Scope:
     return {"type": values[0], **dict(zip(keys, values[1:], strict=True))}
 
 
-def dumps(value: Any) -> bytes:
-    return pickle.dumps(value, PICKLE)
-
-
 def size_of(message: Message) -> int:
     """Return the bytes that a message of ASGI counts in its window."""
     return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
@@ -161,7 +156,7 @@ RESPONSE_BODY = "http.response.body"
 
 def response_messages(content: memoryview) -> list[Message]:
     """Return the two messages of a complete response."""
-    status, headers, body = pickle.loads(content)
+    status, headers, body = loads(content)
     return [
         {"type": RESPONSE_START, "status": status, "headers": headers},
         {"type": RESPONSE_BODY, "body": body, "more_body": False},

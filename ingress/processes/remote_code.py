@@ -20,11 +20,11 @@ from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import EndOfStream
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import unsendable
+from ingress.processes.frames import dumps
 from ingress.processes.link import Link, RemoteWork
 from ingress.processes.messages import (
     RESPONSE_BODY,
     Kind,
-    dumps,
     envelope_of,
     scope_as_sent,
     size_of,

@@ -23,7 +23,8 @@ from ingress.exceptions import ReplicaUnavailableError
 from ingress.processes.code import ByPath, accept_main, pickled_arguments, reference_to
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
-from ingress.processes.messages import ReplicaSpec, dumps
+from ingress.processes.frames import dumps
+from ingress.processes.messages import ReplicaSpec
 from ingress.processes.remote_code import RemoteCode
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
+from ingress.base.settings import environment
 from ingress.processes.page import SharedPage
 
 _BOOT = """\
@@ -96,7 +97,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *map(str, given)],
                 pass_fds=inherited,
-                env={**os.environ, **self._env_vars},
+                env={**environment(), **self._env_vars},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             )

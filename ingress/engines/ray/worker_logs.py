@@ -1,4 +1,4 @@
-"""What a terminal shows of the log lines of Ray's workers."""
+"""The log lines of Ray's workers, as a terminal shows them."""
 
 from __future__ import annotations
 
