@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
+from ingress.base.settings import TRACING, export
 from ingress.base.signals import Stopped, StopSignals
 from ingress.base.unsupported import refuse
 from ingress.config import HTTPOptions, LoggingConfig
@@ -34,15 +35,19 @@ def start(
     http_options: HTTPOptions | dict[str, Any] | None = None,
     *,
     engine: str | None = None,
+    tracing: bool = False,
     **unsupported: Never,
 ) -> None:
     """Start the HTTP server before any application. The server runs until `shutdown`.
 
     `http_options` set the address that `run` listens on; `host=None` disables HTTP. `engine` is
-    "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. Raises `RuntimeError` if
-    the address cannot be bound, or the engine cannot be used.
+    "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. `tracing` makes spans of
+    calls by handle and of batches, as `INGRESS_TRACING=1` does: it sets that variable. Raises
+    `RuntimeError` if the address cannot be bound, or the engine cannot be used.
     """
     refuse("serve.start", unsupported, start)
+    if tracing:
+        export({TRACING: "1"})  # the replicas read it, also those in processes of their own
     current_engine(engine).start(
         _options(HTTPOptions, http_options, "http_options", "serve.HTTPOptions(port=8000)")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from tests.servers import ROOT
 
 # In a process of its own: a process has one global tracer provider, and cannot unset it.
 SCRIPT = """
-import json, time
+import json, sys, time
 from opentelemetry import trace
 import ingress as serve
 from ingress.calls.tracing import TRACING
@@ -41,7 +42,7 @@ class Provider(trace.TracerProvider):
 @serve.deployment
 class Inner:
     def __call__(self):
-        return trace.get_current_span().name
+        return getattr(trace.get_current_span(), "name", None)
 
 @serve.deployment
 class Outer:
@@ -54,10 +55,13 @@ class Outer:
     def name(self):
         return getattr(trace.get_current_span(), "name", None)
 
+how = sys.argv[1]
+if how == "code":
+    serve.start({"host": None}, tracing=True)
 handle = serve.run(Outer.bind(Inner.bind()), route_prefix=None)
 found = [handle.name.remote().result(), list(names)]
 trace.set_tracer_provider(Provider())
-until = time.monotonic() + 20
+until = time.monotonic() + (20 if how != "off" else 0)
 while TRACING.tracer is None and time.monotonic() < until:
     handle.name.remote().result()
     time.sleep(0.01)
@@ -68,19 +72,31 @@ print(json.dumps(found))
 """
 
 
-def test_a_tracer_provider_that_is_set_later_gets_the_spans_of_handle_calls() -> None:
+def printed(how: str, **variables: str) -> object:
     pytest.importorskip("opentelemetry.trace")
-
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, how],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=50,
         check=True,
+        env={**os.environ, **variables},
     )
+    return json.loads(done.stdout)
 
-    assert json.loads(done.stdout) == [
+
+def test_a_tracer_provider_alone_makes_no_spans_of_handle_calls() -> None:
+    assert printed("off") == [None, [], None, [], []]
+
+
+@pytest.mark.parametrize(
+    ("how", "variables"), [("variable", {"INGRESS_TRACING": "1"}), ("code", {})]
+)
+def test_a_tracer_provider_that_is_set_later_gets_the_spans_of_handle_calls(
+    how: str, variables: dict[str, str]
+) -> None:
+    assert printed(how, **variables) == [
         None,
         [],
         "Inner.__call__",

@@ -22,6 +22,7 @@ engine reads the environment again.
     RAY_SERVE_SESSION_ID_HEADER_KEY       x-session-id   header with the session id; empty: none
     INGRESS_PRIORITY_HEADER                          header with the priority; empty: none
     INGRESS_TRACE                                    file for the recording of requests (`timeline`)
+    INGRESS_TRACING                              0   spans of calls and batches (`calls.tracing`)
     INGRESS_LIMIT_CONNECTIONS                    0   connections of a process at most; 0: no limit
     INGRESS_MAX_HEADER_BYTES                 65536   bytes of a request's headers at most
     INGRESS_HEADER_TIMEOUT_S                    15   seconds for the headers to arrive; 0: any time
@@ -66,6 +67,7 @@ SESSION_ID_HEADER_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"
 SESSION_HEADER = "x-session-id"
 PRIORITY_HEADER = "INGRESS_PRIORITY_HEADER"
 TRACE_FILE = "INGRESS_TRACE"
+TRACING = "INGRESS_TRACING"
 LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
 MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
 HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
@@ -150,6 +152,7 @@ class Settings:
     engine: str = "local"
     ray_address: str | None = None
     trace_file: str | None = None
+    tracing: bool = False
     session_header: str = SESSION_HEADER
     priority_header: str = ""
     native_threads: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +186,7 @@ class Settings:
             priority_header=_header(env, PRIORITY_HEADER, default=""),
             ray_address=env.get(RAY_ADDRESS) or None,
             trace_file=env.get(TRACE_FILE) or None,
+            tracing=_flag(env, TRACING, default=False),
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
             http_limits=HTTPLimits.from_environment(env),
         )
@@ -269,6 +273,11 @@ def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
 def handles_signals() -> bool:
     """Return whether signals may be handled. Raises `ValueError` for a value that is no flag."""
     return _flag(os.environ, HANDLE_SIGNALS, default=True)
+
+
+def makes_spans() -> bool:
+    """Return whether `INGRESS_TRACING` is on. Raises `ValueError` for a value that is no flag."""
+    return _flag(os.environ, TRACING, default=False)
 
 
 def engine_name(environ: Mapping[str, str] | None = None) -> str:

@@ -3,18 +3,21 @@
     handle.remote()   a span, a child of the caller's; the parent of the spans of the code called
     a batch           a span of its own trace, with a link to the span of each of its requests
 
-Spans go to the global tracer provider, if the program has set one. Otherwise nothing is imported,
-and a call costs two comparisons.
+They are made only with `ingress run --tracing`, `INGRESS_TRACING=1` or `serve.start(tracing=True)`,
+and go to the global tracer provider. Otherwise nothing is imported, and a call costs two
+comparisons.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from ingress.base.settings import makes_spans
 from ingress.calls.call import Call
 
 logger = logging.getLogger("ingress")
@@ -25,8 +28,9 @@ CHECK_EVERY_S = 1.0
 class Tracing:
     """The tracer of this process, looked up once a second. Thread-safe.
 
-    `tracer` is `None` while no tracer provider is set. A provider that is set later is found at the
-    first call from `next_look` on, within a second, and at the start of a replica.
+    `tracer` is `None` while tracing is off, or no tracer provider is set. A provider that is set
+    later is found at the first call from `next_look` on, within a second, and at the start of a
+    replica.
     """
 
     __slots__ = ("next_look", "tracer")
@@ -35,7 +39,14 @@ class Tracing:
         # Race of two threads that look: both store what they find, and the last one is no older
         # than a second.
         self.tracer: Any = None
-        self.next_look = 0.0  # in `time.monotonic()` seconds
+        self.next_look = math.inf  # in `time.monotonic()` seconds; tracing is off
+
+    def begin(self, now: float) -> None:
+        """Turn tracing on or off, as the environment says. Called at the start of a replica."""
+        if makes_spans():
+            self.look(now)
+        else:
+            self.tracer, self.next_look = None, math.inf
 
     def look(self, now: float) -> None:
         self.next_look = now + CHECK_EVERY_S

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import uvicorn
 
-from ingress.base.settings import export
+from ingress.base.settings import TRACING, export
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.reloading import FileState
 from ingress.cli.run_checks import check_engine, check_server, check_workers, given
@@ -207,6 +207,14 @@ def run(
             "--access-log/--no-access-log", help="Log each request.", rich_help_panel=_LOGS
         ),
     ] = True,
+    tracing: Annotated[
+        bool,
+        _option(
+            "--tracing",
+            help="Make OpenTelemetry spans of calls and batches.  [default: INGRESS_TRACING]",
+            rich_help_panel=_LOGS,
+        ),
+    ] = False,
     limit_connections: Annotated[
         int | None,
         _option(
@@ -357,6 +365,8 @@ def run(
     )
     if file is not None:
         variables = prepare(file)
+    if tracing:
+        export({TRACING: "1"})
     settings = read_settings()
     engine = engine or settings.engine
     check_engine(engine, server, reload=reload, workers=workers, ray_only=[address, working_dir])

@@ -185,7 +185,7 @@ class Replica:
         self._anyio_threads = self.slots.max_ongoing + ANYIO_RESERVE
         limiter.total_tokens = self._anyio_threads + (limiter.total_tokens if self._borrows else 0)
         await self.user_code.start(args, kwargs, user_config)
-        TRACING.look(monotonic())  # it may have set a tracer provider
+        TRACING.begin(monotonic())  # after user code, which may have set a tracer provider
         # Not earlier: a constructor may take long.
         if self._stall_threshold_s is not None:
             WATCHDOG.watch(self.loop, self, self._stall_threshold_s)

@@ -48,7 +48,8 @@ def exporter() -> Any:
 
 
 @pytest.fixture
-def spans(exporter: Any) -> Iterator[Any]:
+def spans(exporter: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("INGRESS_TRACING", "1")
     exporter.clear()
     yield exporter
     serve.shutdown()
@@ -216,6 +217,19 @@ def test_a_handle_call_is_a_span_of_the_request_that_makes_it(spans: Any, placed
         assert names[:2] == ["inner", method], path
         assert names[-1] == f"GET {path}", path
         assert {f"{each.context.trace_id:032x}" for each in found.values()} == {trace_id}, path
+
+
+def test_without_tracing_the_spans_are_those_of_plain_fastapi(
+    spans: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INGRESS_TRACING")
+    port = served(bind(Api, bind(Model)))
+
+    assert httpx.get(f"http://127.0.0.1:{port}/async", timeout=20).status_code == 200
+
+    found = ended(spans, "GET /async", "inner")
+    assert not [each.name for each in found.values() if each.name.startswith("Model")]
+    assert ancestors(found, "inner")[-1] == "GET /async"
 
 
 def test_a_handle_call_of_a_websocket_is_a_span_of_its_connection(spans: Any) -> None:
@@ -393,6 +407,7 @@ def test_the_code_of_the_page_prints_the_spans() -> None:
     (code,) = [text for language, text in blocks(PAGE) if language == "python"]
     called = (
         "import ingress as serve\n"
+        "serve.start({'host': None}, tracing=True)\n"
         "@serve.deployment\n"
         "class Model:\n"
         "    def predict(self): return 1\n"
@@ -435,7 +450,7 @@ def test_fastapis_variables_turn_the_spans_on(tmp_path: Path) -> None:
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
     (session,) = [text for language, text in blocks(PAGE) if language == "console"]
-    install, *exports, command = session.splitlines()
+    install, *exports, written = session.splitlines()
     assert install == '$ pip install "fastapi[opentelemetry]"'
     variables = dict(re.findall(r" (\w+)=(\S+)", " ".join(exports)))
     assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://127.0.0.1:4318"
@@ -444,9 +459,11 @@ def test_fastapis_variables_turn_the_spans_on(tmp_path: Path) -> None:
         "OTEL_BSP_SCHEDULE_DELAY": "100",
         **environment(tmp_path),
     }
-    assert command == "$ ingress run hello:hello"
+    assert written == "$ ingress run hello:hello --tracing"
     try:
-        with process([*INGRESS, "run", "hello:hello", "--port", "0"], tmp_path, variables) as run:
+        with process(
+            [*INGRESS, "run", "hello:hello", "--tracing", "--port", "0"], tmp_path, variables
+        ) as run:
             run.wait_for("ready")
             assert httpx.get(f"{run.url}/3").json() == 4
             names = {"GET /{number}", "Model.predict"}

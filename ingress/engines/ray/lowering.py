@@ -27,6 +27,7 @@ from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
+    TRACING,
     USER_CODE_IN_SEPARATE_THREAD,
     HTTPLimits,
     Settings,
@@ -107,6 +108,7 @@ def environment_for_workers(settings: Settings, folders: Sequence[str] = ()) -> 
         SYNC_IN_THREADPOOL: str(int(settings.run_sync_in_threadpool)),
         USER_CODE_IN_SEPARATE_THREAD: str(int(settings.run_user_code_in_separate_thread)),
         ROUTER_IN_SEPARATE_LOOP: str(int(settings.run_router_in_separate_loop)),
+        TRACING: str(int(settings.tracing)),
         STALL_THRESHOLD_MS: f"{0 if threshold_s is None else threshold_s * 1e3:g}",
     }
     if folders:
