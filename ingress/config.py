@@ -2,7 +2,8 @@
 
 Names, defaults and accepted values: Ray 2.60.0, serve/config.py; error messages:
 `ingress.base.options`. The default of `max_ongoing_requests` is the guide's 100 (Ray: 5). All
-options are recorded; those without effect yet are in `NOT_ACTED_ON`.
+options are recorded; `NOT_ACTED_ON` has those without effect, `declaration/one_node` those that
+one process cannot fulfil.
 """
 
 from __future__ import annotations
@@ -41,17 +42,10 @@ from ingress.base.unsupported import teller
 
 NOT_ACTED_ON: frozenset[str] = frozenset(
     {
-        "deployment_actors",
-        "gang_scheduling_config",
         "logging_config",
-        "max_replicas_per_node",
-        "placement_group_bundle_label_selector",
-        "placement_group_bundles",
-        "placement_group_fallback_strategy",
-        "placement_group_strategy",
     }
 )
-"""Deployment options without effect in this version. Of `ray_actor_options` only `num_cpus` has
+"""Deployment options without effect in this process. Of `ray_actor_options` only `num_cpus` has
 an effect: `options_not_acted_on` covers the others too."""
 
 
@@ -333,13 +327,19 @@ class DeploymentConfig(Options):
     def autoscaling(self) -> AutoscalingConfig | None:
         """The options of autoscaling, `None` for a fixed number of replicas.
 
-        `num_replicas="auto"` means 1 to 100 replicas, unless `autoscaling_config` has others.
+        `num_replicas="auto"` means 1 to 100 replicas, unless `autoscaling_config` has others. There
+        are at most `max_replicas_per_node`, because this process is one node.
         """
         config = self.autoscaling_config
-        if self.num_replicas != "auto":
+        if self.num_replicas == "auto":
+            given = (
+                {} if config is None else {n: getattr(config, n) for n in config.model_fields_set}
+            )
+            config = AutoscalingConfig(**{"min_replicas": 1, "max_replicas": 100, **given})
+        most = self.max_replicas_per_node
+        if config is None or most is None or config.max_replicas <= most:
             return config
-        given = {} if config is None else {n: getattr(config, n) for n in config.model_fields_set}
-        return AutoscalingConfig(**{"min_replicas": 1, "max_replicas": 100, **given})
+        return config.model_copy(update={"max_replicas": most})
 
     @property
     def first_count(self) -> int:
@@ -420,10 +420,6 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
     """Return `option=value` for each option that was set, is not the default and does nothing."""
     changed = config.changed()
     silent = {name: value for name, value in changed.items() if name in NOT_ACTED_ON}
-    routing = config.request_router_config
-    for name in ("request_routing_stats_period_s", "request_routing_stats_timeout_s"):
-        if routing is not None and name in routing.model_fields_set:
-            silent[f"request_router_config.{name}"] = getattr(routing, name)
     others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
     if config.isolation == "process" and others.get("runtime_env", {}).keys() <= {"env_vars"}:
         others.pop("runtime_env", None)

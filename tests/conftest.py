@@ -66,7 +66,7 @@ def blocking_call_check() -> Iterator[BlockBuster]:
             check.can_block_in("ingress/asgi/replica_app.py", {"__call__"})
             check.can_block_in("ingress/asgi/lifespan.py", {"_run"})
             check.can_block_in("ingress/http/server.py", {"_start"})  # imports uvicorn
-            check.can_block_in("ingress/declaration/build.py", {"_place_of"})  # of a warning
+            check.can_block_in("ingress/declaration/build.py", {"place_of"})  # for a message
             check.can_block_in("ingress/replicas/user_code.py", {"_plain"})
             check.can_block_in("ingress/testing/leaks.py", {"_descriptors"})
             check.can_block_in("ingress/calls/loops.py", {"reserve_descriptors"})  # not a disk

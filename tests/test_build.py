@@ -289,7 +289,7 @@ def test_more_than_one_ingress_class_is_refused_in_the_words_of_ray() -> None:
 
 
 def test_one_warning_lists_every_option_without_effect() -> None:
-    child = leaf.options(max_replicas_per_node=10, max_queued_requests=3).bind()
+    child = leaf.options(ray_actor_options={"num_gpus": 1}, max_queued_requests=3).bind()
     application = Node.options(num_replicas="auto", logging_config={"encoding": "JSON"}).bind(child)
 
     with pytest.warns(OptionNotActedOnWarning) as caught:
@@ -299,7 +299,7 @@ def test_one_warning_lists_every_option_without_effect() -> None:
     has = "has options without effect in this process: "
     does = "; leave them out, or run it with engine='ray'"
     assert [str(each.message) for each in caught] == [
-        f"deployment 'leaf' {has}max_replicas_per_node=10{does}",
+        f"deployment 'leaf' {has}ray_actor_options={{'num_gpus': 1}}{does}",
         f"deployment 'Node' {has}logging_config={config!r}{does}",
     ]
     assert [(each.filename, each.lineno) for each in caught] == [

@@ -24,6 +24,7 @@ from ingress.config import (
     RequestRouterConfig,
     options_not_acted_on,
 )
+from ingress.declaration.one_node import CLUSTER_ONLY
 
 CHANGED: dict[str, Any] = {
     "autoscaling_config": {"max_replicas": 4},
@@ -340,15 +341,6 @@ def test_an_option_is_listed_when_changed_exactly_if_nothing_acts_on_it(name: st
     assert [option.partition("=")[0] for option in listed] == [name] * (name in NOT_ACTED_ON)
 
 
-def test_the_statistics_of_a_request_router_are_listed_because_none_are_collected() -> None:
-    routing = RequestRouterConfig(request_routing_stats_period_s=1)
-    config = DeploymentConfig(request_router_config=routing)
-
-    assert options_not_acted_on(config) == [
-        "request_router_config.request_routing_stats_period_s=1.0"
-    ]
-
-
 def test_a_default_value_given_by_hand_is_not_listed() -> None:
     assert options_not_acted_on(DeploymentConfig(max_surge_percent=0, logging_config=None)) == []
 
@@ -381,7 +373,7 @@ def test_the_options_not_acted_on_are_those_nothing_reads() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config")
     }
 
-    assert {name for name in CHANGED if read_as[name] not in read} == NOT_ACTED_ON
+    assert {name for name in CHANGED if read_as[name] not in read} == NOT_ACTED_ON | {*CLUSTER_ONLY}
 
 
 def test_every_config_has_one_base_that_refuses() -> None:

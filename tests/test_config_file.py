@@ -290,13 +290,13 @@ applications:
 - import_path: app:hello
   runtime_env: {working_dir: "https://host/app.zip", pip: [numpy]}
   deployments:
-  - {name: Model, max_replicas_per_node: 1}
+  - {name: Model, placement_group_bundles: [{CPU: 1}]}
 """)
     assert ConfigFile.read(path).config.for_a_cluster() == [
         "tracing_config",
         "runtime_env.pip of application 'default'",
         "runtime_env.working_dir (it is remote) of application 'default'",
-        "max_replicas_per_node=1 of Model of application 'default'",
+        "placement_group_bundles=[{'CPU': 1.0}] of Model of application 'default'",
     ]
 
 

@@ -513,7 +513,7 @@ WAITS = "threading.Event().wait()\n"
 UNUSED = """
 import ingress as serve
 
-@serve.deployment(max_replicas_per_node=1)
+@serve.deployment(ray_actor_options={"num_gpus": 1})
 class Idle:
     def __call__(self, request): return "idle"
 

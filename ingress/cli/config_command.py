@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,7 +96,7 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
     engine = local_engine()
     engine.use(ServerOptions(has_own_server=False))
     with reporting_mistakes(str(path)):
-        loaded = file.load_all(app_dir)
+        loaded = replace(file, on_cluster=True).load_all(app_dir)  # on each engine
     found: dict[str, Any] = {
         option: str(value) if isinstance(value, Path) else value
         for name, option in _HTTP.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -390,6 +391,8 @@ def run(
     )
     if engine == "ray":
         prepare_ray(address, working_dir, server)
+        if file is not None:
+            served = replace(served, file=replace(file, on_cluster=True))
         targets = load_targets(served)
         serve_until_ctrl_c(targets, served, settings, None, engine)
         return

@@ -35,6 +35,7 @@ from ingress.cli.worker_commands import WorkersCommands
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
+from ingress.declaration.one_node import check_here
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
 from ingress.execution.mistakes import format_failed_start
@@ -60,6 +61,8 @@ def budget_for(
         # The start warns of options without effect.
         built = [build(each, "default", acts_on_all=True) for each in applications]
         deployments = tuple(chain.from_iterable(each.deployments for each in built))
+        for each in deployments:
+            check_here(each)
         together = BuiltApplication("default", deployments)
         return thread_budget(together, settings, processes=processes)
     except Exception as error:

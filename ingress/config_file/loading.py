@@ -17,6 +17,7 @@ from ingress.declaration import module_app
 from ingress.declaration.build import build, with_options
 from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
+from ingress.declaration.one_node import check_here, without_cluster_options
 from ingress.exceptions import RayServeException
 
 SUFFIXES = (".json", ".yaml", ".yml")
@@ -40,13 +41,15 @@ class Loaded:
 class ConfigFile:
     """A file that was read without mistakes. `top` has the places of its values.
 
-    `stamp` is the time and the size of the version that was read, see `stamp_of`.
+    `stamp` is the time and the size of the version that was read, see `stamp_of`. With `on_cluster`
+    its applications are for another engine, which acts on all options.
     """
 
     path: Path
     config: ServeConfig
     top: Node
     stamp: tuple[int, int] | None
+    on_cluster: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -90,14 +93,16 @@ class ConfigFile:
         where: Where = ("applications", number)
         try:
             written = module_app.load(target, app_dir, arguments=arguments)
-            build(written, config.name)  # it warns of options in the code
+            # It warns of options in the code.
+            build(written, config.name, acts_on_all=self.on_cluster)
         except (NotAnApplication, RayServeException) as error:
             place = self.top.at((*where, "import_path"))
             raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
         overrides: dict[str, Mapping[str, Any]] = {}
         application = written
         for index, each in enumerate(config.deployments):
-            overrides[each.name] = each.overriding()
+            given = each.overriding()
+            overrides[each.name] = given if self.on_cluster else without_cluster_options(given)
             try:
                 # One after another, so that a mistake is at the place of its deployment.
                 application = with_options(application, {each.name: overrides[each.name]})
@@ -105,7 +110,22 @@ class ConfigFile:
             except ValueError as error:
                 place = self.top.at((*where, "deployments", index))
                 raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
+        if not self.on_cluster:
+            self._check_here(application, number)
         return Loaded(config, written, application)
+
+    def _check_here(self, application: Application, number: int) -> None:
+        """Raise `ConfigFileError`, with the place, for options that one process cannot fulfil."""
+        config = self.config.applications[number]
+        entries = {each.name: index for index, each in enumerate(config.deployments)}
+        for built in build(application, config.name, acts_on_all=True).deployments:
+            try:
+                check_here(built)
+            except ValueError as error:
+                index = entries.get(built.name)
+                steps: Where = ("import_path",) if index is None else ("deployments", index)
+                place = self.top.at(("applications", number, *steps))
+                raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
 
 
 def stamp_of(path: Path) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ from ingress.base.options import Json, Options, is_number
 from ingress.base.settings import ENGINE
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig, options_not_acted_on
 from ingress.declaration.names import check_prefix
+from ingress.declaration.one_node import for_a_cluster
 
 RAY_BUILDER = "ingress.engines.ray.builder:build"
 """The `import_path` in the files of `ingress build`; `args["target"]` is the application."""
@@ -152,7 +153,9 @@ class ApplicationConfig(Options):
             found.append("runtime_env.working_dir (it is remote)")
         found += [name for name in self.changed() if name in _CLUSTER_APPLICATION]
         for each in self.deployments:
-            found += [f"{option} of {each.name}" for option in options_not_acted_on(each)]
+            options = [f"{name}={value!r}" for name, (value, _) in for_a_cluster(each).items()]
+            options += options_not_acted_on(each)
+            found += [f"{option} of {each.name}" for option in options]
         return found
 
 

@@ -1,6 +1,7 @@
 """Changes of a running deployment's options, in place: which are possible, and what they do.
 
-    num_replicas, autoscaling_config       replicas are added, or drain
+    num_replicas, autoscaling_config,      replicas are added, or drain
+    max_replicas_per_node
     user_config                            `reconfigure`, one replica after another: it gets no new
                                            calls, its calls end, it is reconfigured, it is back
     max_ongoing_requests                   slots and threads of each replica
@@ -20,6 +21,7 @@ from ingress.autoscaling_policy import bounded
 from ingress.config import DeploymentConfig
 from ingress.control.running import RunningDeployment
 from ingress.control.scaling import scaler_of
+from ingress.declaration.one_node import check_count
 
 if TYPE_CHECKING:  # it imports this module
     from ingress.control.reconciler import Reconciler
@@ -36,6 +38,7 @@ IN_PLACE = frozenset(
         "max_constructor_retry_count",
         "max_ongoing_requests",
         "max_queued_requests",
+        "max_replicas_per_node",
         "max_surge_percent",
         "num_replicas",
         "rolling_update_percentage",
@@ -98,6 +101,7 @@ def checked(
                 f"user_config is set but deployment {name!r} has no reconfigure method; define "
                 "`def reconfigure(self, user_config)` or leave user_config out"
             )
+        check_count(name, after)
         scaler_of(after)  # its policy can be imported
         configs[name] = after
     return configs
@@ -112,7 +116,7 @@ def apply(
         deployment.change_user_config(config)
     deployment.config = config
     deployment.router.limit(config.max_queued_requests, config.backpressure_config)
-    if found.keys() & {"num_replicas", "autoscaling_config"}:
+    if found.keys() & {"num_replicas", "autoscaling_config", "max_replicas_per_node"}:
         deployment.scaler = scaler_of(config)
         scaling, count = config.autoscaling, config.first_count
         if scaling is not None and scaling.initial_replicas is None:

@@ -216,11 +216,11 @@ def _warn_of_options_not_acted_on(built: BuiltApplication) -> None:
                 f"deployment {each.deployment.name!r} has options without effect in this process: "
                 f"{'; '.join(options)}; leave them out, or run it with engine='ray'",
                 OptionNotActedOnWarning,
-                *_place_of(each.deployment.func_or_class),
+                *place_of(each.deployment.func_or_class),
             )
 
 
-def _place_of(func_or_class: Any) -> tuple[str, int]:
+def place_of(func_or_class: Any) -> tuple[str, int]:
     """Return file and line of a class or function."""
     try:
         file = inspect.getsourcefile(func_or_class) or inspect.getfile(func_or_class)

@@ -26,8 +26,8 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.calls.loops import Wakeup, run_on, start_on
 from ingress.control.running import RunningApplication
-from ingress.declaration.build import build
 from ingress.declaration.declaration import Application
+from ingress.declaration.one_node import build_here
 from ingress.engines import local_engine
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
@@ -171,7 +171,7 @@ class Hosted:
         self._proxy = engine.factories.proxy()
         self._proxy.limits = engine.request_limits()
         name, route_prefix = self._name or engine.apps.free_name(), self._route_prefix
-        built = build(self._application, name)
+        built = build_here(self._application, name)
         start = self._start_of = Start(RunningApplication(name, route_prefix, self._proxy))
         serving_loop = engine.threads.user_loop if lender is None else lambda: lender
         await engine.start_application(start, built, serving_loop)

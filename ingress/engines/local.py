@@ -23,8 +23,9 @@ from ingress.control.changes import Change
 from ingress.control.controller import Controller
 from ingress.control.factories import Factories, Instrument
 from ingress.control.running import RunningApplication
-from ingress.declaration.build import BuiltApplication, build
+from ingress.declaration.build import BuiltApplication
 from ingress.declaration.declaration import Application
+from ingress.declaration.one_node import build_here
 from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
@@ -209,7 +210,7 @@ class LocalEngine:
         route_prefix: str | None,
         logging_config: LoggingConfig | None = None,
     ) -> DeploymentHandle:
-        built = build(application, name)
+        built = build_here(application, name)
         if logging_config is not None:
             warnings.warn(
                 f"serve.run(logging_config={logging_config!r}) has no effect in this process; "

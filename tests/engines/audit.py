@@ -41,10 +41,12 @@ from ingress.base.unsupported import (
     STATE,
 )
 from ingress.config import NOT_ACTED_ON, DeploymentConfig
+from ingress.declaration.one_node import CLUSTER_ONLY
 
 MODULES = ("config", "context", "exceptions", "handle", "schema")
 """Modules of Ray Serve whose classes are compared in detail; of other modules, only the names."""
 
+REFUSED = "in one process: refused when it is run; the Ray engine acts on it"
 RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
 MISSING = {
@@ -257,6 +259,8 @@ def _judged_option(name: str) -> dict[str, str]:
         return {"verdict": "same"}
     if name in DeploymentConfig.elsewhere:
         return _absent(DeploymentConfig.elsewhere[name])
+    if name in CLUSTER_ONLY:
+        return {"verdict": "missing", "because": REFUSED}
     if name in NOT_ACTED_ON:
         return {"verdict": "missing", "because": RECORDED}
     return {"verdict": "same"} if name in DeploymentConfig.model_fields else _absent("")
