@@ -70,7 +70,7 @@ test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes doc
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
 test-processes: .venv/.test ## Replicas in child processes, the thorough tests too
-	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py $(ARGS)
+	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py tests/test_process_scenarios.py $(ARGS)
 
 test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
 	@$(RAY) -m pytest -q tests/engines tests/test_ray.py

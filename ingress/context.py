@@ -87,7 +87,7 @@ class ReplicaRuntime:
     the user loop, the function that makes plans, the running batches, the limits that
     `set_max_batch_size` and similar methods set on this replica, the number of batches of each
     function, and the models that `@multiplexed` methods loaded, and its
-    place in the deployment, `None` on Ray and in a process of its own.
+    place in the deployment, `None` on Ray.
     """
 
     replica_id: ReplicaID

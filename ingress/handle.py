@@ -54,6 +54,25 @@ class Directory(Protocol):
         """Make a call expire at its deadline, on one of the framework's loops."""
 
 
+_here: Directory | None = None
+
+
+def use_here(directory: Directory) -> None:
+    """Set the directory for the handles that arrive in this process."""
+    global _here
+    _here = directory
+
+
+def directory_here() -> Directory:
+    """Return the directory of this process. A pickled directory becomes this one elsewhere."""
+    if _here is None:
+        raise RuntimeError(
+            "a DeploymentHandle is needed in a process that runs no deployment, or before its "
+            "replica is made; get it in the constructor, with serve.get_app_handle(...)"
+        )
+    return _here
+
+
 class CallRouter(Queue, Protocol):
     """The queue of a deployment that takes calls by handle, in this process or elsewhere."""
 

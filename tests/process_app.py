@@ -216,5 +216,69 @@ class Caller:
         found: list[str] = await self.callee.seen.remote()
         return found
 
+    async def found(self, name: str) -> tuple[int, int]:
+        """Return answers of a deployment by handles that are looked up here."""
+        one = serve.get_deployment_handle(name)
+        other = serve.get_deployment_handle(name, "model")
+        return await one.remote(1), await other.remote(2)
+
+    async def called_by(self, handle: Any, *args: Any) -> Any:
+        """Return the answer of a handle that came as an argument."""
+        return await handle.remote(*args)
+
+    async def own(self) -> Any:
+        """Return a handle."""
+        return self.callee
+
+    async def of_app(self, name: str) -> Any:
+        return await serve.get_app_handle(name).pids.remote()
+
+    async def status(self) -> Any:
+        return serve.status()
+
+
+@serve.deployment(isolation="process", max_ongoing_requests=1)
+class Ring:
+    """A deployment that calls the other one of its kind, which calls the first."""
+
+    def __init__(self, other: str) -> None:
+        self.other = other
+
+    async def pass_on(self, times: int) -> int:
+        if times:
+            result: int = await serve.get_deployment_handle(self.other).pass_on.remote(times - 1)
+            return result
+        return 0
+
+    async def wait_later(self, times: int) -> int:
+        response = serve.get_deployment_handle(self.other).wait_later.remote(times - 1)
+        await asyncio.sleep(0.05)  # the call was sent, and nothing waits for it
+        result: int = await response
+        return result
+
+    async def not_awaited(self, times: int) -> int:
+        """Call the other one, which calls this one once this call has ended."""
+        if times:
+            serve.get_deployment_handle(self.other).not_awaited.remote(times - 1)
+        return times
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=0)
+    async def batched(self, times: list[int]) -> list[int]:
+        other = serve.get_deployment_handle(self.other)
+        return [await other.batched.remote(each - 1) for each in times]
+
+
+ring = Ring.options(name="First").bind("Second")  # type: ignore[attr-defined]
+other_ring = Ring.options(name="Second").bind("First")  # type: ignore[attr-defined]
+
+
+@serve.deployment
+class Rings:
+    def __init__(self, *rings: Any) -> None:
+        self.rings = rings
+
+
+rings = Rings.bind(ring, other_ring)  # type: ignore[attr-defined]
+
 
 caller = Caller.bind(model)  # type: ignore[attr-defined]

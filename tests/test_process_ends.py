@@ -184,7 +184,11 @@ def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code(
         serve.run(process_app.broken("exit"), name="broken", route_prefix=None)
 
 
-def test_a_class_that_no_module_has_is_refused_without_cloudpickle() -> None:
+def test_a_class_that_no_module_has_is_refused_without_cloudpickle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+
     @serve.deployment(isolation="process")
     class Local:
         async def __call__(self) -> None: ...

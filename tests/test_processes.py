@@ -13,11 +13,11 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
-from ingress.exceptions import RayServeException
+from ingress.exceptions import RayServeException, RequestCycleError
 from ingress.handle import DeploymentHandle
 from tests import process_app
 from tests.process_app import OddError, pids
-from tests.servers import served, wait_until
+from tests.servers import PATIENCE_S, served, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,55 @@ def test_a_cancellation_goes_through_a_child_to_the_deployment_it_calls(
     response.cancel()
 
     wait_until(lambda: caller.seen.remote().result()[len(before) :] == ["begun", "cancelled"])
+
+
+def test_a_child_finds_deployments_and_applications_by_name(caller: DeploymentHandle) -> None:
+    assert caller.found.remote("Model").result() == (3, 6)
+    assert caller.of_app.remote("model").result() == caller.pids.remote().result()
+
+    with pytest.raises(RayServeException, match=r"name='Absent'.*is unavailable"):
+        caller.found.remote("Absent").result()
+    with pytest.raises(RayServeException, match="Application 'absent' does not exist"):
+        caller.of_app.remote("absent").result()
+
+
+def test_handles_cross_in_arguments_and_results(
+    caller: DeploymentHandle, model: DeploymentHandle
+) -> None:
+    assert caller.called_by.remote(model, 14).result() == 42
+    assert caller.called_by.remote(model.options(method_name="variable"), "ABSENT").result() is None
+
+    handle = caller.own.remote().result()
+
+    assert handle == model
+    assert handle.remote(14).result() == 42
+
+
+def test_other_functions_of_a_server_are_refused_in_a_child(caller: DeploymentHandle) -> None:
+    with pytest.raises(RuntimeError, match="this is the process of replica Caller#0, in which"):
+        caller.status.remote().result()
+
+
+@pytest.fixture(scope="module")
+def ring(caller: DeploymentHandle) -> DeploymentHandle:
+    """One of two deployments that call each other, with one slot each."""
+    serve.run(process_app.rings, name="rings", route_prefix=None)
+    return serve.get_deployment_handle("First", "rings")
+
+
+@pytest.mark.parametrize("method", ["pass_on", "wait_later", "batched"])
+def test_a_call_that_waits_for_itself_through_two_processes_fails(
+    ring: DeploymentHandle, method: str
+) -> None:
+    with pytest.raises(RequestCycleError, match=r"'First'.*First -> Second -> First"):
+        ring.options(method_name=method).remote(9).result(timeout_s=PATIENCE_S)
+
+    assert ring.pass_on.remote(1).result(timeout_s=PATIENCE_S) == 0
+
+
+def test_a_call_that_is_not_awaited_makes_no_cycle(ring: DeploymentHandle) -> None:
+    assert ring.not_awaited.remote(9).result(timeout_s=PATIENCE_S) == 9
+    assert ring.pass_on.remote(1).result(timeout_s=PATIENCE_S) == 0
 
 
 # HTTP.

@@ -11,6 +11,9 @@ from starlette.types import Scope
 
 from ingress.asgi.compat import get_route_path
 
+TEMPLATES = "ingress.templates"
+"""The key of a scope for the `RouteTemplates` of an app that runs in another process."""
+
 
 def route_template(scope: Scope) -> str | None:
     """Return the template as declared, such as "/items/{id}"; `None` before the route is found.
@@ -20,7 +23,8 @@ def route_template(scope: Scope) -> str | None:
     """
     route = scope.get("route")
     if route is None:
-        return None
+        templates = scope.get(TEMPLATES)  # the route is found in another process
+        return None if templates is None else templates.find(scope) or None
     # Since FastAPI 0.137 an included route does not know its prefix.
     fastapi_scope: Any = scope.get("fastapi") or {}
     included = fastapi_scope.get("effective_route_context")

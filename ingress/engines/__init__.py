@@ -77,7 +77,7 @@ class Engine(Protocol):
 _local: LocalEngine | None = None
 _ray: RayEngine | None = None
 _chosen: Engine | None = None
-_refusal = ""
+_of_replica: Engine | None = None  # in the process of a replica
 _making = RLock()
 
 
@@ -119,8 +119,8 @@ def current_engine(name: str | None = None) -> Engine:
     Raises `ValueError` for an unknown name, `RuntimeError` if another engine runs something.
     """
     global _chosen
-    if _refusal:
-        raise RuntimeError(_refusal)
+    if _of_replica is not None:
+        return _of_replica
     if name is not None and name not in _ENGINES:
         raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {name!r}")
     with _making:
@@ -138,14 +138,10 @@ def current_engine(name: str | None = None) -> Engine:
         return _chosen
 
 
-def serve_only(replica: str) -> None:
-    """Make `current_engine` raise `RuntimeError`: this process is that of one replica."""
-    global _refusal
-    _refusal = (
-        f"this is the process of replica {replica}, in which serve.run(), serve.get_app_handle() "
-        "and the other functions of a server are not available; in a script, put serve.run() under "
-        "`if __name__ == '__main__':`, because child processes import the script"
-    )
+def use_only(engine: Engine) -> None:
+    """Make `current_engine` return this one: the process is that of one replica."""
+    global _of_replica
+    _of_replica = engine
 
 
 class _FirstUse:

@@ -35,7 +35,7 @@ from ingress.exceptions import (
     RayServeException,
 )
 from ingress.execution.loop_executor import lend_executor
-from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.handle import DeploymentHandle, DeploymentResponse, directory_here, use_here
 from ingress.http.proxy import HTTPProxy
 from ingress.http.retrying import RequestLimits
 from ingress.http.server_options import ServerOptions
@@ -73,6 +73,7 @@ class LocalEngine:
         # The loop of a server that is not this engine's, for replicas without loops of their own.
         self.lender: asyncio.AbstractEventLoop | None = None
         self.apps = Applications(self.http, self.routers, self.release)
+        use_here(self)
 
     @property
     def applications(self) -> dict[str, RunningApplication]:
@@ -366,7 +367,13 @@ class LocalEngine:
     # Handles.
 
     def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
+        """Return a handle to a deployment; without its name, to its application."""
+        if not deployment_id.name:
+            return self.app_handle(deployment_id.app_name)
         return self.factories.handle(deployment_id, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return directory_here, ()  # of the process in which a handle arrives
 
     def app_handle(self, name: str) -> DeploymentHandle:
         running, failed = self.applications.get(name), self.apps.failed.get(name)

@@ -17,7 +17,7 @@ from types import FrameType
 from ingress.base.types import DeploymentID
 from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
-from ingress.handle import DeploymentHandle
+from ingress.handle import DeploymentHandle, use_here
 from ingress.processes.errors import pickled_error
 from ingress.processes.frames import connect, loads, receive_blocking, send_blocking
 from ingress.processes.host import BEAT_S, Host, give_back
@@ -71,6 +71,7 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQue
         release=give_back,
         stall_threshold_s=spec.stall_threshold_s,
     )
+    replica.context.place = spec.place
     stopping: SimpleQueue[None] = SimpleQueue()
     page.close_descriptor()
     return replica, Host(replica, page, partial(stopping.put, None)), stopping
@@ -88,6 +89,7 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
         return host.directory.handle(DeploymentID(name, app_name))
 
     host.frames = host.directory.frames = await connect(end, host.on_frame, leave)
+    use_here(host.directory)
     try:
         given_args, given_kwargs = loads(spec.arguments)
         args, kwargs = fill(given_args, given_kwargs, handle)

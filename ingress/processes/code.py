@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from starlette.datastructures import State
 
 from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.declaration import Application, Deployment
@@ -74,12 +78,35 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
             "cannot import it; put it at the top of a module, or install cloudpickle"
         )
     try:
-        return ByValue(importlib.import_module("cloudpickle").dumps(target))
+        return ByValue(pickled_code(target, importlib.import_module("cloudpickle")))
     except Exception as error:
         raise TypeError(
             f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a child process: "
             f"{error}; put it at the top of a module"
         ) from error
+
+
+def pickled_code(target: Any, cloudpickle: Any) -> bytes:
+    """Return a class or function, pickled by value. `cloudpickle` is that module, or Ray's copy.
+
+    It may contain the parts of a FastAPI app: locks, which arrive unlocked, and a `State`, whose
+    `__getattr__` recurses in the default pickler.
+    """
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, _LOCKS):
+                return (threading.Lock if type(obj) is _LOCKS[0] else threading.RLock), ()
+            if isinstance(obj, State):
+                return State, (dict(obj._state),)
+            return super().reducer_override(obj)
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(target)
+        return file.getvalue()
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def import_main(path: str) -> ModuleType:

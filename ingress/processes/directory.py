@@ -17,9 +17,17 @@ from ingress.base.types import DeploymentID
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.channel import EndOfStream
 from ingress.calls.deadlines import deadlines_of
-from ingress.calls.loops import Mailbox, mailbox_of
+from ingress.calls.deadlocks import Node
+from ingress.calls.loops import Mailbox, mailbox_of, running_loop
 from ingress.exceptions import RequestCancelledError
-from ingress.handle import CallRouter, DeploymentHandle, DeploymentResponse, Invocation, pass_on
+from ingress.handle import (
+    CallRouter,
+    DeploymentHandle,
+    DeploymentResponse,
+    Invocation,
+    directory_here,
+    pass_on,
+)
 from ingress.processes.errors import unsendable
 from ingress.processes.frames import Frames, dumps
 from ingress.processes.link import RemoteWork
@@ -32,7 +40,16 @@ class ServerDirectory:
     Its calls run on the user loop. `frames` are set before the first handle is made.
     """
 
-    __slots__ = ("_last", "_loop", "_mailbox", "_routers", "frames", "works")
+    __slots__ = (
+        "_last",
+        "_loop",
+        "_mailbox",
+        "_numbers",
+        "_routers",
+        "_waiters",
+        "frames",
+        "works",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.frames: Frames
@@ -41,6 +58,12 @@ class ServerDirectory:
         self._loop = loop
         self._mailbox: Mailbox = mailbox_of(loop)
         self._routers: dict[DeploymentID, ServerRouter] = {}
+        # Of the calls that are awaited, or on their way: the calls that wait, and the numbers.
+        self._waiters: dict[Call, set[int]] = {}
+        self._numbers: dict[Call, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return directory_here, ()  # of the process in which a handle arrives
 
     def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
         return DeploymentHandle(deployment_id, self)
@@ -69,12 +92,71 @@ class ServerDirectory:
         deadlines.add(call, deadline)
         call.when_settled(deadlines.discard)
 
-    def send(self, kind: Kind, content: bytes) -> RemoteWork:
+    def send(self, call: Call, kind: Kind, *head: Any) -> RemoteWork:
         """Send the frame of a call. Called on the user loop."""
+        waiters = self._waiters.get(call, ())
+        content = dumps((*head, [*waiters, *_members_that_wait(call)]))
         self._last += 1
         work = self.works[self._last] = RemoteWork(self._last, self.frames)
+        self._numbers[call] = self._last
         self.frames.post(kind, self._last, content)
         return work
+
+    def forget(self, call: Call) -> None:
+        """Drop the records of a call that has ended. Called on the user loop."""
+        self._waiters.pop(call, None)
+        self._numbers.pop(call, None)
+
+    # The waits, of which the server's process has to know: it looks for deadlocks.
+
+    def note_wait(self, number: int, node: object, *, begins: bool) -> None:
+        """Note that the call with a number begins, or ceases, to wait for a node. Thread-safe."""
+        if isinstance(node, Call) and isinstance(node.queue, ServerRouter) and not node.settled:
+            if running_loop() is self._loop:
+                self._note_wait(number, node, begins)
+            else:
+                self._mailbox.post(self._note_wait, number, node, begins)
+
+    def _note_wait(self, number: int, call: Call, begins: bool) -> None:
+        waiters = self._waiters.setdefault(call, set())
+        (waiters.add if begins else waiters.discard)(number)
+        if not waiters:
+            del self._waiters[call]
+        sent = self._numbers.get(call)
+        if sent is not None and not call.settled:
+            self.frames.post(Kind.WAIT, sent, dumps((number, begins)))
+
+
+class Waits(set[Node]):
+    """The nodes that a call of a child waits for. It tells the directory of each."""
+
+    __slots__ = ("_directory", "_number")
+
+    def __init__(self, directory: ServerDirectory, number: int) -> None:
+        super().__init__()
+        self._directory = directory
+        self._number = number
+
+    def add(self, node: Node) -> None:
+        super().add(node)
+        self._directory.note_wait(self._number, node, begins=True)
+
+    def discard(self, node: object) -> None:
+        super().discard(node)
+        self._directory.note_wait(self._number, node, begins=False)
+
+
+def _members_that_wait(call: Call) -> list[int]:
+    """Return the numbers of the calls of a batch that waits for a call which it has made."""
+    batch = call._parent
+    if batch is None or batch.members is None or call not in batch.waits_for:
+        return []
+    return [number_of(each) for each in batch.members]
+
+
+def number_of(call: Call | None) -> int:
+    """Return the number of a call that this process serves; 0 for any other."""
+    return getattr(call, "number", 0)
 
 
 class ServerRouter:
@@ -102,10 +184,7 @@ class ServerRouter:
         return True
 
     def holders(self, call: Call) -> None:
-        """Return `None`: the calls that hold the slots are unknown in this process.
-
-        So a cycle through several processes is not detected.
-        """
+        """Return `None`: the server's process knows the calls that hold the slots."""
 
     def describe_deadlock(self, chain: str) -> str:
         return chain
@@ -124,6 +203,7 @@ class ServerRouter:
 
     def _end(self, call: Call) -> None:
         del self._tasks[call]
+        self._directory.forget(call)
         # Race with a cancellation before the task's first step: then the task runs no line.
         call.settle(error=RequestCancelledError(call.metadata.request_id))
         call.release_references()
@@ -153,14 +233,12 @@ class ServerRouter:
             call.settle(error=error)
 
     def _send(self, call: Call, invocation: Invocation) -> RemoteWork:
-        parent = getattr(call._parent, "number", 0)
         args, kwargs = invocation.args, invocation.kwargs
+        head = envelope_of(call.metadata), args, kwargs, self._deployment_id
+        kind = Kind.CALL if invocation.channel is None else Kind.STREAM
         try:
-            head = envelope_of(call.metadata), args, kwargs, self._deployment_id, parent
-            content = dumps(head)
+            return self._directory.send(call, kind, *head, number_of(call._parent))
         except Exception as problem:
             given: dict[Any, Any] = dict(enumerate(args))
             given.update(kwargs)
             raise unsendable("arguments", given, problem) from problem
-        kind = Kind.CALL if invocation.channel is None else Kind.STREAM
-        return self._directory.send(kind, content)

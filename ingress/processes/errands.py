@@ -12,8 +12,9 @@ from contextvars import Context
 from typing import Any
 
 from ingress.base.types import DeploymentID
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.loops import mailbox_of
+from ingress.exceptions import RequestCycleError
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.frames import Frames, dumps, loads
@@ -51,11 +52,14 @@ class Errands:
         elif number in self._responses:
             if kind == Kind.CREDIT:
                 self._windows[number].give(*loads(content))
+            elif kind == Kind.WAIT:
+                waiter, begins = loads(content)
+                (self._begin_wait if begins else self._end_wait)(number, waiter)
             else:  # CANCEL, or CLOSE
                 self._responses[number].cancel()
 
     def _begin(self, kind: int, number: int, content: memoryview) -> None:
-        envelope, args, kwargs, deployment_id, parent = loads(content)
+        envelope, args, kwargs, deployment_id, parent, waiters = loads(content)
         handle = self._make_handle(deployment_id).options(
             method_name=envelope[3],
             stream=kind == Kind.STREAM,
@@ -71,6 +75,26 @@ class Errands:
         else:
             mailbox = mailbox_of(self._loop)
             response._call.when_settled(lambda call: mailbox.post(self._end, number, call))
+        for waiter in waiters:
+            self._begin_wait(number, waiter)
+
+    def _begin_wait(self, number: int, waiter: int) -> None:
+        """Note that a call of the child waits for the answer: that may be a deadlock."""
+        call, waiting = self._responses[number]._call, self._find_call(waiter)
+        if waiting is None or call.settled:
+            return
+        try:
+            begin_wait(call, waiting)
+        except RequestCycleError as error:
+            call.cancel(error)
+        else:
+            # Until the child says otherwise, also if this wait has ended already.
+            call.when_settled(lambda call: end_wait(call, waiting))
+
+    def _end_wait(self, number: int, waiter: int) -> None:
+        waiting = self._find_call(waiter)
+        if waiting is not None and isinstance(waiting.waits_for, set):
+            end_wait(self._responses[number]._call, waiting)
 
     def _made_in(
         self, parent: Call | None, handle: DeploymentHandle, args: Any, kwargs: Any
@@ -102,7 +126,11 @@ class Errands:
         try:
             async for item in items:
                 await window.take(size_of_item(item))
-                self._frames.post(Kind.ITEM, number, dumps(item))
+                try:
+                    content = dumps(item)
+                except Exception as problem:
+                    raise unsendable("an item of the stream", item, problem) from problem
+                self._frames.post(Kind.ITEM, number, content)
         except Exception as error:
             items.cancel()
             self._frames.post(Kind.FAILED, number, pickled_error(error))

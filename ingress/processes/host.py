@@ -16,7 +16,7 @@ from typing import Any
 from ingress.calls.call import Call
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
-from ingress.processes.directory import ServerDirectory
+from ingress.processes.directory import ServerDirectory, Waits
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
 from ingress.processes.frames import Frames, dumps, loads
@@ -79,6 +79,7 @@ class Host:
         except Exception as error:  # of reading the arguments, which may run user code
             self.frames.post(Kind.FAILED, number, pickled_error(error))
             return
+        call.waits_for = Waits(self.directory, number)
         self._calls[number] = call
         self._own(self._run(call), call.context)
 

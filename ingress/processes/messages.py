@@ -19,8 +19,9 @@
           DONE         the work has ended, with its value
           FAILED       the work has ended, with its error
 
-A child that calls other deployments sends CALL and STREAM, too, with the deployment and the number
-of the call that it works for; the frames of these calls go the other way round.
+A child that calls other deployments sends CALL and STREAM, too, with the deployment, the number of
+the call that it works for, and the numbers of the calls that wait for the answer; the frames of
+these calls go the other way round. WAIT says that a call begins or ceases to wait for an answer.
 
 A call has exactly one DONE or FAILED, its last frame: then the slot is free.
 """
@@ -35,7 +36,7 @@ from typing import Any, TypeAlias
 
 from starlette.types import Message, Scope
 
-from ingress.base.types import DeploymentID, ReplicaID, RequestMetadata
+from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.processes.frames import loads
 
 UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
@@ -54,6 +55,7 @@ class Kind(IntEnum):
     STOP = 8
     CREDIT = 9
     CLOSE = 10
+    WAIT = 11
     READY = 16
     RESPONSE = 17
     OUTPUT = 18
@@ -81,6 +83,7 @@ class ReplicaSpec:
     sync_in_threadpool: bool = False
     stall_threshold_s: float | None = None
     user_config: Any = None
+    place: Place | None = None
 
 
 Envelope: TypeAlias = tuple[str, str, str, str, str, float | None]

@@ -14,7 +14,9 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from ingress.asgi import BoundApp
 from ingress.asgi.chunks import Chunks
+from ingress.asgi.template import TEMPLATES
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import EndOfStream
@@ -38,12 +40,17 @@ class RemoteCode:
     Owned by the loop of its frames. `specification` is set before the start.
     """
 
-    __slots__ = ("_env_vars", "link", "specification")
+    __slots__ = ("_env_vars", "_templates", "link", "specification")
 
     def __init__(
-        self, replica_id: ReplicaID, make_handle: MakeHandle, env_vars: Mapping[str, str]
+        self,
+        replica_id: ReplicaID,
+        app: BoundApp | None,
+        make_handle: MakeHandle,
+        env_vars: Mapping[str, str],
     ) -> None:
         self.link = Link(replica_id, make_handle)
+        self._templates = None if app is None else app.templates()
         self._env_vars = env_vars
         self.specification = b""
 
@@ -112,6 +119,8 @@ class RemoteCode:
     async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request or WebSocket."""
         body, has_more, is_http = b"", False, scope["type"] == "http"
+        if self._templates is not None:
+            scope[TEMPLATES] = self._templates
         if is_http:
             first = await receive()
             body, has_more = first.get("body", b""), first.get("more_body", False)

@@ -51,7 +51,7 @@ class ProcessReplica(Replica):
     ) -> None:
         def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
             env_vars = built.deployment.config.env_vars
-            return RemoteCode(context.replica_id, make_handle, env_vars)
+            return RemoteCode(context.replica_id, app, make_handle, env_vars)
 
         super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
         self._code: RemoteCode = self.user_code  # type: ignore[assignment]
@@ -112,7 +112,9 @@ class ProcessReplica(Replica):
     ) -> None:
         """Start the child and wait until it serves. Raises the errors of user code."""
         # In a thread: this looks for the module of the user's class.
-        self._code.specification = await asyncio.to_thread(self._specify, user_config=user_config)
+        self._code.specification = await asyncio.to_thread(
+            self._specify, user_config=user_config, place=self.context.place
+        )
         await super().start(args, kwargs, user_config)
 
     def add_threads(self, max_ongoing: int) -> None:

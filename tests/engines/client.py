@@ -92,7 +92,7 @@ class Client:
 
 def discard(name: str) -> None:
     """Delete an application that is no longer used; on Ray, do not wait for its end."""
-    if os.environ[COLUMN] == "local":
+    if os.environ[COLUMN] in ("local", "process"):
         serve.delete(name)
     else:
         import_module("ray.serve").delete(name, _blocking=False)

@@ -59,7 +59,7 @@ def observe(column: str, flag: str, url: str, only: list[str]) -> dict[str, Any]
     chosen = [
         each
         for each in scenarios()
-        if column in each.columns
+        if ("local" if column == "process" else column) in each.columns
         and flag in each.flags
         and (not only or {each.name, each.module} & {*only})
     ]
@@ -197,7 +197,7 @@ def main() -> int:
 
 def _run(options: Namespace, variables: dict[str, str]) -> dict[str, Any]:
     url = options.url
-    if options.column == "local":
+    if options.column in ("local", "process"):
         serve.start(http_options={"port": 0})
         [url] = serve.status().proxies
     else:
@@ -207,7 +207,7 @@ def _run(options: Namespace, variables: dict[str, str]) -> dict[str, Any]:
             os.environ[ENGINE] = "ray"
         ray.init(options.address, runtime_env={"env_vars": variables}, log_to_driver=False)
     found = observe(options.column, options.flag, url, options.only)
-    if options.column == "local":
+    if options.column in ("local", "process"):
         serve.shutdown()
     return found
 

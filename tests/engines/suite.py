@@ -132,6 +132,7 @@ def scenario(
 def scenarios() -> list[Scenario]:
     """Return all scenarios, module by module."""
     folder = Path(__file__).parent / "scenarios"
-    for path in sorted(folder.glob("[a-z]*.py")):
+    paths = sorted(folder.glob("[a-z]*.py"), key=lambda each: (each.stem != "examples", each.stem))
+    for path in paths:  # the examples first, which import others: always in the same order
         import_module(f"tests.engines.scenarios.{path.stem}")
     return list(_SCENARIOS.values())

@@ -11,10 +11,8 @@ functions use, so the worker would have two copies of the module's objects.
 from __future__ import annotations
 
 import inspect
-import io
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,10 +20,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from ray import cloudpickle
-from starlette.datastructures import State
 
 from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.declaration import Application, Deployment
+from ingress.processes.code import pickled_code
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 
@@ -87,7 +85,7 @@ def reference_to(built: BuiltDeployment) -> Reference:
         for name in _names(module, target):
             return ByPath(module.__name__, name)
     try:
-        return ByValue(_pickled_code(target))
+        return ByValue(pickled_code(target, cloudpickle))
     except Exception as error:
         raise TypeError(
             f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a worker: "
@@ -145,26 +143,3 @@ def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, Any]]:
 
 def _dumps(value: Any) -> bytes:
     return cloudpickle.dumps(value)  # type: ignore[no-any-return]
-
-
-class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that also takes the parts of a FastAPI app: locks, and a `State`.
-
-    The `__getattr__` of a `State` recurses in the default pickler. Locks arrive unlocked.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _LOCKS):
-            return (threading.Lock if type(obj) is _LOCKS[0] else threading.RLock), ()
-        if isinstance(obj, State):
-            return State, (dict(obj._state),)
-        return super().reducer_override(obj)
-
-
-def _pickled_code(target: Any) -> bytes:
-    with io.BytesIO() as file:
-        _CodePickler(file).dump(target)
-        return file.getvalue()
-
-
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
