@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 import ingress as serve
 from ingress.base.settings import (
@@ -276,6 +277,24 @@ def served(
     serve.run(target, name=name, route_prefix=route_prefix)
     (url,) = serve.status().proxies
     return int(url.rpartition(":")[2])
+
+
+@contextmanager
+def uvicorn_in_a_thread(
+    target: Application, arguments: dict[str, Any], **http_options: Any
+) -> Iterator[int]:
+    """Serve an application by a separate uvicorn with these arguments, and return the port."""
+    serve.start({"host": None, **http_options})
+    config = uvicorn.Config(target, port=0, log_config=None, **arguments)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
 
 
 def set_flags(monkeypatch: pytest.MonkeyPatch, separate: str, sync: str = "0") -> None:

@@ -189,6 +189,24 @@ async def test_a_producer_that_never_awaits_lets_its_loop_go_on() -> None:
     assert turns > 160 // YIELD_EVERY
 
 
+@pytest.mark.parametrize("takes", ["one", "all"])
+@on_the_loop
+async def test_a_consumer_that_never_has_to_wait_lets_its_loop_go_on(takes: str) -> None:
+    channel = Channel()
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+
+    for number in range(1, 161):
+        channel.put_blocking(number)  # as a producer that is faster: there always is an item
+        asyncio.get_running_loop().call_soon(turn)
+        assert await (channel.get() if takes == "one" else channel.get_many())
+
+    assert turns > 160 - YIELD_EVERY
+
+
 @on_the_loop
 async def test_an_item_larger_than_the_bound_goes_through_alone() -> None:
     channel = Channel()

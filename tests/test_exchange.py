@@ -20,7 +20,18 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.http.exchange import Exchange
-from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, steady, wait_until
+from ingress.testing import Latch
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    bind,
+    get,
+    served,
+    set_flags,
+    steady,
+    uvicorn_in_a_thread,
+    wait_until,
+)
 
 MEGABYTE = bytes(range(256)) * 4096
 BUFFER_BYTES = serve.HTTPOptions().body_buffer_bytes
@@ -594,6 +605,54 @@ def test_a_websocket_whose_client_vanishes_gives_its_slot_back(path: str, end: s
 
     assert closed.wait(PATIENCE_S), "the handler still runs"
     wait_until(lambda: ongoing() == 0)
+
+
+@pytest.mark.parametrize("end", ["FIN", "RST"])
+def test_a_websocket_whose_client_has_vanished_before_it_sends_lets_its_loop_go_on(
+    end: str,
+) -> None:
+    entered, left, closed = (Latch(timeout_s=PATIENCE_S) for _ in range(3))
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Flood:
+        @app.websocket("/flood")
+        async def flood(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            entered.count_down()
+            left.wait()  # on the loop, which cannot notice the disconnect
+            try:
+                while True:
+                    await websocket.send_bytes(b"x" * 65536)
+            finally:
+                closed.count_down()
+
+    with Connection(served(bind(Flood))) as connection:
+        connection.request("/flood", headers=UPGRADE)
+        entered.wait()
+        if end == "RST":
+            connection.reset()
+    left.count_down()
+
+    closed.wait()
+    wait_until(lambda: ongoing() == 0)
+
+
+@pytest.mark.parametrize("path", ["/echo", "/flood"])
+def test_a_websocket_whose_client_answers_no_ping_gives_its_slot_back(path: str) -> None:
+    closed = threading.Event()
+    pings = {"ws_ping_interval": 0.1, "ws_ping_timeout": 0.1}
+    with (
+        uvicorn_in_a_thread(sockets([], closed), pings) as port,
+        Connection(port, receive_buffer=4096) as connection,
+    ):
+        connection.request(path, headers=UPGRADE)
+        connection.receive_until(b"101 Switching Protocols")
+
+        # The client stays, and reads no more.
+        assert closed.wait(PATIENCE_S), "the handler still runs"
+        wait_until(lambda: ongoing() == 0)
 
 
 def test_a_client_that_does_not_read_suspends_a_websocket_that_sends() -> None:

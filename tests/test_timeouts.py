@@ -12,11 +12,9 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import BackgroundTasks, FastAPI, WebSocket
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -37,7 +35,16 @@ from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, make_call
-from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    bind,
+    get,
+    served,
+    set_flags,
+    uvicorn_in_a_thread,
+    wait_until,
+)
 
 SHORT_S = 0.15
 
@@ -293,7 +300,7 @@ def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> 
         await asyncio.Future()
         return "never"
 
-    with uvicorn_in_a_thread(slow.bind(), http, request_timeout_s=30) as port:
+    with uvicorn_in_a_thread(slow.bind(), {"http": http}, request_timeout_s=30) as port:
         for value in HOSTILE:
             with Connection(port) as connection:
                 connection.send(
@@ -307,22 +314,6 @@ def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> 
         twice = asking(0.1) + asking(60)
         assert get(port, "/", twice).status == 408
         assert get(port, "/", asking(60) + asking(0.1)).status == 408
-
-
-@contextmanager
-def uvicorn_in_a_thread(target: Any, http: Any, **options: Any) -> Iterator[int]:
-    """Serve an application by a separate uvicorn with this parser."""
-    serve.start({"host": None, **options})
-    config = uvicorn.Config(target, port=0, http=http, log_config=None)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE_S)
 
 
 # The work.
@@ -570,7 +561,7 @@ def test_a_cut_at_the_deadline_is_one_line_that_says_what_and_why(
             yield number
             await asyncio.Future()
 
-    with uvicorn_in_a_thread(bind(Stream), http) as port:
+    with uvicorn_in_a_thread(bind(Stream), {"http": http}) as port:
         answer = get(port, "/items/7", asking(SHORT_S) + "x-request-id: r-1\r\n")
         wait_until(lambda: replicas()[0].ongoing == 0)
 

@@ -27,7 +27,7 @@ from ingress.exceptions import StreamClosedError
 
 MAX_ITEMS = 16
 MAX_BYTES = 64 * 1024
-YIELD_EVERY = 16  # items: a producer that never awaits must not keep its loop
+YIELD_EVERY = 16  # calls: a side that never has to wait must not keep its loop
 
 
 class EndOfStream(Exception):
@@ -46,6 +46,7 @@ class Channel:
         "_closed",
         "_error",
         "_finished",
+        "_gets",
         "_items",
         "_lock",
         "_max_bytes",
@@ -67,7 +68,7 @@ class Channel:
         # The items that `get_many` returned last take room until the consumer asks for more.
         self._taken = 0
         self._taken_bytes = 0
-        self._puts = 0
+        self._puts = self._gets = 0
         self._finished = False
         self._error: BaseException | None = None
         self._closed = False
@@ -142,6 +143,9 @@ class Channel:
 
     async def get(self) -> Any:
         """Take the next item. Raises `EndOfStream` after the last, or the producer's error."""
+        self._gets += 1
+        if self._gets % YIELD_EVERY == 0:
+            await asyncio.sleep(0)
         wakeup: Wakeup | None = None
         while True:
             items = self._try_get(1, wakeup.wake if wakeup is not None else None)
@@ -156,6 +160,9 @@ class Channel:
 
         The items count as waiting until the next call, so that one bound holds for both sides.
         """
+        self._gets += 1
+        if self._gets % YIELD_EVERY == 0:
+            await asyncio.sleep(0)
         wakeup: Wakeup | None = None
         while True:
             items = self._try_get(0, wakeup.wake if wakeup is not None else None)

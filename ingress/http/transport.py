@@ -153,22 +153,24 @@ class CrossLoopTransport(Transport):
 class SameLoopTransport(Transport):
     """The transport of user code on the HTTP loop. Owned by that loop."""
 
-    __slots__ = ("_chunks",)
+    __slots__ = ("_sent",)
 
     def __init__(self, client: Client, first: Message | None) -> None:
         self._client = client  # not by `super`, which costs every request 0.1 us
         self._first = first
         self._start = None
-        self._chunks = 0
+        self._sent = 0
 
     async def send(self, message: Message) -> None:
         if self._client.is_gone:
             self._client.is_heard = True
             raise StreamClosedError("the client of this request has disconnected")
-        if message.get("more_body"):
+        if message.get("more_body") or message["type"] == "websocket.send":
             self._client.pump()
-            self._chunks += 1
-            if self._chunks % YIELD_EVERY == 0:
+            self._sent += 1
+            # A server need not suspend it. uvicorn drops what is written to a connection that
+            # failed, and the loop must turn before uvicorn hears of the failure.
+            if self._sent % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
         else:
             self._client.has_answer = message["type"] != "http.response.start"

@@ -3,8 +3,8 @@
     ends because                 user code gets                    the client gets
     its handler returned                                           1000, if it has not closed
     its handler raised                                             1011
-    the client left              websocket.disconnect; cancelled
-                                 if it does not listen
+    the client left, or answers  websocket.disconnect; cancelled
+    no ping of the server        if it does not listen
     the application stops        websocket.disconnect              1001; 1012 if it is replaced
 
 An accepted WebSocket has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; RFC 6455, 7.4.1.
@@ -20,20 +20,23 @@ from ingress.exceptions import is_cancellation
 from ingress.http.exchange import Exchange
 from ingress.http.exchange_state import COMPLETE, GONE, STARTED, ExchangeState
 from ingress.http.messages import INTERNAL_ERROR, NORMAL
+from ingress.http.uvicorn_connection import transport_of
 
 # For a handler whose client is gone, to notice and to clean up.
 HEARING_S = 0.25
 CLEANUP_S = 5.0
+FLUSHING_S = 1.0  # for data that is being sent when the server closes the connection
 
 
 class WebSocketExchange(Exchange):
     """The exchange of one WebSocket. Owned by the HTTP loop."""
 
-    __slots__ = ("_is_accepted",)
+    __slots__ = ("_flushes_until", "_is_accepted")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_accepted = False
+        self._flushes_until: float | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -71,6 +74,18 @@ class WebSocketExchange(Exchange):
             await super().deliver(messages)
         except OSError:
             self._on_disconnect()  # its handler notices when it sends or receives
+
+    def watch(self, now: float) -> None:
+        super().watch(now)
+        transport = transport_of(self._receive)
+        if transport is None or not transport.is_closing():
+            return
+        # uvicorn closes a connection whose client answers no ping. Until its last byte is sent,
+        # the connection is not lost: never, if that client does not read.
+        if self._flushes_until is None:
+            self._flushes_until = now + FLUSHING_S
+        elif now >= self._flushes_until:
+            transport.abort()
 
     def on_gone(self) -> None:
         self._close()
