@@ -378,6 +378,31 @@ def test_never_more_run_than_there_are_slots_while_timeouts_fire(
     assert told == ledger.started, "each late exception is logged once, with its request's id"
 
 
+def test_an_error_after_the_deadline_is_a_408_even_if_the_timer_is_late(
+    separate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if separate == "0":
+        pytest.skip("the call is settled on the loop with the timer, which rings first")
+    is_settled = Latch(timeout_s=PATIENCE_S)
+
+    @serve.deployment
+    def slow(request: Request) -> None:
+        call = CURRENT_CALL.get()
+        assert isinstance(call, Exchange)
+        assert call.deadline is not None
+        # The server's loop stands still until the error has settled the call.
+        call.when_settled(lambda _: is_settled.count_down())
+        call.loop.call_soon_threadsafe(is_settled.wait)
+        deadline = call.deadline
+        wait_until(lambda: time.monotonic() > deadline)
+        raise RuntimeError("late")
+
+    with caplog.at_level(logging.WARNING, "ingress"):
+        assert get(served(slow.bind(), request_timeout_s=SHORT_S), "/").status == 408
+        wait_until(lambda: replicas()[0].ongoing == 0)
+    assert [str(each.exc_info[1]) for each in caplog.records if each.exc_info] == ["late"]
+
+
 def test_a_late_result_of_async_code_that_will_not_be_cancelled_is_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -374,6 +374,10 @@ class Replica:
         # user code's own: AnyIO's groups may take that off their task's count, see
         # `OnceScope.__exit__`.
         is_ours = is_cancellation(error) or isinstance(error.__cause__, asyncio.CancelledError)
+        # Race with the timer of the deadline, on another loop, which may stand still: the answer
+        # to an error after the deadline is that of the deadline.
+        if call.deadline is not None:
+            call.is_over()
         if not call.settle(error=error) and not is_ours:
             logger.warning(
                 "%s: request %s failed after it was cancelled",
