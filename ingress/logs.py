@@ -31,8 +31,10 @@ class RequestFilter(logging.Filter):
     """A filter that adds the current request's and replica's identity to a record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        context = get_request_context()
         replica = REPLICA.get(None)
+        if replica is None and "replica" in vars(record):
+            return True  # it was made in another process, or in another thread
+        context = get_request_context()
         record.request_id = context.request_id
         record.route = context.route
         record.application = "" if replica is None else replica.app_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,15 @@ from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 
 app = FastAPI()
+logger = logging.getLogger("tests.process_app")
+
+
+class _Stderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        os.write(2, f"{record.getMessage()}\n".encode())
+
+
+logger.addHandler(_Stderr())  # as modules do: what a child logs must not be written twice
 
 
 def pids(name: str, app_name: str = "default") -> list[int]:
@@ -74,8 +84,22 @@ class Api:
         async for text in websocket.iter_text():
             await websocket.send_text(f"{text} from {os.getpid()}")
 
+    @app.get("/sleep")
+    async def sleep(self) -> None:
+        await asyncio.sleep(0.2)
+
+    @app.get("/stream")
+    async def stream(self) -> StreamingResponse:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield bytes(4096)
+                await asyncio.sleep(0)
+
+        return StreamingResponse(parts())
+
 
 api = Api.bind()  # type: ignore[attr-defined]
+killed = Api.options(num_replicas=6).bind()  # type: ignore[attr-defined]
 
 
 @serve.deployment(
@@ -109,6 +133,19 @@ class Model:
         return self.events
 
     async def request_id(self) -> str:
+        return serve.get_request_context().request_id
+
+    async def log(self, count: int) -> str:
+        """Log from the loop and from a thread, in turn, and print on both streams."""
+        for number in range(count):
+            logger.warning("number %d", number, extra={"of": [count]})
+            await asyncio.to_thread(logger.debug, "number %d in a thread", number)
+        print("on stdout")
+        print("on stderr", file=sys.stderr)
+        try:
+            raise OddError("x" * 5_000)
+        except OddError:
+            logger.exception("failed")
         return serve.get_request_context().request_id
 
     async def odd(self) -> None:
@@ -282,3 +319,22 @@ rings = Rings.bind(ring, other_ring)  # type: ignore[attr-defined]
 
 
 caller = Caller.bind(model)  # type: ignore[attr-defined]
+
+
+@serve.deployment(isolation="process", num_replicas=3)
+class Arrays:
+    async def double(self, array: bytes) -> bytes:
+        return array + array
+
+
+@serve.deployment(isolation="process", num_replicas=3)
+class ArrayCaller:
+    def __init__(self, arrays: Any) -> None:
+        self.arrays = arrays
+
+    async def double(self, array: bytes) -> bytes:
+        found: bytes = await self.arrays.double.remote(array)
+        return found
+
+
+array_caller = ArrayCaller.bind(Arrays.bind())  # type: ignore[attr-defined]

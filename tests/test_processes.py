@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from tests.servers import PATIENCE_S, served, wait_until
 @pytest.fixture(scope="module")
 def caller() -> Iterator[DeploymentHandle]:
     """A deployment with one replica, which calls another one, without HTTP."""
+    process_app.logger.setLevel(logging.DEBUG)  # of the children, too
     yield serve.run(process_app.caller, name="model", route_prefix=None)
+    process_app.logger.setLevel(logging.NOTSET)
     serve.shutdown()
 
 
@@ -107,6 +110,32 @@ def test_the_router_knows_the_models_of_a_child(model: DeploymentHandle) -> None
     assert model.options(multiplexed_model_id="m").ask.remote().result() == "model m"
 
     wait_until(lambda: replica.model_ids == {"m"})
+
+
+def test_records_of_a_child_come_through_the_handlers_of_the_server_in_order(
+    model: DeploymentHandle, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    request_id = model.log.remote(40).result()
+
+    def ours() -> list[logging.LogRecord]:
+        return [each for each in caplog.records if each.name == "tests.process_app"]
+
+    wait_until(lambda: len(ours()) == 81)
+    *numbers, last = ours()
+    assert [each.getMessage() for each in numbers] == [
+        text for each in range(40) for text in (f"number {each}", f"number {each} in a thread")
+    ]
+    for each in ours():
+        assert vars(each)["request_id"] == request_id
+        assert vars(each)["deployment"] == "Model"
+        assert each.processName == "Model#0"
+        assert [each.process] == pids("Model", "model")
+    assert vars(numbers[0])["of"] == [40]
+    assert last.exc_text is not None
+    assert "x" * 5_000 in last.exc_text
+    output = capfd.readouterr()
+    assert output.out == "on stdout\n"
+    assert [output.err.count(each) for each in ("number 7\n", "on stderr\n", "\x1e")] == [1, 1, 0]
 
 
 # Calls that a child makes.

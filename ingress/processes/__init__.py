@@ -15,6 +15,7 @@
     messages      the kinds of frames and their contents
     code          the user's class and its arguments, as they travel
     errors        exceptions that cross, and descriptions of a process's end
+    output        its standard output and error, and its log records
     page          the few numbers that a child leaves behind even if it is killed
     window        how much may be on its way, in each direction
     spawning      the operating system's side: start a process, wait for its end

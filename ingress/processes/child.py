@@ -7,9 +7,11 @@ frames: no call crosses threads on its way to an `async def`.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
+import sys
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -22,6 +24,7 @@ from ingress.processes.errors import pickled_error
 from ingress.processes.frames import connect, loads, receive_blocking, send_blocking
 from ingress.processes.host import BEAT_S, Host, give_back
 from ingress.processes.messages import Kind, ReplicaSpec
+from ingress.processes.output import LogLines, take_over
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
 
@@ -30,6 +33,7 @@ STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it m
 
 def main(descriptor: int, page: int) -> None:
     """Serve until the parent says to stop, or ends."""
+    faulthandler.enable(all_threads=False)  # its lines reach the status
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
     end = socket.socket(fileno=descriptor)
@@ -58,7 +62,11 @@ def _wait(stopping: SimpleQueue[None], host: Host) -> None:
 
 def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQueue[None]]:
     """Return the replica of a specification, which has not started, and the orders to stop it."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a pipe here
+    logs = LogLines(spec.log_mark, str(spec.replica_id))
+    take_over(logs, spec.log_levels)
     target = spec.code.resolve()
+    take_over(logs, spec.log_levels)
     app_spec = getattr(target, "__ingress_spec__", None)
     replica = Replica(
         spec.replica_id,

@@ -12,6 +12,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Mapping
+from secrets import token_hex
 from time import monotonic
 from typing import Any
 
@@ -27,6 +28,7 @@ from ingress.processes.errands import Errands, MakeHandle
 from ingress.processes.errors import died, end_of, unpickled_error
 from ingress.processes.frames import Frames, connect, dumps, loads
 from ingress.processes.messages import RESPONSE_BODY, UPWARD, Kind, response_messages
+from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
 from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Window
@@ -142,11 +144,12 @@ class Link:
 
     end        the description of the process's end, "" while it runs
     model_ids  the ids of the models that the child has or is loading
+    mark       tells log records from other lines of its output
     """
 
     __slots__ = (
-        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle", "_page",
-        "_replica_id", "_started", "_works", "end", "model_ids",
+        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle",
+        "_output", "_page", "_replica_id", "_started", "_works", "end", "mark", "model_ids",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
@@ -161,6 +164,8 @@ class Link:
         self._is_stopping = False
         self._last = 0
         self._works: dict[int, RemoteWork] = {}
+        self.mark = token_hex(8)
+        self._output = Output(self.mark)
         self.end = ""
         self.model_ids: frozenset[str] = frozenset()
 
@@ -171,9 +176,9 @@ class Link:
 
     @property
     def last_words(self) -> str:
-        """The last lines of the child's standard error, "" if it wrote none. Thread-safe."""
-        lines = () if self._child is None else self._child.last_lines
-        return "\nIts last lines on stderr:\n" + "\n".join(lines) if lines else ""
+        """The last lines that the child wrote, "" if there are none. Thread-safe."""
+        lines = self._output.last_lines
+        return "\nThe last lines of its output:\n" + "\n".join(lines) if lines else ""
 
     @property
     def stood_s(self) -> float:
@@ -207,7 +212,12 @@ class Link:
         frames.post(Kind.START, 0, specification)
         mailbox = mailbox_of(loop)
         self._child = ChildProcess(
-            str(self._replica_id), theirs, page, env_vars, lambda: mailbox.post(self._on_exit)
+            str(self._replica_id),
+            theirs,
+            page,
+            env_vars,
+            self._output,
+            lambda: mailbox.post(self._on_exit),
         )
         await started
 

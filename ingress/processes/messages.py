@@ -84,6 +84,8 @@ class ReplicaSpec:
     stall_threshold_s: float | None = None
     user_config: Any = None
     place: Place | None = None
+    log_levels: Mapping[str, int] = field(default_factory=dict)
+    log_mark: str = ""
 
 
 Envelope: TypeAlias = tuple[str, str, str, str, str, float | None]

@@ -25,6 +25,7 @@ from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
 from ingress.processes.frames import dumps
 from ingress.processes.messages import ReplicaSpec
+from ingress.processes.output import levels
 from ingress.processes.remote_code import RemoteCode
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState
@@ -113,7 +114,11 @@ class ProcessReplica(Replica):
         """Start the child and wait until it serves. Raises the errors of user code."""
         # In a thread: this looks for the module of the user's class.
         self._code.specification = await asyncio.to_thread(
-            self._specify, user_config=user_config, place=self.context.place
+            self._specify,
+            user_config=user_config,
+            place=self.context.place,
+            log_levels=levels(),
+            log_mark=self._code.link.mark,
         )
         await super().start(args, kwargs, user_config)
 

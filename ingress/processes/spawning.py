@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from ingress.base.settings import environment
+from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
 
 _BOOT = """\
@@ -25,9 +26,7 @@ main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
 """
 # Before the imports: they may take seconds, in which the parent may end.
 JOIN_S = 1.0
-LINES = 20
 LAST_LINES_S = 0.1
-_TAIL = 4096  # bytes of a chunk, and characters of a line, that are kept
 
 
 class ChildProcess:
@@ -41,7 +40,7 @@ class ChildProcess:
 
     __slots__ = (
         "_end", "_env_vars", "_is_unwanted", "_name", "_on_exit", "_page", "_process",
-        "_thread", "code", "failure", "last_lines",
+        "_thread", "code", "failure", "output",
     )  # fmt: skip
 
     def __init__(
@@ -50,11 +49,12 @@ class ChildProcess:
         end: socket.socket,
         page: SharedPage,
         env_vars: Mapping[str, str],
+        output: Output,
         on_exit: Callable[[], None],
     ) -> None:
         self.code: int | None = None
         self.failure: OSError | None = None
-        self.last_lines: tuple[str, ...] = ()  # of its standard error
+        self.output = output
         self._name = name
         self._end = end
         self._page = page
@@ -99,6 +99,7 @@ class ChildProcess:
                 pass_fds=inherited,
                 env={**environment(), **self._env_vars},
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
@@ -109,25 +110,13 @@ class ChildProcess:
         if self._process is not None:
             if self._is_unwanted:
                 self._process.kill()
-            name = f"{self._name}-stderr"
-            reading = threading.Thread(target=self._pass_on_stderr, name=name, daemon=True)
+            name, pipes = f"{self._name}-output", (self._process.stdout, self._process.stderr)
+            pid = self._process.pid
+            reading = threading.Thread(
+                target=self.output.pass_on, args=(pid, *pipes), name=name, daemon=True
+            )
             reading.start()
             code = self._process.wait()
-            reading.join(LAST_LINES_S)  # a program that user code started may hold the pipe open
+            reading.join(LAST_LINES_S)  # a program that user code started may hold a pipe open
             self.code = code
         self._on_exit()
-
-    def _pass_on_stderr(self) -> None:
-        """Write the child's standard error to that of this process, and keep its last lines."""
-        assert self._process is not None
-        assert self._process.stderr is not None
-        with self._process.stderr as stderr:
-            line = b""
-            while chunk := os.read(stderr.fileno(), 65536):
-                try:
-                    os.write(2, chunk)
-                except OSError:
-                    pass  # it is closed: the child must not wait for that
-                *lines, line = (line + chunk[-_TAIL:]).split(b"\n")
-                told = [each.decode(errors="replace")[-_TAIL:] for each in lines]
-                self.last_lines = (*self.last_lines, *told)[-LINES:]
