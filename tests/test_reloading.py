@@ -15,14 +15,18 @@ from typing import Any
 import httpx
 import pytest
 
-from ingress.base.settings import RUNTIME_DIR
+from ingress.base.settings import RUNTIME_DIR, Settings
 from ingress.cli.control_socket import CommandError, RunningServer
-from ingress.config import AutoscalingConfig
+from ingress.cli.reloading import WorkersAddress
+from ingress.cli.worker import Served
+from ingress.config import AutoscalingConfig, HTTPOptions
 from ingress.config_file.difference import changed_names, differences, for_new_processes
 from ingress.config_file.loading import ConfigFile, Loaded
 from ingress.control.changes import IN_PLACE
 from ingress.declaration.build import build
 from ingress.declaration.declaration import Deployment
+from ingress.http.server_options import ServerOptions
+from ingress.http.shared_port import SharedPort
 from tests.servers import (
     INGRESS,
     PATIENCE_S,
@@ -261,3 +265,126 @@ def test_workers_are_replaced_one_after_another_without_a_lost_request(
             asking.join(PATIENCE_S)
         assert {*codes} == {200}
         assert os.environ.get("FROM_FILE") is None
+
+
+HTTP = "http_options: {port: 0}"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(150)
+def test_changed_options_of_http_replace_the_workers_which_may_move(
+    runtime: Path, folder: Path
+) -> None:
+    path = folder / "serve.yaml"
+    limited = written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 100}")).path
+    command = [*INGRESS, "run", limited.name, "--workers", "2"]
+    body: dict[str, Any] = {"content": b"x" * 50, "headers": {"connection": "close"}}
+    with process(command, folder, environment(folder)) as server:
+        server.wait_for("Ctrl-C to stop")
+        url = server.url
+        assert httpx.post(url, **body, trust_env=False).status_code == 200
+
+        written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 10}"))
+        assert reload(runtime, server) == ["workers replaced: http_options changed"]
+        assert httpx.post(url, **body, trust_env=False).status_code == 413
+        assert status(runtime, server)["url"] == url
+
+        # An address that cannot be bound changes nothing.
+        written(path, FILE, (HTTP, "http_options: {host: 192.0.2.1, port: 0}"))
+        with pytest.raises(CommandError, match=r"host must be an address of this machine.*nothing"):
+            reload(runtime, server)
+        assert httpx.post(url, **body, trust_env=False).status_code == 413
+
+        # Nor does a version whose workers do not start.
+        written(
+            path,
+            FILE,
+            (HTTP, "http_options: {host: 127.0.0.2, port: 0}"),
+            ("size: 1", "size: 1, fails: true"),
+        )
+        with pytest.raises(CommandError, match="no such model"):
+            reload(runtime, server)
+        assert httpx.post(url, **body, trust_env=False).status_code == 413
+
+        written(path, FILE, (HTTP, "http_options: {host: 127.0.0.2, port: 0}"))
+        assert reload(runtime, server) == ["workers replaced: http_options changed"]
+        moved = status(runtime, server)["url"]
+        assert moved.startswith("http://127.0.0.2:")
+        assert httpx.post(moved, **body, trust_env=False).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.post(url, **body, trust_env=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(150)
+def test_a_server_that_reloads_has_a_control_socket_and_the_new_options_of_http(
+    runtime: Path, folder: Path
+) -> None:
+    path = folder / "serve.yaml"
+    body: dict[str, Any] = {"content": b"x" * 50, "headers": {"connection": "close"}}
+    command = [*INGRESS, "run", "serve.yaml", "--reload"]
+    with process(command, folder, environment(folder)) as server:
+        server.wait_for("Ctrl-C to stop")
+        url = server.url
+        assert status(runtime, server)["url"] == url
+        assert httpx.post(url, **body, trust_env=False).status_code == 200
+        with pytest.raises(CommandError, match="restarts by itself"):
+            reload(runtime, server)
+
+        written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 10}"))
+        wait_until(lambda: answered(url, body) == 413)
+        control = RunningServer(server.process.pid, runtime / f"{server.process.pid}.sock")
+        assert control.ask("stop", PATIENCE_S) is None
+        assert server.wait() == 0
+        assert list(runtime.glob("*.sock")) == []
+
+
+def answered(url: str, body: dict[str, Any]) -> int:
+    """Return the status of an answer, 0 while there is none: the process restarts."""
+    try:
+        return httpx.post(url, **body, trust_env=False, timeout=PATIENCE_S).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def status(runtime: Path, server: ServerProcess) -> Any:
+    pid = server.process.pid
+    return RunningServer(pid, runtime / f"{pid}.sock").ask("status", PATIENCE_S)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[tuple[Path, WorkersAddress]]:
+    """The address of workers under `--port 0`; the file has another host."""
+    path = tmp_path / "serve.yaml"
+    file = written(path, FILE, (HTTP, "http_options: {host: 127.0.0.2, port: 9}"))
+    server = ServerOptions(http={**file.http_options(tmp_path), "port": 0}, serves_http=True)
+    served = Served("", tmp_path, "a", "/", server, file=file, http={"port": 0}, folder=tmp_path)
+    settings = Settings.from_environment()
+    options = server.over(HTTPOptions(keep_alive_timeout_s=3))
+    bound = server.address(options, settings)
+    port = SharedPort(bound.bind(), bound)
+    yield path, WorkersAddress(served, port, options, settings)
+    port.close()
+
+
+def test_the_command_line_keeps_its_address_whatever_the_file_says(
+    tmp_path: Path, address: tuple[Path, WorkersAddress]
+) -> None:
+    path, workers = address
+    same = written(path, FILE, (HTTP, "http_options: {host: 127.0.0.2, port: 10, root_path: /a}"))
+
+    assert workers.moved(same) is None
+    assert workers.take(same, None).startswith("http://127.0.0.2:")
+
+
+def test_another_host_of_the_file_is_bound_before_anything_is_changed(
+    tmp_path: Path, address: tuple[Path, WorkersAddress]
+) -> None:
+    path, workers = address
+    default = written(path, FILE)
+    port = workers.moved(default)
+
+    assert port is not None
+    assert workers.take(default, port).startswith("http://127.0.0.1:")
+    assert workers.moved(default) is None
+    port.close()

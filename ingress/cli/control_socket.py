@@ -102,11 +102,13 @@ class ControlSocket:
     """The control socket of this process, while the context is open.
 
     `path` is `None` if there can be none: on Windows, or in a folder that cannot be written. Then
-    the log has the reason, and the server serves without it.
+    the log has the reason, and the server serves without it. Its name is the process's id, or
+    `pid`.
     """
 
-    def __init__(self, commands: Mapping[str, Command]) -> None:
+    def __init__(self, commands: Mapping[str, Command], pid: int | None = None) -> None:
         self.path: Path | None = None
+        self._pid = pid or os.getpid()
         self._commands = commands
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -126,9 +128,9 @@ class ControlSocket:
 
     def _open(self) -> None:
         folder = made_folder()
-        path = folder / f"{os.getpid()}{SUFFIX}"
+        path = folder / f"{self._pid}{SUFFIX}"
         # Under another name until it listens: a `.sock` that refuses a connection is stale.
-        waiting = folder / f".{os.getpid()}"
+        waiting = folder / f".{self._pid}"
         waiting.unlink(missing_ok=True)
         server = _Server(str(waiting), _Handler, bind_and_activate=False)
         try:

@@ -20,22 +20,27 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ingress import api
-from ingress.base.settings import export
+from ingress.base.settings import Settings, export
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.server_commands import change, check
+from ingress.cli.worker import Served
 from ingress.cli.worker_commands import WorkersCommands
+from ingress.config import HTTPOptions
 from ingress.config_file.difference import CodeFiles, Difference, differences, for_new_processes
 from ingress.config_file.loading import ConfigFile, Loaded, stamp_of
 from ingress.config_file.reading import ConfigFileError
 from ingress.control.changes import IN_PLACE
+from ingress.http.address import Address
+from ingress.http.server_options import ServerOptions
+from ingress.http.shared_port import SharedPort
 
 LOOK_S = 1.0  # with `--watch`
 JOIN_S = 1.0
 
 logger = logging.getLogger("ingress")
 
-AT_START = frozenset({"http_options", "logging_config"})
-"""Differences that the supervisor's own socket and configuration have."""
+AT_START = frozenset({"logging_config"})
+"""Differences that the supervisor's own configuration has."""
 
 Reload = Callable[[], list[str]]
 
@@ -121,7 +126,51 @@ def reload_one_process(state: FileState) -> list[str]:
         return lines
 
 
-def reload_workers(state: FileState, commands: WorkersCommands) -> list[str]:
+class WorkersAddress:
+    """The address of the workers, which another version of the file may change.
+
+    Owned by the thread that holds `FileState.changing`. `options` are those of the start: of
+    `serve.start` in a module, with those of the file and of the command line in their place.
+    """
+
+    def __init__(
+        self, served: Served, port: SharedPort, options: HTTPOptions, settings: Settings
+    ) -> None:
+        in_module = options.model_fields_set - served.server.http.keys()
+        self._in_module = HTTPOptions(**{name: getattr(options, name) for name in in_module})
+        self._served = served
+        self._settings = settings
+        self._port = port
+        self._address = self._of(served.server)[0]
+
+    def _of(self, server: ServerOptions) -> tuple[Address, bool]:
+        """Return the address, and whether it is one for TLS."""
+        options = server.over(self._in_module)
+        return server.address(options, self._settings), options.ssl_certfile is not None
+
+    def moved(self, new: ConfigFile) -> SharedPort | None:
+        """Return the bound port of a version; `None` if it has the address that is served now.
+
+        Raises `CommandError` if that cannot be bound.
+        """
+        address, _ = self._of(self._served.server_with(new))
+        if address == self._address:
+            return None
+        try:
+            return SharedPort(address.bind(), address)
+        except RuntimeError as error:
+            raise CommandError(f"{error}; nothing was changed") from None
+
+    def take(self, new: ConfigFile, port: SharedPort | None) -> str:
+        """Remember the version that is served now. Returns its URL."""
+        self._port = port or self._port
+        self._address, is_tls = self._of(self._served.server_with(new))
+        return self._port.url(is_tls=is_tls)
+
+
+def reload_workers(
+    state: FileState, commands: WorkersCommands, address: WorkersAddress
+) -> list[str]:
     """Apply the file to all worker processes. Returns a line for each change.
 
     What only differs in options that need no new replicas is changed in each worker. Otherwise
@@ -143,13 +192,15 @@ def reload_workers(state: FileState, commands: WorkersCommands) -> list[str]:
             commands.remember_file(new)
             state.take(new)
             return lines
+        port = address.moved(new)
         state.prepare(new)
         try:
-            commands.roll(new)
+            commands.roll(new, port)
         except CommandError:
             state.prepare(state.file)
             raise
         state.take(new)
+        commands.url = address.take(new, port)
         return [f"workers replaced: {', '.join(reasons or again)} changed"]
 
 

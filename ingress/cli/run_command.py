@@ -18,7 +18,6 @@ from ingress.cli.run_checks import check_engine, check_server, check_workers, gi
 from ingress.cli.run_file import (
     builder_arguments,
     check_file,
-    http_options,
     load_targets,
     log_options,
     prepare,
@@ -334,21 +333,19 @@ def run(
     logs = {"log_config": _text(log_config) or logging_at(level), "log_level": level}
     _configure(logs, access_log=access_log, env_file=_text(env_file))
     several = reload or workers > 1
+    http = given(
+        host=host,
+        port=port,
+        root_path=root_path,
+        keep_alive_timeout_s=timeout_keep_alive,
+        limit_connections=limit_connections,
+        ssl_keyfile=_text(ssl_keyfile),
+        ssl_certfile=_text(ssl_certfile),
+        ssl_keyfile_password=ssl_keyfile_password,
+        ssl_ca_certs=_text(ssl_ca_certs),
+    )
     server = ServerOptions(
-        http={
-            **http_options(file),
-            **given(
-                host=host,
-                port=port,
-                root_path=root_path,
-                keep_alive_timeout_s=timeout_keep_alive,
-                limit_connections=limit_connections,
-                ssl_keyfile=_text(ssl_keyfile),
-                ssl_certfile=_text(ssl_certfile),
-                ssl_keyfile_password=ssl_keyfile_password,
-                ssl_ca_certs=_text(ssl_ca_certs),
-            ),
-        },
+        http=http if file is None else {**file.http_options(before), **http},
         uvicorn=given(
             access_log=None if access_log else False,
             proxy_headers=None if proxy_headers else False,
@@ -388,6 +385,8 @@ def run(
         arguments=builder_arguments(arguments, file, is_factory=factory),
         level=level,
         file=file,
+        http=http,
+        folder=before,
     )
     if engine == "ray":
         prepare_ray(address, working_dir, server)

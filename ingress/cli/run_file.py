@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
@@ -14,8 +13,6 @@ from ingress.cli.worker import Served
 from ingress.config_file.loading import ConfigFile
 from ingress.config_file.reading import ConfigFileError
 from ingress.exceptions import OptionNotActedOnWarning
-
-_PATHS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
 
 def check_file(file: ConfigFile, **options: Any) -> None:
@@ -67,18 +64,6 @@ def log_options(
     if given is not None:
         access_log = access_log and given.enable_access_log
     return found.upper() if isinstance(found, str) else found, access_log
-
-
-def http_options(file: ConfigFile | None) -> dict[str, Any]:
-    """Return the options of HTTP that a file has. Its paths begin in the current folder."""
-    if file is None:
-        return {}
-    options = file.config.http_options
-    given = {name: getattr(options, name) for name in options.model_fields_set}
-    return {
-        name: os.path.abspath(value) if name in _PATHS and value else value
-        for name, value in given.items()
-    }
 
 
 def prepare(file: ConfigFile) -> dict[str, str | None]:

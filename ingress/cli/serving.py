@@ -22,6 +22,7 @@ from ingress.cli.control_socket import Command, ControlSocket
 from ingress.cli.reloading import (
     FileState,
     Reloads,
+    WorkersAddress,
     command_of,
     reload_one_process,
     reload_workers,
@@ -213,7 +214,8 @@ def serve_in_new_processes(
             return
         line = ready_lines(targets, url, f", in {made.workers} processes")
         shared = SharedPort(bound, address)
-        code = _supervise(made, served, shared, url, line, state, watches=watches)
+        place = WorkersAddress(served, shared, options, settings)
+        code = _supervise(made, served, shared, url, line, state, place, watches=watches)
     finally:
         address.clean_up()
     raise typer.Exit(code)
@@ -226,6 +228,7 @@ def _supervise(
     url: str | None,
     line: str,
     state: FileState | None,
+    place: WorkersAddress,
     *,
     watches: bool,
 ) -> int:
@@ -233,7 +236,7 @@ def _supervise(
 
     def reload_all() -> list[str]:
         assert state is not None
-        return reload_workers(state, commands)
+        return reload_workers(state, commands, place)
 
     reload = None if state is None else reload_all
     reloads = Reloads(reload, state.file if state is not None and watches else None)

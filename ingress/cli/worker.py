@@ -35,9 +35,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ingress.api import LAME_DUCK_S, RunTarget, run
+from ingress.base.settings import Settings
 from ingress.base.signals import stop_signals
 from ingress.base.standard_streams import make_lossy
-from ingress.cli.server_commands import Changes, commands_of_a_worker
+from ingress.cli.control_socket import Command, CommandError, ControlSocket
+from ingress.cli.server_commands import Changes, commands_of_a_worker, commands_of_one_process
 from ingress.cli.worker_commands import run_in_worker
 from ingress.config_file.difference import changed_names
 from ingress.config_file.loading import ConfigFile
@@ -50,6 +52,7 @@ from ingress.engines.hosting import host_as
 from ingress.engines.together import Together
 from ingress.exceptions import OptionNotActedOnWarning
 from ingress.execution.mistakes import format_mistake
+from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
@@ -66,8 +69,10 @@ class Served:
     """The applications that `ingress run` serves, as a worker process gets them.
 
     Those of `file`, or else the one that `target`, `name`, `route_prefix` and, for a builder,
-    `arguments` describe. `level` is that of the `ingress` logger, if the command line or the file
-    gives one. `changes` are options that commands have changed, by application and deployment.
+    `arguments` describe. `http` are the keywords of `HTTPOptions` that the command line gives;
+    relative paths of the file begin at `folder`. `level` is that of the `ingress` logger, if the
+    command line or the file gives one. `changes` are options that commands have changed, by
+    application and deployment.
     """
 
     target: str
@@ -80,6 +85,8 @@ class Served:
     arguments: Mapping[str, str] | None = None
     level: str | int | None = None
     file: ConfigFile | None = None
+    http: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
     changes: Changes = field(default_factory=dict)
 
     def changed_by(self, wanted: Changes) -> Served:
@@ -109,7 +116,22 @@ class Served:
             }
             for name, deployments in self.changes.items()
         }
-        return replace(self, file=file, changes=kept)
+        return replace(self, file=file, server=self.server_with(file), changes=kept)
+
+    def server_with(self, file: ConfigFile) -> ServerOptions:
+        """Return the options of the server with another version of the file."""
+        return replace(self.server, http={**file.http_options(self.folder), **self.http})
+
+    def configure(self, config: uvicorn.Config) -> None:
+        """Set the arguments of HTTP, which the file, or `serve.start` in a module, may change.
+
+        Those of the command line alone are in it. For after `load`.
+        """
+        options = local_engine().http.options
+        limits = options.limits(Settings.from_environment().http_limits)
+        for name, value in self.server.uvicorn_arguments(options, limits).items():
+            if name not in self.server.uvicorn:
+                setattr(config, name, value)
 
     def load(self) -> ASGIApp:
         """Import the applications in this process. Raises as `module_app.load`."""
@@ -166,6 +188,7 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
     logger.addFilter(cause)
     try:
         config.app = served.load()
+        served.configure(config)
     except (ConfigFileError, NotAnApplication) as error:  # a file has changed since it was read
         cause.lines.append(str(error))
     except Exception as error:
@@ -237,9 +260,16 @@ class Worker(UvicornServer):
 class ReloadedServer(UvicornServer):
     """uvicorn's server in the process of `--reload`. It prints `line` once it serves."""
 
-    def __init__(self, config: uvicorn.Config, line: str) -> None:
+    def __init__(self, config: uvicorn.Config, line: str, control: ControlSocket) -> None:
         super().__init__(config, owns_socket=False)
         self._line = line
+        self._control = control
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # At its end uvicorn sends itself the signal again, which ends the process.
+        with super().capture_signals(), self._control:
+            yield
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
@@ -258,13 +288,33 @@ def work_until_reloaded(
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
     try:
         if served.file is not None:  # it may be the file that has changed
-            served = replace(served, file=ConfigFile.read(served.file.path))
+            served = served.with_file(ConfigFile.read(served.file.path))
         config.app = served.load()
+        served.configure(config)
     except (ConfigFileError, NotAnApplication) as error:
         sys.exit(f"Error: {error}")
     except Exception as error:
         sys.exit(format_mistake(error))
-    ReloadedServer(config, line).run(sockets)
+    commands = _commands_of_the_reloaded(url_of(sockets[0], is_tls=config.is_ssl))
+    ReloadedServer(config, line, ControlSocket(commands, os.getppid())).run(sockets)
+
+
+def _commands_of_the_reloaded(url: str) -> dict[str, Command]:
+    """Return the commands of the control socket, which has the command's process id: that stays."""
+    of_this_process = commands_of_one_process()
+
+    def status(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {**of_this_process["status"](arguments), "pid": os.getppid(), "url": url}
+
+    def reload(arguments: Mapping[str, Any]) -> None:
+        raise CommandError(
+            "this server runs with --reload: it restarts by itself when its file or code changes"
+        )
+
+    def stop(arguments: Mapping[str, Any]) -> None:
+        os.kill(os.getppid(), signal.SIGTERM)
+
+    return {**of_this_process, "reload": reload, "status": status, "stop": stop}
 
 
 def _outlive_no_parent(config: uvicorn.Config) -> None:

@@ -16,6 +16,7 @@ from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.server_commands import Changes, livez, scaling, stop
 from ingress.cli.snapshot import summed
 from ingress.config_file.loading import ConfigFile
+from ingress.http.shared_port import SharedPort
 
 STATUS_S = 3.0  # for the status of a worker, which may stall
 APPLY_S = 60.0
@@ -81,10 +82,11 @@ class Rolling:
     all, were replaced.
     """
 
-    __slots__ = ("error", "file", "is_begun", "is_over")
+    __slots__ = ("error", "file", "is_begun", "is_over", "port")
 
-    def __init__(self, file: ConfigFile) -> None:
+    def __init__(self, file: ConfigFile, port: SharedPort | None) -> None:
         self.file = file
+        self.port = port
         self.error = ""
         self.is_begun = False  # a new worker serves: the version is that of later workers too
         self.is_over = threading.Event()
@@ -133,8 +135,8 @@ class WorkersCommands:
     """The commands of a server with worker processes. Called in the control socket's threads."""
 
     def __init__(self, workers: Workers, url: str | None) -> None:
+        self.url = url
         self._workers = workers
-        self._url = url
         self._changing = threading.Lock()  # one change at a time
 
     def table(self) -> dict[str, Command]:
@@ -143,7 +145,7 @@ class WorkersCommands:
     def status(self, arguments: Mapping[str, Any]) -> Any:
         asked = _asked(self._workers, "status", STATUS_S, {})
         found = [each for each in dict(asked.answers).values() if not isinstance(each, Failed)]
-        whole = summed(self._workers.pid, self._url, found)
+        whole = summed(self._workers.pid, self.url, found)
         return {**whole, "silent": sorted(asked.waits_for)}
 
     def scale(self, arguments: Mapping[str, Any]) -> list[str]:
@@ -152,10 +154,13 @@ class WorkersCommands:
     def remember_file(self, file: ConfigFile) -> None:
         self._workers.remember_file(file)
 
-    def roll(self, file: ConfigFile) -> None:
-        """Replace all workers. Raises `CommandError` if the first new one does not start."""
+    def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
+        """Replace all workers, by those of `port` if it is another one.
+
+        Raises `CommandError` if the first new one does not start.
+        """
         with self._changing:
-            rolling = Rolling(file)
+            rolling = Rolling(file, port)
             self._workers.roll(rolling)
             rolling.is_over.wait()
         if rolling.error:

@@ -168,29 +168,35 @@ class Supervisor:
         elif self._newcomer is None and not rolling.is_begun:
             if all(each.is_ready for each in self._workers):
                 self._old = list(self._workers)
-                self._bring_newcomer(self._served.with_file(rolling.file))
+                served = self._served.with_file(rolling.file)
+                self._bring_newcomer(served, rolling.port or self._port)
         elif self._newcomer is not None and self._newcomer.is_ready:
             if not rolling.is_begun:
                 rolling.is_begun = True
                 self.remember_file(rolling.file)
+                if rolling.port is not None:  # the workers that leave have their own sockets
+                    self._port.close()
+                    self._port = rolling.port
             self._newcomer = None
             self._leaving = self._old.pop(0)
             self._leaving.leave(self._patience_s())
         elif self._newcomer is None and self._leaving not in self._workers:
             self._old = [each for each in self._old if each in self._workers]  # some have died
             if self._old:
-                self._bring_newcomer(self._served)
+                self._bring_newcomer(self._served, self._port)
             else:
                 self._end_roll()
 
-    def _bring_newcomer(self, served: Served) -> None:
-        self._newcomer = WorkerProcess(self._config, served, self._port)
+    def _bring_newcomer(self, served: Served, port: SharedPort) -> None:
+        self._newcomer = WorkerProcess(self._config, served, port)
         self._workers.append(self._newcomer)
 
     def _end_roll(self, error: str = "") -> None:
         assert self._rolling is not None
         rolling, self._rolling = self._rolling, None
         self._newcomer = self._leaving = None
+        if rolling.port is not None and not rolling.is_begun:
+            rolling.port.close()
         rolling.end(error)
 
     def _patience_s(self) -> float:

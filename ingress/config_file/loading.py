@@ -21,6 +21,7 @@ from ingress.declaration.one_node import check_here, without_cluster_options
 from ingress.exceptions import RayServeException
 
 SUFFIXES = (".json", ".yaml", ".yml")
+_PATHS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
 
 
 def is_config_file(target: str) -> bool:
@@ -61,6 +62,14 @@ class ConfigFile:
     def folder(self) -> Path | None:
         """Return the folder of `working_dir`, if there is one. Raises `ValueError` for two."""
         return self.config.folder(self.path.parent)
+
+    def http_options(self, folder: Path) -> dict[str, Any]:
+        """Return the options of HTTP that the file has. Their relative paths begin at `folder`."""
+        options = self.config.http_options
+        given = {name: getattr(options, name) for name in options.model_fields_set}
+        for name in _PATHS & given.keys():
+            given[name] = given[name] and str(folder / given[name])
+        return given
 
     def prepare(self) -> dict[str, str | None]:
         """Set the variables and the current folder that the applications share.

@@ -77,7 +77,11 @@ class Address:
 
 def url_of(bound: socket.socket, *, is_tls: bool) -> str:
     """Return the URL of a bound socket; `unix:PATH` for a Unix domain socket."""
-    name: Any = bound.getsockname()
+    return url_of_name(bound.getsockname(), is_tls=is_tls)
+
+
+def url_of_name(name: Any, *, is_tls: bool) -> str:
+    """Return the URL of the name of a socket, as `url_of`."""
     if not isinstance(name, tuple):
         return f"unix:{name}"
     host, port = name[:2]

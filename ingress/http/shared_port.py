@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from ingress.http.address import Address
+from ingress.http.address import Address, url_of_name
 
 
 class SharedPort:
@@ -33,6 +33,15 @@ class SharedPort:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bound": None if self.has_own_sockets else self._bound}
+
+    def url(self, *, is_tls: bool) -> str:
+        """Return the URL of the port, as `address.url_of`."""
+        return url_of_name(self._address, is_tls=is_tls)
+
+    def close(self) -> None:
+        """Give the port up in this process. Those that serve it have sockets of their own."""
+        if self._bound is not None:
+            self._bound.close()
 
     def open(self) -> socket.socket:
         """Return the socket to serve on. Raises `OSError` if it cannot be bound."""
