@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import io
 import runpy
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 from starlette.datastructures import State
 
 from ingress.declaration.build import BuiltDeployment
-from ingress.declaration.declaration import Application, Deployment
+from ingress.declaration.references import found_in, names_of
 from ingress.execution.mistakes import last_line as described
 from ingress.processes.frames import dumps, loads
 
@@ -41,11 +40,9 @@ class ByPath:
 
     def resolve(self) -> Callable[..., Any]:
         """Import the class or function. Raises `ImportError` if this process cannot."""
-        found: Any = import_main(self.main) if self.main else importlib.import_module(self.module)
-        for part in self.name.split("."):
-            found = getattr(found, part, None)
-        target = _behind(found)
-        if not callable(target):
+        module = import_main(self.main) if self.main else importlib.import_module(self.module)
+        target = found_in(module, self.name)
+        if target is None:
             raise ImportError(f"{self.main or self.module!r} has no {self.name!r} in a child")
         return target  # type: ignore[no-any-return]
 
@@ -70,7 +67,7 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
     if module is not None:
         main = (getattr(module, "__file__", None) or "") if module.__name__ == "__main__" else ""
         if main or module.__name__ != "__main__":
-            for name in _names(module, target):
+            for name in names_of(module, target):
                 return ByPath(module.__name__, name, main)
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
@@ -160,24 +157,3 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             yield from ((f"{path}.{name}", part) for name, part in attributes.items())
-
-
-def _names(module: ModuleType, target: Any) -> Iterator[str]:
-    """Yield the names under which a module has a class or function, its own first."""
-    found: Any = module
-    for part in target.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if _behind(found) is target:
-        yield target.__qualname__
-    for name, value in list(vars(module).items()):
-        if _behind(value) is target:
-            yield name
-
-
-def _behind(found: Any) -> Any:
-    """Return the class or function of a deployment or application, else the object itself."""
-    if isinstance(found, Application):
-        found = found.deployment
-    if isinstance(found, Deployment):
-        return found.func_or_class
-    return found if inspect.isclass(found) or inspect.isfunction(found) else None

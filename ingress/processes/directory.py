@@ -10,20 +10,17 @@ child serves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from ingress.base.types import DeploymentID
-from ingress.calls.call import Call, when_all_settled
+from ingress.calls.call import Call
 from ingress.calls.channel import EndOfStream
-from ingress.calls.deadlines import deadlines_of
 from ingress.calls.deadlocks import Node
-from ingress.calls.loops import Mailbox, mailbox_of, running_loop
-from ingress.exceptions import RequestCancelledError
+from ingress.calls.elsewhere import CallTasks, LoopOfHandles
+from ingress.calls.loops import mailbox_of, running_loop
 from ingress.handle import (
     CallRouter,
     DeploymentHandle,
-    DeploymentResponse,
     Invocation,
     directory_here,
     pass_on,
@@ -34,7 +31,7 @@ from ingress.processes.link import RemoteWork
 from ingress.processes.messages import UPWARD, Kind, envelope_of, size_of_item
 
 
-class ServerDirectory:
+class ServerDirectory(LoopOfHandles):
     """The directory of a child's handles, a `handle.Directory`. Thread-safe.
 
     Its calls run on the user loop. `frames` are set before the first handle is made.
@@ -42,8 +39,6 @@ class ServerDirectory:
 
     __slots__ = (
         "_last",
-        "_loop",
-        "_mailbox",
         "_numbers",
         "_routers",
         "_waiters",
@@ -52,11 +47,10 @@ class ServerDirectory:
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop, mailbox_of(loop))
         self.frames: Frames
         self.works: dict[int, RemoteWork] = {}
         self._last = UPWARD
-        self._loop = loop
-        self._mailbox: Mailbox = mailbox_of(loop)
         self._routers: dict[DeploymentID, ServerRouter] = {}
         # Of the calls that are awaited, or on their way: the calls that wait, and the numbers.
         self._waiters: dict[Call, set[int]] = {}
@@ -78,19 +72,6 @@ class ServerDirectory:
     def methods(self, deployment_id: DeploymentID) -> list[str] | None:
         """Return `None`, for any name: the server's process checks the name at the call."""
         return None
-
-    def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        when_all_settled(
-            [response._call for response in responses], lambda: self._mailbox.post(then)
-        )
-
-    def later(self, callback: Callable[[], Any]) -> None:
-        self._mailbox.post(callback)
-
-    def expire(self, call: Call, deadline: float) -> None:
-        deadlines = deadlines_of(self._loop)
-        deadlines.add(call, deadline)
-        call.when_settled(deadlines.discard)
 
     def send(self, call: Call, kind: Kind, *head: Any) -> RemoteWork:
         """Send the frame of a call. Called on the user loop."""
@@ -159,10 +140,13 @@ def number_of(call: Call | None) -> int:
     return getattr(call, "number", 0)
 
 
-class ServerRouter:
-    """The `CallRouter` of a deployment that a child calls. Its tasks run on the user loop."""
+class ServerRouter(CallTasks):
+    """The `CallRouter` of a deployment that a child calls. Its tasks run on the user loop.
 
-    __slots__ = ("_deployment_id", "_directory", "_loop", "_mailbox", "_tasks")
+    The server's process knows the calls that hold the slots.
+    """
+
+    __slots__ = ("_deployment_id", "_directory")
 
     def __init__(
         self,
@@ -170,45 +154,15 @@ class ServerRouter:
         deployment_id: DeploymentID,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
+        super().__init__(loop, mailbox_of(loop))
         self._directory = directory
         self._deployment_id = deployment_id
-        self._loop = loop
-        self._mailbox = mailbox_of(loop)
-        self._tasks: dict[Call, asyncio.Task[None]] = {}
 
-    def assign(self, call: Call) -> None:
-        self._mailbox.post(self._begin, call)
-
-    def withdraw(self, call: Call) -> bool:
-        self._mailbox.post(self._cancel, call)
-        return True
-
-    def holders(self, call: Call) -> None:
-        """Return `None`: the server's process knows the calls that hold the slots."""
-
-    def describe_deadlock(self, chain: str) -> str:
-        return chain
-
-    def _begin(self, call: Call) -> None:
-        if call.settled:  # cancelled before it came here
-            return
-        task = self._loop.create_task(self._run(call), context=call.context)
-        self._tasks[call] = task
-        task.add_done_callback(lambda _: self._end(call))
-
-    def _cancel(self, call: Call) -> None:
-        task = self._tasks.get(call)
-        if task is not None:
-            task.cancel()
-
-    def _end(self, call: Call) -> None:
-        del self._tasks[call]
+    def end(self, call: Call) -> None:
         self._directory.forget(call)
-        # Race with a cancellation before the task's first step: then the task runs no line.
-        call.settle(error=RequestCancelledError(call.metadata.request_id))
-        call.release_references()
+        super().end(call)
 
-    async def _run(self, call: Call) -> None:
+    async def run(self, call: Call) -> None:
         invocation = call.work
         assert isinstance(invocation, Invocation)
         work: RemoteWork | None = None

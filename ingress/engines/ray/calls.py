@@ -16,21 +16,20 @@ from typing import Any
 from ray.serve import context as ray_context
 
 from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.calls.call import Call, when_all_settled
-from ingress.calls.deadlines import deadlines_of
+from ingress.calls.call import Call
+from ingress.calls.elsewhere import CallTasks, LoopOfHandles
 from ingress.calls.loops import EventLoopThread
 from ingress.engines.ray.arguments import check_arguments
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
-from ingress.exceptions import RequestCancelledError
-from ingress.handle import CallRouter, DeploymentHandle, DeploymentResponse, Invocation, pass_on
+from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
 
 RayHandle = Any
 FindHandle = Callable[[DeploymentID], RayHandle]
 FindMethods = Callable[[DeploymentID], list[str] | None]
 
 
-class RayDirectory:
+class RayDirectory(LoopOfHandles):
     """The directory in which handles find the deployments of a cluster. Thread-safe.
 
     There is one per process. `is_known` returns whether a deployment exists, without a request to
@@ -51,6 +50,7 @@ class RayDirectory:
         self._find_methods = find_methods
         # Calls that begin while the engine shuts down must not wait forever.
         self._home = EventLoopThread("ingress-ray", _refuse)
+        super().__init__(self._home.loop, self._home.mailbox)
         self._routers: dict[DeploymentID, RemoteRouter] = {}
 
     def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
@@ -65,20 +65,6 @@ class RayDirectory:
 
     def methods(self, deployment_id: DeploymentID) -> list[str] | None:
         return self._find_methods(deployment_id)
-
-    def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
-        when_all_settled(
-            [response._call for response in responses],
-            lambda: self._home.mailbox.post(then),
-        )
-
-    def later(self, callback: Callable[[], Any]) -> None:
-        self._home.mailbox.post(callback)
-
-    def expire(self, call: Call, deadline: float) -> None:
-        deadlines = deadlines_of(self._home.loop)
-        deadlines.add(call, deadline)
-        call.when_settled(deadlines.discard)
 
     def forget(self, app_name: str) -> None:
         """Drop the routers of an application, because it was deployed again or deleted."""
@@ -123,57 +109,21 @@ def _unpickled() -> RayDirectory:
     return _here
 
 
-class RemoteRouter:
+class RemoteRouter(CallTasks):
     """The `CallRouter` of a deployment in other processes. Its tasks run on the directory's loop.
 
-    Ray's router waits for a replica, retries on another and refuses calls.
+    Ray's router waits for a replica, retries on another and refuses calls. A cycle of calls through
+    several processes is not detected.
     """
 
-    __slots__ = ("_find_handle", "_handles", "_loop", "_mailbox", "_tasks")
+    __slots__ = ("_find_handle", "_handles")
 
     def __init__(self, home: EventLoopThread, find_handle: Callable[[], RayHandle]) -> None:
-        self._mailbox = home.mailbox
-        self._loop = home.loop
+        super().__init__(home.loop, home.mailbox)
         self._find_handle = find_handle
         self._handles: dict[tuple[str, bool], RayHandle] = {}
-        self._tasks: dict[Call, asyncio.Task[None]] = {}
 
-    def assign(self, call: Call) -> None:
-        self._mailbox.post(self._begin, call)
-
-    def withdraw(self, call: Call) -> bool:
-        self._mailbox.post(self._cancel, call)
-        return True
-
-    def holders(self, call: Call) -> None:
-        """Return `None`: the calls that hold the slots are unknown in this process.
-
-        So a cycle through several processes is not detected.
-        """
-
-    def describe_deadlock(self, chain: str) -> str:
-        return chain
-
-    def _begin(self, call: Call) -> None:
-        if call.settled:  # cancelled before it came here
-            return
-        # In the call's copy of the caller's context: tracers look there.
-        task = self._loop.create_task(self._run(call), context=call.context)
-        self._tasks[call] = task
-        task.add_done_callback(lambda _: self._end(call))
-
-    def _cancel(self, call: Call) -> None:
-        task = self._tasks.get(call)
-        if task is not None:
-            task.cancel()
-
-    def _end(self, call: Call) -> None:
-        del self._tasks[call]
-        # Race with a cancellation before the task's first step: then the task runs no line.
-        call.settle(error=RequestCancelledError(call.metadata.request_id))
-        call.release_references()
-
-    async def _run(self, call: Call) -> None:
+    async def run(self, call: Call) -> None:
         metadata = call.metadata
         invocation = call.work
         assert isinstance(invocation, Invocation)

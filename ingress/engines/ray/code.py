@@ -16,13 +16,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Protocol
 
 from ray import cloudpickle
 
 from ingress.declaration.build import BuiltDeployment
-from ingress.declaration.declaration import Application, Deployment
+from ingress.declaration.references import found_in, names_of
 from ingress.processes.code import pickled_code
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
@@ -44,7 +43,7 @@ class ByPath:
     def resolve(self) -> Callable[..., Any]:
         """Import the class or function. Raises `ImportError` if this process cannot."""
         try:
-            found: Any = import_module(self.module)
+            module = import_module(self.module)
         except ModuleNotFoundError as error:
             if error.name is None or not (self.module + ".").startswith(error.name + "."):
                 raise
@@ -53,10 +52,8 @@ class ByPath:
                 "in with ingress run --working-dir, or install it there",
                 name=error.name,
             ) from None
-        for part in self.name.split("."):
-            found = getattr(found, part, None)
-        target = _behind(found)
-        if not callable(target):
+        target = found_in(module, self.name)
+        if target is None:
             raise ImportError(
                 f"module {self.module!r} of the workers has no {self.name!r}; give the "
                 "workers the same version of the module"
@@ -82,7 +79,7 @@ def reference_to(built: BuiltDeployment) -> Reference:
     target = built.deployment.func_or_class
     module = sys.modules.get(target.__module__)
     if module is not None and module.__name__ != "__main__":
-        for name in _names(module, target):
+        for name in names_of(module, target):
             return ByPath(module.__name__, name)
     try:
         return ByValue(pickled_code(target, cloudpickle))
@@ -110,25 +107,6 @@ def pickled_arguments(built: BuiltDeployment) -> bytes:
             f"deployment {built.name!r}: its constructor arguments cannot be sent to a worker: "
             f"{error}"
         ) from error
-
-
-def _names(module: ModuleType, target: Any) -> Iterator[str]:
-    """Yield the names under which a module has a class or function, its own first."""
-    found: Any = module
-    for part in target.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if _behind(found) is target:
-        yield target.__qualname__
-    for name, value in list(vars(module).items()):
-        if _behind(value) is target:
-            yield name
-
-
-def _behind(found: Any) -> Any:
-    """Return the class or function of a deployment or application, else the object itself."""
-    if isinstance(found, Application):
-        found = found.deployment
-    return found.func_or_class if isinstance(found, Deployment) else found
 
 
 def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, Any]]:
