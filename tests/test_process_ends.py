@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
-from tests import process_app
+from tests import large_app, process_app
 from tests.process_app import pids
 from tests.servers import environment, process, served, wait_until, write_module
 
@@ -84,6 +85,31 @@ def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> No
     with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL"):
         response.result()
     assert model.remote(14).result() == 42  # by the replacement, for which it waits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_nothing_is_left_of_large_messages_when_the_child_is_killed() -> None:
+    def array_of(number: int) -> Any:
+        return np.full(200_000, number, np.uint8)
+
+    handle = serve.run(large_app.large, route_prefix=None)
+    ours = large_app.holdings()
+    pid = handle.pid.remote().result()
+    results = [handle.same.remote(array_of(number)).result() for number in range(4)]
+    stay = [handle.stay.remote(array_of(number)) for number in range(8)]
+    wait_until(lambda: len(handle.sums.remote().result()) == len(stay))
+    os.kill(pid, signal.SIGSTOP)
+    more = [handle.same.remote(array_of(number)) for number in range(8)]
+
+    os.kill(pid, signal.SIGKILL)
+
+    for response in stay:
+        with pytest.raises(ReplicaUnavailableError):
+            response.result()
+    assert [int(each.result()[0]) for each in more] == list(range(8))  # by the replacement
+    assert [int(each[0]) for each in results] == list(range(4))
+    del results, more
+    wait_until(lambda: large_app.holdings() == ours)
 
 
 @pytest.mark.thorough

@@ -17,6 +17,7 @@
     errors        exceptions that cross, and descriptions of a process's end
     output        its standard output and error, and its log records
     page          the few numbers that a child leaves behind even if it is killed
+    segments      shared memory, through which large contents cross
     window        how much may be on its way, in each direction
     spawning      the operating system's side: start a process, wait for its end
 

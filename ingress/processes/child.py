@@ -21,7 +21,7 @@ from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
 from ingress.handle import DeploymentHandle, use_here
 from ingress.processes.errors import pickled_error
-from ingress.processes.frames import connect, loads, receive_blocking, send_blocking
+from ingress.processes.frames import Frames, loads, receive_blocking, send_blocking
 from ingress.processes.host import BEAT_S, Host, give_back
 from ingress.processes.messages import Kind, ReplicaSpec
 from ingress.processes.output import LogLines, take_over
@@ -96,7 +96,7 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
         app_name = replica.replica_id.deployment_id.app_name
         return host.directory.handle(DeploymentID(name, app_name))
 
-    host.frames = host.directory.frames = await connect(end, host.on_frame, leave)
+    host.frames = host.directory.frames = Frames(end, host.on_frame, leave)
     use_here(host.directory)
     try:
         given_args, given_kwargs = loads(spec.arguments)

@@ -14,7 +14,6 @@ from typing import Any
 
 from ingress.base.types import DeploymentID
 from ingress.calls.call import Call
-from ingress.calls.channel import EndOfStream
 from ingress.calls.deadlocks import Node
 from ingress.calls.elsewhere import CallTasks, LoopOfHandles
 from ingress.calls.loops import mailbox_of, running_loop
@@ -26,9 +25,9 @@ from ingress.handle import (
     pass_on,
 )
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import Frames, dumps
+from ingress.processes.frames import Frames, dumps, encode
 from ingress.processes.link import RemoteWork
-from ingress.processes.messages import UPWARD, Kind, envelope_of, size_of_item
+from ingress.processes.messages import UPWARD, Kind, envelope_of
 
 
 class ServerDirectory(LoopOfHandles):
@@ -76,7 +75,7 @@ class ServerDirectory(LoopOfHandles):
     def send(self, call: Call, kind: Kind, *head: Any) -> RemoteWork:
         """Send the frame of a call. Called on the user loop."""
         waiters = self._waiters.get(call, ())
-        content = dumps((*head, [*waiters, *_members_that_wait(call)]))
+        content = encode((*head, [*waiters, *_members_that_wait(call)]))
         self._last += 1
         work = self.works[self._last] = RemoteWork(self._last, self.frames)
         self._numbers[call] = self._last
@@ -171,14 +170,13 @@ class ServerRouter(CallTasks):
             if invocation.channel is None:
                 call.settle(await work.outcome())
                 return
-            while True:
-                for item in (items := await work.take()):
+            while items := await work.take():
+                for item in items:
                     if not await pass_on(item, invocation.channel):
                         work.frames.post(Kind.CLOSE, work.number)
                         call.settle()
                         return
-                work.give(len(items), sum(map(size_of_item, items)))
-        except EndOfStream:
+                work.give()
             call.settle()
         except asyncio.CancelledError:
             if work is not None and not work.is_over:

@@ -17,8 +17,8 @@ from ingress.calls.loops import mailbox_of
 from ingress.exceptions import RequestCycleError
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ingress.processes.errors import pickled_error, unsendable
-from ingress.processes.frames import Frames, dumps, loads
-from ingress.processes.messages import Kind, size_of_item
+from ingress.processes.frames import Buffers, Frames, decode, encode, loads, size_of_content
+from ingress.processes.messages import Kind
 from ingress.processes.window import Window
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
@@ -43,23 +43,25 @@ class Errands:
         self._windows: dict[int, Window] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def on_frame(self, kind: int, number: int, content: memoryview) -> None:
+    def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         if kind in (Kind.CALL, Kind.STREAM):
             try:
-                self._begin(kind, number, content)
+                self._begin(kind, number, decode(content, buffers))
             except Exception as error:  # of the arguments, or of a deployment that is gone
                 self._frames.post(Kind.FAILED, number, pickled_error(error))
         elif number in self._responses:
             if kind == Kind.CREDIT:
-                self._windows[number].give(*loads(content))
+                self._windows[number].give(content)
             elif kind == Kind.WAIT:
                 waiter, begins = loads(content)
                 (self._begin_wait if begins else self._end_wait)(number, waiter)
             else:  # CANCEL, or CLOSE
                 self._responses[number].cancel()
+                if number in self._windows:
+                    self._windows[number].close()  # `_pump` may wait for room
 
-    def _begin(self, kind: int, number: int, content: memoryview) -> None:
-        envelope, args, kwargs, deployment_id, parent, waiters = loads(content)
+    def _begin(self, kind: int, number: int, content: tuple[Any, ...]) -> None:
+        envelope, args, kwargs, deployment_id, parent, waiters = content
         handle = self._make_handle(deployment_id).options(
             method_name=envelope[3],
             stream=kind == Kind.STREAM,
@@ -114,7 +116,7 @@ class Errands:
         if error is None:
             try:
                 value = call.value
-                self._frames.post(Kind.DONE, number, b"" if value is None else dumps(value))
+                self._frames.post(Kind.DONE, number, b"" if value is None else encode(value))
                 return
             except Exception as problem:
                 error = unsendable("the result", call.value, problem)
@@ -125,11 +127,11 @@ class Errands:
         window = self._windows[number]
         try:
             async for item in items:
-                await window.take(size_of_item(item))
                 try:
-                    content = dumps(item)
+                    content = encode(item)
                 except Exception as problem:
                     raise unsendable("an item of the stream", item, problem) from problem
+                await window.take(size_of_content(content))
                 self._frames.post(Kind.ITEM, number, content)
         except Exception as error:
             items.cancel()

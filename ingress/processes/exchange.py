@@ -21,14 +21,16 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call
 from ingress.handle import Invocation
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import Frames, dumps
+from ingress.processes.frames import Content, Frames, encode, size_of_content
 from ingress.processes.messages import (
     RESPONSE_BODY,
     RESPONSE_START,
     Kind,
-    size_of,
+    message_as_sent,
+    plain,
+    response_as_sent,
 )
-from ingress.processes.window import Window
+from ingress.processes.window import Taken, Window
 from ingress.replicas.user_code import UserCode
 
 
@@ -53,8 +55,15 @@ class HostedCall(Call):
         """Make the user's generator end: its consumer takes no more."""
         self.window.close()
 
-    def accept(self, message: Message) -> None:
-        """Take a message of the client."""
+    def accept(self, message: Message, size: int) -> None:
+        """Take a message of the client, which counts `size` bytes in its window."""
+
+    def last_frame(self, value: Any) -> tuple[Kind, int, Content]:
+        """Return the frame that ends the call. Raises the error of pickling the value."""
+        return Kind.DONE, self.number, b"" if value is None else encode(value)
+
+    def flush(self) -> None:
+        """Send what is held back for the last frame."""
 
 
 class _Items:
@@ -64,11 +73,11 @@ class _Items:
     call: HostedCall
 
     async def put(self, item: Any, size: int = 0) -> None:
-        await self.call.window.take(size)
         try:
-            content = dumps(item)
+            content = encode(item)
         except Exception as problem:
             raise unsendable("an item of the stream", item, problem) from problem
+        await self.call.window.take(size_of_content(content))
         self.call.frames.post(Kind.ITEM, self.call.number, content)
 
 
@@ -92,6 +101,7 @@ class HostedExchange(HostedCall):
     """One HTTP request or WebSocket in a child. Owned by the user loop."""
 
     __slots__ = (
+        "_answer",
         "_first",
         "_inputs",
         "_is_complete",
@@ -100,6 +110,7 @@ class HostedExchange(HostedCall):
         "_is_streaming",
         "_news",
         "_start",
+        "_taken",
         "_template",
         "scope",
     )
@@ -116,9 +127,11 @@ class HostedExchange(HostedCall):
         self.scope = scope
         self._is_http = scope["type"] == "http"
         self._first = first
-        self._inputs: deque[Message] = deque()
+        self._inputs: deque[tuple[Message, int]] = deque()
+        self._taken = Taken()
         self._news: asyncio.Future[None] | None = None
         self._start: Message | None = None
+        self._answer: Content | None = None  # a complete response that is not sent yet
         self._is_streaming = self._is_complete = self._is_gone = False
         self._template = ""
 
@@ -142,9 +155,8 @@ class HostedExchange(HostedCall):
 
     # The client's messages.
 
-    def accept(self, message: Message) -> None:
-        """Take a message of the client."""
-        self._inputs.append(message)
+    def accept(self, message: Message, size: int) -> None:
+        self._inputs.append((message, size))
         self._wake()
 
     def interrupt(self) -> None:
@@ -173,11 +185,12 @@ class HostedExchange(HostedCall):
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
             self._news = asyncio.get_running_loop().create_future()
             await self._news
-        message = self._inputs[0]
+        message, size = self._inputs[0]
         if message["type"].endswith(".disconnect"):
             return message  # the last one, for every later `receive`
         self._inputs.popleft()
-        self.frames.post(Kind.CREDIT, self.number, dumps((1, size_of(message))))
+        self._taken.add(1, size)
+        self._taken.tell(self.frames, self.number)
         return message
 
     # The response.
@@ -194,31 +207,41 @@ class HostedExchange(HostedCall):
             start = self._start
             if start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
-            content = (start["status"], _plain(start), bytes(message.get("body", b"")))
+            self._answer = response_as_sent(start, bytes(message.get("body", b"")))
             self._is_complete = True
-            self.frames.post(Kind.RESPONSE, self.number, dumps(content))
+            # If the work ends in this turn of the loop, its last frame brings the response.
+            asyncio.get_running_loop().call_soon(self.flush)
         else:
             if self._start is not None:
                 await self._stream(self._start)
             await self._stream(message)
 
+    def last_frame(self, value: Any) -> tuple[Kind, int, Content]:
+        answer, self._answer = self._answer, None
+        return (
+            (Kind.DONE, self.number, b"") if answer is None else (Kind.ANSWER, self.number, answer)
+        )
+
+    def flush(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self.frames.post(Kind.RESPONSE, self.number, answer)
+
     async def _stream(self, message: Message) -> None:
         """Send one message, at the pace of the client."""
         self._is_streaming = True
         kind = message["type"]
-        await self.window.take(size_of(message))
-        body = message.get("body", b"")
         if kind == RESPONSE_BODY and message.get("more_body"):
-            for part in parts_of(body):
-                self.frames.post(Kind.CHUNK, self.number, bytes(part))
+            for part in parts_of(message.get("body", b"")):
+                chunk = bytes(part)
+                await self.window.take(len(chunk))
+                self.frames.post(Kind.CHUNK, self.number, chunk)
             return
         if kind == RESPONSE_START:
-            message = {**message, "headers": _plain(message)}
+            message = {**message, "headers": plain(message.get("headers", ()))}
         elif kind == RESPONSE_BODY:
-            message = {"type": kind, "body": bytes(body), "more_body": False}
-            self._is_complete = True
-        self.frames.post(Kind.OUTPUT, self.number, dumps(message))
-
-
-def _plain(start: Message) -> list[tuple[bytes, bytes]]:
-    return [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
+            message = {"type": kind, "body": message.get("body", b""), "more_body": False}
+        content = message_as_sent(message)
+        await self.window.take(size_of_content(content))
+        self._is_complete = kind == RESPONSE_BODY
+        self.frames.post(Kind.OUTPUT, self.number, content)

@@ -1,28 +1,53 @@
 """Frames over a socket pair between two processes of ingress, in both directions.
 
-    length    8 bytes   of the content, without this head
+    length    4 bytes   of the content in the stream, without this head
     call      4 bytes   the number of the call that the frame belongs to; 0 for none
     kind      1 byte    `messages.Kind`
+    form      1 byte    of the content: `_PLAIN`, or one of those below it
     content
 
 Frames that are posted in one turn of the loop are written together, at its end: a system call costs
-more than a frame. Nothing listens, and the sockets have no name: only the child inherits its end.
-So its frames may be unpickled, and `loads` is for nothing else.
+more than a frame. A content of 64 KiB or more crosses in shared memory: `segments`. The write side
+never blocks: what the socket does not take waits here, and the windows and slots of calls bound it.
+Nothing listens, and the sockets have no name: only the child inherits its end. So its frames may be
+unpickled, and `loads` and `decode` are for nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import pickle
 import socket
-from collections.abc import Callable
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import Context
 from struct import Struct
-from typing import Any
+from typing import Any, TypeAlias
 
-HEAD = Struct("<QIB")
+from ingress.processes.segments import IDLE_S, Received, Segments
+
 PICKLE = 5  # the protocol
+LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
+HEAD = Struct("<IIBB")
+_PLAIN = 0
+_PARTS = 1  # the number of parts and their lengths, 8 bytes each; the parts
+_SHARED = 2  # the place in a segment; that content is as of `_PARTS`
+_NEW = 3  # the same; the first byte of the frame brings the segment's descriptor
+_DROP = 255  # a kind of the frames' own: numbers of segments that their sender uses no more
+_READ = 1 << 17  # room for one frame at least
+_ANCILLARY = 64  # room for a descriptor
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_LATER_S = 0.01
+_ALIGNMENT = 64  # of the parts: NumPy is faster then
 
-OnFrame = Callable[[int, int, memoryview], None]
+Content: TypeAlias = "bytes | list[bytes | memoryview]"
+"""The content of a frame: the bytes of a pickle, and the buffers that it refers to, if any."""
+Buffers: TypeAlias = Sequence[memoryview]
+
+OnFrame = Callable[[int, int, memoryview, Buffers], None]
 OnLost = Callable[[], None]
 
 
@@ -36,104 +61,270 @@ def loads(content: bytes | memoryview) -> Any:
     return pickle.loads(content)
 
 
-class Frames(asyncio.Protocol):
-    """One end of a socket pair. Owned by its loop.
+def encode(value: Any) -> Content:
+    """Return a value as a content. The arrays in it are copied once, into the frame."""
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(value, PICKLE, buffer_callback=buffers.append)
+    return [content, *(each.raw() for each in buffers)] if buffers else content
 
-    `on_frame(kind, call, content)` gets each frame that arrives; `content` is valid during the
-    call. `on_lost()` is called when the other end is closed.
+
+def decode(content: memoryview, buffers: Buffers) -> Any:
+    """Return the value of a content. The arrays in it are read-only, and are not copied."""
+    return pickle.loads(content, buffers=buffers)
+
+
+def outside(body: bytes) -> Any:
+    """Return a body for `encode`: a large one stays out of the pickle. It arrives as a view."""
+    return pickle.PickleBuffer(body) if len(body) >= LARGE else body
+
+
+def size_of_content(content: Content) -> int:
+    """Return the bytes of a content, which it counts in its window."""
+    return len(content) if isinstance(content, bytes) else sum(map(len, content))
+
+
+class Frames:
+    """One end of a socket pair. Owned by the running loop that it is made on.
+
+    `on_frame(kind, call, content, buffers)` gets each frame that arrives; `content` is valid during
+    the call, `buffers` for as long as they are referred to. `on_lost()` is called once, when the
+    other end or this one is closed.
     """
 
     __slots__ = (
-        "_have", "_is_due", "_loop", "_need", "_on_frame", "_on_lost", "_out", "_parts",
-        "_transport",
+        "_buffer", "_chunks", "_context", "_descriptors", "_end", "_have", "_is_due", "_is_waiting",
+        "_loop", "_on_frame", "_on_lost", "_out", "_received", "_segments", "_trimming", "_view",
+        "is_open",
     )  # fmt: skip
 
-    def __init__(self, on_frame: OnFrame, on_lost: OnLost) -> None:
+    def __init__(self, end: socket.socket, on_frame: OnFrame, on_lost: OnLost) -> None:
+        end.setblocking(False)
+        self.is_open = True
+        self._end = end
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._transport: Any = None
-        self._out: list[bytes] = []
-        self._is_due = False
-        self._parts: list[bytes] = []  # of a frame that has not arrived completely
+        # Not the context of the call that posts: a timer would hold that call's value.
+        self._context = Context()
+        self._out: list[bytes | memoryview] = []  # posted in this turn of the loop
+        self._chunks: deque[tuple[bytes | memoryview, int]] = deque()  # to write, with descriptors
+        self._is_due = self._is_waiting = False
+        self._buffer = bytearray(_READ)
+        self._view = memoryview(self._buffer)
         self._have = 0
-        self._need = HEAD.size
+        self._descriptors: deque[int] = deque()
+        self._segments = Segments()
+        self._received = Received()
+        self._trimming: asyncio.TimerHandle | None = None
+        self._loop.add_reader(end, self._read)
 
-    @property
-    def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+    # Sending.
 
-    def post(self, kind: int, call: int, content: bytes = b"") -> None:
+    def post(self, kind: int, call: int, content: Content = b"") -> None:
         """Send a frame at the end of the loop's turn. Without effect once the end is closed."""
-        self._out.append(HEAD.pack(len(content), call, kind))
-        self._out.append(content)
+        if type(content) is bytes and len(content) < LARGE:
+            self._out.append(HEAD.pack(len(content), call, kind, _PLAIN))
+            self._out.append(content)
+        else:
+            self._post_parts(kind, call, [content] if isinstance(content, bytes) else content)
         if not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush, context=self._context)
+
+    def post_inline(self, kind: int, content: bytes) -> None:
+        """Send the first frame, of any size, for `receive_blocking`."""
+        self._out.append(HEAD.pack(len(content), 0, kind, _PLAIN) + content)
+        self._flush()
+
+    def _post_parts(self, kind: int, call: int, parts: list[bytes | memoryview]) -> None:
+        pieces = _pieces(parts)
+        length = sum(map(len, pieces))
+        if length < LARGE:
+            self._out += (HEAD.pack(length, call, kind, _PARTS), *pieces)
+            return
+        if not self.is_open:
+            return
+        place, descriptor = self._segments.put(pieces)
+        if self._trimming is None:
+            self._trimming = self._loop.call_later(IDLE_S, self._trim, context=self._context)
+        if descriptor < 0:
+            self._out.append(HEAD.pack(len(place), call, kind, _SHARED) + place)
+        else:
+            self._cut()
+            self._chunks.append((HEAD.pack(len(place), call, kind, _NEW) + place, descriptor))
+
+    def _cut(self) -> None:
+        """Make what was posted so far a chunk of its own."""
+        if self._out:
+            self._chunks.append((b"".join(self._out), -1))
+            self._out.clear()
+
+    def _trim(self) -> None:
+        self._trimming = None
+        if numbers := self._segments.drop_idle():
+            self.post(_DROP, 0, _packed(numbers))
+        if self._segments.has_any:
+            self._trimming = self._loop.call_later(IDLE_S, self._trim, context=self._context)
 
     def _flush(self) -> None:
         self._is_due = False
-        out, self._out = self._out, []
-        if self.is_open:
-            self._transport.writelines(out)
+        self._cut()
+        if not self._is_waiting:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what the socket takes, and have the loop write the rest once it takes more."""
+        chunks = self._chunks
+        while chunks and self.is_open:
+            data, descriptor = chunks[0]
+            try:
+                sent = self._sent(data, descriptor)
+            except (BlockingIOError, InterruptedError):
+                if not self._is_waiting:
+                    self._is_waiting = True
+                    self._loop.add_writer(self._end, self._write)
+                return
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # descriptors that are on their way
+                    self._loop.call_later(_LATER_S, self._write, context=self._context)
+                    return
+                self._drop_output()  # the reader will find the end of the connection
+                break
+            if descriptor >= 0:
+                os.close(descriptor)
+            if sent == len(data):
+                chunks.popleft()
+            else:
+                chunks[0] = memoryview(data)[sent:], -1
+        if self._is_waiting:
+            self._is_waiting = False
+            if self.is_open:
+                self._loop.remove_writer(self._end)
+
+    def _sent(self, data: bytes | memoryview, descriptor: int) -> int:
+        if descriptor < 0:
+            return self._end.send(data)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", (descriptor,)))]
+        return self._end.sendmsg((data,), rights)
+
+    def _drop_output(self) -> None:
+        for _, descriptor in self._chunks:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._chunks.clear()
+        self._out.clear()
+
+    # Receiving.
+
+    def _read(self) -> None:
+        try:
+            # A frame that brings a descriptor ends what is received at once, so one is room enough.
+            size, ancillary, flags, _ = self._end.recvmsg_into(
+                (self._view[self._have :],), _ANCILLARY, _CLOSE_ON_EXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            size, ancillary, flags = 0, [], 0
+        for _, _, descriptors in ancillary:
+            self._descriptors.extend(array("i", descriptors))
+        if not size or flags & socket.MSG_CTRUNC:  # the descriptor did not fit in this process
+            self.close()
+            return
+        self._have += size
+        try:
+            self._parse()
+        except BaseException:
+            self.close()
+            raise
+
+    def _parse(self) -> None:
+        view, have, offset = self._view, self._have, 0
+        while have - offset >= HEAD.size:
+            length, call, kind, form = HEAD.unpack_from(view, offset)
+            start = offset + HEAD.size
+            if have - start < length:
+                break
+            offset = start + length
+            content = view[start:offset]
+            if form == _PLAIN and kind != _DROP:
+                self._on_frame(kind, call, content, ())
+            else:
+                self._take(kind, call, form, content)
+            if not self.is_open:
+                return
+        if offset < have:
+            view[: have - offset] = view[offset:have]
+        self._have = have - offset
+
+    def _take(self, kind: int, call: int, form: int, content: memoryview) -> None:
+        """Take a frame whose content has a form of its own."""
+        if kind == _DROP:
+            self._received.drop(_unpacked(content))
+            return
+        if form == _PARTS:
+            content = memoryview(bytes(content))  # the buffers outlive this frame
+        else:
+            descriptor = self._descriptors.popleft() if form == _NEW else -1
+            try:
+                content = self._received.take(content, descriptor)
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        parts = _split(content)
+        self._on_frame(kind, call, parts[0], parts[1:])
+
+    # The end.
 
     def close(self) -> None:
         """Close this end at once; what was posted and not written is dropped."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    # asyncio's side.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self._have:
-            self._parts.append(data)
-            self._have += len(data)
-            if self._have < self._need:
-                return
-            data = b"".join(self._parts)
-        offset = 0
-        view = memoryview(data)
-        while True:
-            start = offset + HEAD.size
-            if start > len(data):
-                self._need = HEAD.size
-                break
-            length, call, kind = HEAD.unpack_from(data, offset)
-            if start + length > len(data):
-                self._need = HEAD.size + length
-                break
-            offset = start + length
-            self._on_frame(kind, call, view[start:offset])
-        self._parts = [data[offset:]]
-        self._have = len(data) - offset
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost()
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._loop.remove_reader(self._end)
+        self._loop.remove_writer(self._end)
+        self._end.close()
+        self._drop_output()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._segments.close()
+        self._received.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._loop.call_soon(self._on_lost)
 
 
-async def connect(end: socket.socket, on_frame: OnFrame, on_lost: OnLost) -> Frames:
-    """Begin to use an end of a socket pair, on the running loop. The loop owns the socket."""
-    end.setblocking(False)
-    loop = asyncio.get_running_loop()
-    opening = loop.create_task(
-        loop.create_unix_connection(lambda: Frames(on_frame, on_lost), sock=end)
-    )
-    try:
-        _, frames = await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        # It takes a turn of the loop. A cancellation in it would leave the socket open.
-        _, frames = await opening
-        frames.close()
-        raise
-    return frames
+def _pieces(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return the pieces of a content of several parts, each of which begins at a multiple of 64."""
+    pieces: list[bytes | memoryview] = []
+    for part in (_packed([len(parts), *map(len, parts)]), *parts):
+        pieces += (part, bytes(-len(part) % _ALIGNMENT))
+    return pieces
+
+
+def _split(content: memoryview) -> list[memoryview]:
+    """Return the parts of a content."""
+    count = _unpacked(content[:8])[0]
+    offset = 8 * (count + 1)
+    parts = []
+    for length in _unpacked(content[8:offset]):
+        offset += -offset % _ALIGNMENT
+        parts.append(content[offset : offset + length])
+        offset += length
+    return parts
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return array("Q", numbers).tobytes()
+
+
+def _unpacked(content: memoryview) -> list[int]:
+    return content.cast("Q").tolist()
 
 
 def send_blocking(end: socket.socket, kind: int, content: bytes) -> None:
     """Send one frame before the loop owns the socket."""
-    end.sendall(HEAD.pack(len(content), 0, kind) + content)
+    end.sendall(HEAD.pack(len(content), 0, kind, _PLAIN) + content)
 
 
 def receive_blocking(end: socket.socket) -> tuple[int, bytes]:
@@ -141,7 +332,7 @@ def receive_blocking(end: socket.socket) -> tuple[int, bytes]:
 
     Raises `EOFError` if the other end is closed first.
     """
-    length, _, kind = HEAD.unpack(_exactly(end, HEAD.size))
+    length, _, kind, _ = HEAD.unpack(_exactly(end, HEAD.size))
     return kind, _exactly(end, length)
 
 

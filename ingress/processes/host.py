@@ -19,8 +19,8 @@ from ingress.exceptions import UserCodeExit
 from ingress.processes.directory import ServerDirectory, Waits
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
-from ingress.processes.frames import Frames, dumps, loads
-from ingress.processes.messages import UPWARD, Kind, metadata_of, scope_of
+from ingress.processes.frames import Buffers, Frames, decode, dumps, loads
+from ingress.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
 
@@ -47,21 +47,21 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: frozenset[str] = frozenset()
 
-    def on_frame(self, kind: int, number: int, content: memoryview) -> None:
+    def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         if number >= UPWARD:
             work = self.directory.works.get(number)
             if work is not None:
-                work.on_frame(kind, content)
+                work.on_frame(kind, content, buffers)
                 if work.is_over:
                     del self.directory.works[number]
         elif kind <= Kind.HTTP:
-            self._on_call(kind, number, content)
+            self._on_call(kind, number, content, buffers)
         elif kind == Kind.ASK:
             self._own(self._answer(number, *loads(content)), Context())
         elif kind == Kind.STOP:
             self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
-            self._on_message(kind, call, content)
+            self._on_message(kind, call, content, buffers)
 
     def beat(self) -> None:
         """Show the parent, now and again and again, that the user loop turns."""
@@ -73,9 +73,9 @@ class Host:
         if self.replica.loads_models:
             self._page.turn(monotonic())
 
-    def _on_call(self, kind: int, number: int, content: memoryview) -> None:
+    def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         try:
-            call = self._arrived(kind, number, content)
+            call = self._arrived(kind, number, decode(content, buffers))
         except Exception as error:  # of reading the arguments, which may run user code
             self.frames.post(Kind.FAILED, number, pickled_error(error))
             return
@@ -83,25 +83,28 @@ class Host:
         self._calls[number] = call
         self._own(self._run(call), call.context)
 
-    def _arrived(self, kind: int, number: int, content: memoryview) -> HostedCall:
+    def _arrived(self, kind: int, number: int, content: tuple[Any, ...]) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
         if kind == Kind.HTTP:
-            envelope, values, body, has_more = loads(content)
+            envelope, values, body, has_more = content
             metadata = metadata_of(envelope, deployment, is_http=True, is_streaming=False)
             first = None
             if values[0] == "http":
-                first = {"type": "http.request", "body": body, "more_body": has_more}
+                first = {"type": "http.request", "body": bytes(body), "more_body": has_more}
             return HostedExchange(number, self.frames, metadata, scope_of(values), first)
-        envelope, args, kwargs = loads(content)
+        envelope, args, kwargs = content
         is_streaming = kind == Kind.STREAM
         metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
         return hosted_invocation(number, self.frames, metadata, args, kwargs)
 
-    def _on_message(self, kind: int, call: HostedCall, content: memoryview) -> None:
+    def _on_message(
+        self, kind: int, call: HostedCall, content: memoryview, buffers: Buffers
+    ) -> None:
         if kind == Kind.INPUT:
-            call.accept(loads(content))
+            size = len(content) + sum(map(len, buffers))
+            call.accept(message_of(content, buffers), size)
         elif kind == Kind.CREDIT:
-            call.window.give(*loads(content))
+            call.window.give(content)
         elif kind == Kind.CLOSE:
             call.close()
         elif kind == Kind.CANCEL:
@@ -140,10 +143,11 @@ class Host:
             self.frames.post(Kind.MODELS, 0, dumps(self._models))
         if error is None:
             try:
-                self.frames.post(Kind.DONE, call.number, b"" if value is None else dumps(value))
+                self.frames.post(*call.last_frame(value))
                 return
             except Exception as problem:
                 error = unsendable(f"the result of {call.metadata.method_name!r}", value, problem)
+        call.flush()
         self.frames.post(Kind.FAILED, call.number, pickled_error(error))
 
     async def _answer(self, number: int, what: str, argument: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import Mapping
 from secrets import token_hex
 from time import monotonic
@@ -20,18 +19,23 @@ from anyio import CancelScope
 
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
-from ingress.calls.channel import EndOfStream
 from ingress.calls.loops import mailbox_of
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import RayServeException, ReplicaUnavailableError
 from ingress.processes.errands import Errands, MakeHandle
 from ingress.processes.errors import died, end_of, unpickled_error
-from ingress.processes.frames import Frames, connect, dumps, loads
-from ingress.processes.messages import RESPONSE_BODY, UPWARD, Kind, response_messages
+from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, loads
+from ingress.processes.messages import (
+    RESPONSE_BODY,
+    UPWARD,
+    Kind,
+    message_of,
+    response_messages,
+)
 from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
 from ingress.processes.spawning import ChildProcess
-from ingress.processes.window import Window
+from ingress.processes.window import Taken, Window
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 
@@ -42,8 +46,8 @@ class RemoteWork:
     """One call in a child, from its frame to its end. Owned by the loop of the frames."""
 
     __slots__ = (
-        "_arrived", "_waiter", "call", "error", "frames", "has_fed", "is_over", "number", "value",
-        "window",
+        "_arrived", "_size", "_taken", "_waiter", "call", "error", "frames", "has_fed", "is_over",
+        "number", "value", "window",
     )  # fmt: skip
 
     def __init__(self, number: int, frames: Frames) -> None:
@@ -55,57 +59,73 @@ class RemoteWork:
         self.has_fed = False  # a message of the client was taken for it
         self.value: Any = None
         self.error: BaseException | None = None
-        self._arrived: deque[Any] = deque()  # messages of a response, or items
+        self._arrived: list[Any] = []  # messages of a response, or items
+        self._size = 0  # of what has arrived, in bytes
+        self._taken = Taken()
         self._waiter: asyncio.Future[None] | None = None
 
-    def on_frame(self, kind: int, content: memoryview) -> None:
+    def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
         """Take a frame of the process that does the work."""
-        if kind == Kind.RESPONSE:
-            self._arrived += response_messages(content)
-            self._wake()
+        if kind == Kind.ANSWER:
+            self._arrived += response_messages(content, buffers)
+            self.end()
         elif kind == Kind.DONE:
             try:
-                self.end(loads(content) if content else None)
-            except Exception as problem:  # of a class that only the other process knows
-                self.end(error=RayServeException(f"the result cannot be read: {problem!r}"))
+                self.end(decode(content, buffers) if content else None)
+            except Exception as problem:
+                self.end(error=_unreadable("the result", problem))
         elif kind == Kind.FAILED:
             self.end(error=unpickled_error(content))
         elif kind == Kind.CREDIT:
-            self.window.give(*loads(content))
+            self.window.give(content)
+        elif kind == Kind.RESPONSE:
+            self._arrived += response_messages(content, buffers)
+            self._wake()
         else:
+            self._size += len(content) + sum(map(len, buffers))
             if kind == Kind.CHUNK:
                 body = bytes(content)
                 self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
-            else:  # an item, or a message
-                self._arrived.append(loads(content))
+            elif kind == Kind.OUTPUT:
+                self._arrived.append(message_of(content, buffers))
+            else:
+                self._add_item(content, buffers)
             self._wake()
 
+    def _add_item(self, content: memoryview, buffers: Buffers) -> None:
+        try:
+            self._arrived.append(decode(content, buffers))
+        except Exception as problem:
+            self.error = _unreadable("an item of the stream", problem)
+
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        self.value, self.error = value, error
+        self.value = value
+        self.error = error or self.error  # of an item that could not be read
         self.is_over = True
         self.window.close()
         self._wake()
 
-    def give(self, messages: int, size: int) -> None:
-        """Tell the child that this much of its messages was taken."""
+    def give(self) -> None:
+        """Tell the child that what was taken last is used up."""
         if not self.is_over:
-            self.frames.post(Kind.CREDIT, self.number, dumps((messages, size)))
+            self._taken.tell(self.frames, self.number)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[Any]:
-        """Return what has arrived, at least one. Raises the work's error, or `EndOfStream`."""
+        """Return what has arrived, and nothing at the end. Raises the work's error."""
         while not self._arrived:
+            if self.error is not None:
+                raise self.error
             if self.is_over:
-                if self.error is not None:
-                    raise self.error
-                raise EndOfStream
+                return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        taken = list(self._arrived)
-        self._arrived.clear()
+        taken, self._arrived = self._arrived, []
+        self._taken.add(len(taken), self._size)
+        self._size = 0
         return taken
 
     async def outcome(self) -> Any:
@@ -137,6 +157,11 @@ class RemoteWork:
                     await self._waiter
                 except asyncio.CancelledError:
                     pass
+
+
+def _unreadable(what: str, problem: Exception) -> RayServeException:
+    """Return the error of a value whose class only the other process knows."""
+    return RayServeException(f"{what} cannot be read: {problem!r}")
 
 
 class Link:
@@ -202,14 +227,9 @@ class Link:
         self._started = started
         ours, theirs = socket.socketpair()
         page = self._page = SharedPage()
-        try:
-            frames = self._frames = await connect(ours, self._on_frame, self._on_lost)
-        except BaseException:  # the start was given up
-            theirs.close()
-            page.close()
-            raise
+        frames = self._frames = Frames(ours, self._on_frame, self._on_lost)
         self._errands = Errands(frames, self._make_handle, self._call_of)
-        frames.post(Kind.START, 0, specification)
+        frames.post_inline(Kind.START, specification)
         mailbox = mailbox_of(loop)
         self._child = ChildProcess(
             str(self._replica_id),
@@ -243,7 +263,7 @@ class Link:
         if self._child is not None:
             self._child.join()
 
-    def send(self, kind: Kind, content: bytes) -> RemoteWork:
+    def send(self, kind: Kind, content: Content) -> RemoteWork:
         """Send the frame of some work."""
         assert self._frames is not None
         self._last += 1
@@ -261,15 +281,15 @@ class Link:
 
     # Frames of the child.
 
-    def _on_frame(self, kind: int, number: int, content: memoryview) -> None:
+    def _on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         work = self._works.get(number)
         if work is None and number >= UPWARD:
             assert self._errands is not None
-            self._errands.on_frame(kind, number, content)
+            self._errands.on_frame(kind, number, content, buffers)
         elif work is None:
             self._on_frame_of_child(kind, content)
         else:
-            work.on_frame(kind, content)
+            work.on_frame(kind, content, buffers)
             if work.is_over:
                 del self._works[number]
 

@@ -11,7 +11,8 @@
     both  CREDIT       messages and bytes that the receiver of INPUT, OUTPUT or ITEM has taken
           CLOSE        the receiver of OUTPUT or ITEM takes no more
     up    READY        the replica serves; without a call
-          RESPONSE     a complete response: status, headers, body
+          RESPONSE     a complete response: status, headers, body; the work goes on
+          ANSWER       the same, and the work has ended
           OUTPUT       one message of a response, or of a WebSocket
           CHUNK        the bytes of one chunk of a response's body
           ITEM         one item of a generator
@@ -23,21 +24,22 @@ A child that calls other deployments sends CALL and STREAM, too, with the deploy
 the call that it works for, and the numbers of the calls that wait for the answer; the frames of
 these calls go the other way round. WAIT says that a call begins or ceases to wait for an answer.
 
-A call has exactly one DONE or FAILED, its last frame: then the slot is free.
+A call has exactly one ANSWER, DONE or FAILED, its last frame: then the slot is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from struct import Struct
 from time import monotonic
 from typing import Any, TypeAlias
 
 from starlette.types import Message, Scope
 
 from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
-from ingress.processes.frames import loads
+from ingress.processes.frames import Buffers, Content, decode, encode, outside
 
 UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
 
@@ -64,6 +66,10 @@ class Kind(IntEnum):
     MODELS = 21
     DONE = 22
     FAILED = 23
+    ANSWER = 24
+
+
+CREDIT = Struct("<IQ")  # messages and bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +151,43 @@ def scope_of(values: tuple[Any, ...]) -> Scope:
     return {"type": values[0], **dict(zip(keys, values[1:], strict=True))}
 
 
-def size_of(message: Message) -> int:
-    """Return the bytes that a message of ASGI counts in its window."""
-    return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
-
-
-def size_of_item(item: Any) -> int:
-    """Return the bytes that an item of a stream counts in its window."""
-    return len(item) if isinstance(item, str | bytes) else 0
-
-
 RESPONSE_START = "http.response.start"
 RESPONSE_BODY = "http.response.body"
 
 
-def response_messages(content: memoryview) -> list[Message]:
+def message_as_sent(message: Message) -> Content:
+    """Return an ASGI message as a content. Raises `TypeError` if it cannot be pickled."""
+    body = message.get("body")
+    if body is None:
+        return encode(message)
+    return encode({**message, "body": outside(bytes(body))})
+
+
+def message_of(content: memoryview, buffers: Buffers) -> Message:
+    """Return the message that `message_as_sent` was given."""
+    message: Message = decode(content, buffers)
+    if buffers and "body" in message:
+        message["body"] = bytes(message["body"])
+    return message
+
+
+def response_as_sent(start: Message, body: bytes) -> Content:
+    """Return a complete response as a content."""
+    headers = list(start.get("headers", ()))
+    try:
+        return encode((start["status"], headers, outside(body)))
+    except TypeError:  # views of bytes, which ASGI does not forbid
+        return encode((start["status"], plain(headers), outside(body)))
+
+
+def plain(headers: Iterable[Any]) -> list[tuple[bytes, bytes]]:
+    return [(bytes(name), bytes(value)) for name, value in headers]
+
+
+def response_messages(content: memoryview, buffers: Buffers) -> tuple[Message, Message]:
     """Return the two messages of a complete response."""
-    status, headers, body = loads(content)
-    return [
+    status, headers, body = decode(content, buffers)
+    return (
         {"type": RESPONSE_START, "status": status, "headers": headers},
-        {"type": RESPONSE_BODY, "body": body, "more_body": False},
-    ]
+        {"type": RESPONSE_BODY, "body": bytes(body), "more_body": False},
+    )

@@ -28,8 +28,7 @@ class SharedPage:
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            descriptor = _new_file()
-            os.ftruncate(descriptor, _SIZE)
+            descriptor = new_file(_SIZE)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _SIZE)
 
@@ -64,9 +63,12 @@ class SharedPage:
         self._memory.close()
 
 
-def _new_file() -> int:
-    """Return the descriptor of a file without a name."""
+def new_file(size: int) -> int:
+    """Return the descriptor of a file in memory, without a name. Raises `OSError`."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("ingress-replica")
-    with tempfile.TemporaryFile(prefix="ingress-replica") as file:
-        return os.dup(file.fileno())
+        descriptor = os.memfd_create("ingress-replica")
+    else:
+        with tempfile.TemporaryFile(prefix="ingress-replica") as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor

@@ -19,18 +19,16 @@ from ingress.asgi.chunks import Chunks
 from ingress.asgi.template import TEMPLATES
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL
-from ingress.calls.channel import EndOfStream
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import dumps
+from ingress.processes.frames import dumps, encode, outside, size_of_content
 from ingress.processes.link import Link, RemoteWork
 from ingress.processes.messages import (
     RESPONSE_BODY,
     Kind,
     envelope_of,
+    message_as_sent,
     scope_as_sent,
-    size_of,
-    size_of_item,
 )
 
 
@@ -91,7 +89,7 @@ class RemoteCode:
 
     def _begin(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteWork:
         try:
-            content = dumps((envelope_of(CURRENT_CALL.get().metadata), args, kwargs))
+            content = encode((envelope_of(CURRENT_CALL.get().metadata), args, kwargs))
         except Exception as problem:
             given: dict[Any, Any] = dict(enumerate(args))
             given.update(kwargs)
@@ -104,14 +102,10 @@ class RemoteCode:
         """Call a method that returns a generator and yield its items."""
         work = self._begin(Kind.STREAM, args, kwargs)
         try:
-            while True:
-                try:
-                    items = await work.take()
-                except EndOfStream:
-                    return
+            while items := await work.take():
                 for item in items:
                     yield item
-                work.give(len(items), sum(map(size_of_item, items)))
+                work.give()
         finally:
             if not work.is_over:
                 await work.leave(sys.exception())
@@ -125,7 +119,7 @@ class RemoteCode:
             first = await receive()
             body, has_more = first.get("body", b""), first.get("more_body", False)
         head = envelope_of(CURRENT_CALL.get().metadata), scope_as_sent(scope)
-        work = self.link.send(Kind.HTTP, dumps((*head, bytes(body), has_more)))
+        work = self.link.send(Kind.HTTP, encode((*head, outside(bytes(body)), has_more)))
         feeding: asyncio.Task[None] | None = None
         if has_more or not is_http:
             feeding = asyncio.get_running_loop().create_task(self._feed(work, receive))
@@ -139,22 +133,19 @@ class RemoteCode:
 
     async def _forward(self, work: RemoteWork, send: Send) -> None:
         """Send the messages of a response as they arrive, at the client's pace."""
-        while True:
-            try:
-                messages = await work.take()
-            except EndOfStream:
-                return
+        while messages := await work.take():
             for message in messages if len(messages) < 3 else _gathered(messages):
                 await send(message)
-            work.give(len(messages), sum(map(size_of, messages)))
+            work.give()
 
     async def _feed(self, work: RemoteWork, receive: Receive) -> None:
         """Send the client's messages to user code, as fast as it takes them."""
         while True:
             message = await receive()
             work.has_fed = True
-            await work.window.take(size_of(message))
-            work.frames.post(Kind.INPUT, work.number, dumps(message))
+            content = message_as_sent(message)
+            await work.window.take(size_of_content(content))
+            work.frames.post(Kind.INPUT, work.number, content)
             if message["type"].endswith(".disconnect"):
                 return
 

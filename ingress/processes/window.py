@@ -1,4 +1,7 @@
-"""The window of a sender: how much may be on its way to a receiver that has not taken it."""
+"""The window of a sender: how much may be on its way to a receiver that has not taken it.
+
+The size of a message is that of its frame's content, so that both processes count the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ import asyncio
 
 from ingress.calls.channel import MAX_BYTES, MAX_ITEMS
 from ingress.exceptions import StreamClosedError
+from ingress.processes.frames import Frames
+from ingress.processes.messages import CREDIT, Kind
+
+# Half of the window: the sender never waits for what is held back.
+_GIVEN_MESSAGES = MAX_ITEMS // 2
+_GIVEN_BYTES = MAX_BYTES // 2
 
 
 class Window:
@@ -32,8 +41,9 @@ class Window:
         self._messages -= 1
         self._bytes -= size
 
-    def give(self, messages: int, size: int) -> None:
+    def give(self, credit: memoryview) -> None:
         """Give room back: the receiver has taken this much."""
+        messages, size = CREDIT.unpack(credit)
         self._messages += messages
         self._bytes += size
         self._wake()
@@ -47,3 +57,22 @@ class Window:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+class Taken:
+    """The messages that a receiver has taken, and that its sender does not know of yet."""
+
+    __slots__ = ("_bytes", "_messages")
+
+    def __init__(self) -> None:
+        self._messages = self._bytes = 0
+
+    def add(self, messages: int, size: int) -> None:
+        self._messages += messages
+        self._bytes += size
+
+    def tell(self, frames: Frames, number: int) -> None:
+        """Give the sender room, once it is worth a frame."""
+        if self._messages >= _GIVEN_MESSAGES or self._bytes >= _GIVEN_BYTES:
+            frames.post(Kind.CREDIT, number, CREDIT.pack(self._messages, self._bytes))
+            self._messages = self._bytes = 0
