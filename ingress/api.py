@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
+from ingress.admin.address import AdminOptions
 from ingress.base.settings import TRACING, export
 from ingress.base.signals import Stopped, StopSignals
 from ingress.base.unsupported import refuse
@@ -36,20 +37,26 @@ def start(
     *,
     engine: str | None = None,
     tracing: bool = False,
+    admin: str | None = None,
+    admin_token: str | None = None,
     **unsupported: Never,
 ) -> None:
     """Start the HTTP server before any application. The server runs until `shutdown`.
 
     `http_options` set the address that `run` listens on; `host=None` disables HTTP. `engine` is
     "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. `tracing` makes spans of
-    calls by handle and of batches, as `INGRESS_TRACING=1` does: it sets that variable. Raises
-    `RuntimeError` if the address cannot be bound, or the engine cannot be used.
+    calls by handle and of batches, as `INGRESS_TRACING=1` does: it sets that variable. `admin` is
+    the address of the admin listener, with `/metrics`: "127.0.0.1:8265", the path of a Unix socket,
+    "" for the first free port from 8265 on, or "off"; one that other machines reach needs
+    `admin_token`. Ray has its own metrics. Raises `RuntimeError` if an address cannot be bound, or
+    the engine cannot be used.
     """
     refuse("serve.start", unsupported, start)
     if tracing:
         export({TRACING: "1"})  # the replicas read it, also those in processes of their own
     current_engine(engine).start(
-        _options(HTTPOptions, http_options, "http_options", "serve.HTTPOptions(port=8000)")
+        _options(HTTPOptions, http_options, "http_options", "serve.HTTPOptions(port=8000)"),
+        None if admin is None else AdminOptions(admin, admin_token),
     )
 
 

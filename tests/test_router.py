@@ -734,6 +734,8 @@ def test_a_cycle_that_is_seen_once_only_was_none() -> None:
         def describe_deadlock(self, chain: str) -> str:
             return chain
 
+        def note_expired(self) -> None: ...
+
     router.assign(waiter)
     child.queue = MovesOn()
     thread = blocked_by(waiter, child)

@@ -14,6 +14,8 @@ from ingress.asgi.compat import get_route_path
 TEMPLATES = "ingress.templates"
 """The key of a scope for the `RouteTemplates` of an app that runs in another process."""
 
+MAX_LABELS = 10_000  # in the cache, in case an app makes routes while it runs
+
 
 def route_template(scope: Scope) -> str | None:
     """Return the template as declared, such as "/items/{id}"; `None` before the route is found.
@@ -38,13 +40,17 @@ def route_template(scope: Scope) -> str | None:
 
 
 class RouteTemplates:
-    """The path templates of an app, for lookups before a request is routed. Immutable."""
+    """The path templates of an app, for lookups before a request is routed, and afterwards.
 
-    __slots__ = ("_paths", "_patterns")
+    Immutable but for `_labels`, a cache: every thread writes the same value, in one step.
+    """
+
+    __slots__ = ("_labels", "_paths", "_patterns")
 
     def __init__(self, templates: Iterable[str] = ()) -> None:
         self._paths: set[str] = set()
         self._patterns: dict[str, re.Pattern[str]] = {}
+        self._labels: dict[tuple[str, int], tuple[str, Any]] = {}
         for template in templates:
             if "{" in template:
                 self._patterns.setdefault(template, compile_path(template)[0])
@@ -62,3 +68,28 @@ class RouteTemplates:
             if pattern.match(path):
                 return template
         return ""
+
+    def label(self, scope: Scope, prefix: str) -> str:
+        """Return the prefix with the template of the route that has answered a request.
+
+        The prefix alone if no route has: the number of labels is that of the declared routes.
+        """
+        route = scope.get("route")
+        if route is None:
+            return _join(prefix, self.find(scope))
+        if "app_root_path" in scope:  # of a mount
+            return _join(prefix, route_template(scope) or "")
+        context = scope.get("fastapi")
+        if context:  # one route may be included under several prefixes
+            route = context.get("effective_route_context") or route
+        known = self._labels.get((prefix, id(route)))
+        if known is not None:
+            return known[0]
+        label = _join(prefix, route_template(scope) or "")
+        if len(self._labels) < MAX_LABELS:
+            self._labels[prefix, id(route)] = label, route  # kept: another object has another id
+        return label
+
+
+def _join(prefix: str, template: str) -> str:
+    return prefix.rstrip("/") + template if template else prefix

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Ray 2.60.0's default latency buckets, upper bounds in ms.
+# Ray 2.60.0's default latency buckets, upper bounds in ms. Floats: a float is compared with a float
+# in half the time.
 LATENCY_BUCKETS_MS = (
-    1, 2, 5, 10, 20, 50, 100, 200, 300, 400, 500, 1000, 2000, 5000,
-    10_000, 60_000, 120_000, 300_000, 600_000,
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 300.0, 400.0, 500.0, 1000.0, 2000.0, 5000.0,
+    10_000.0, 60_000.0, 120_000.0, 300_000.0, 600_000.0,
 )  # fmt: skip
 
 
@@ -36,13 +38,68 @@ class BatchCount:
 class Latency:
     """The latencies of one route's requests: `serve_deployment_processing_latency_ms`."""
 
-    count: int = 0
     errors: int = 0
     total_ms: float = 0.0
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_MS) + 1))
 
-    def add(self, latency_ms: float, *, is_error: bool) -> None:
-        self.count += 1
-        self.errors += is_error
+    @property
+    def count(self) -> int:
+        """The number of requests."""
+        return sum(self.buckets)
+
+    def add(self, latency_ms: float) -> None:
         self.total_ms += latency_ms
         self.buckets[bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
+
+    def merge(self, other: Latency) -> None:
+        """Add the requests of another route, or of another process."""
+        self.errors += other.errors
+        self.total_ms += other.total_ms
+        self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
+
+    def copy(self) -> Latency:
+        """Return a copy, which the owner of this does not write. Thread-safe."""
+        return Latency(self.errors, self.total_ms, list(self.buckets))
+
+
+METHODS = frozenset(
+    ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE", "WS")
+)
+OTHER_METHOD = "OTHER"  # a client may send any word: the number of labels must be bounded
+CLIENT_LEFT = 499  # the status of a request whose client left before the answer, as in Ray
+
+
+class HTTPCounts:
+    """The HTTP requests of one deployment, by thread, route template, method and status.
+
+    Each thread writes its own entries. A thread that reads them adds those of all threads up.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, str, str, int], Latency] = {}
+
+    def add(self, thread: int, route: str, method: str, status: int, latency_ms: float) -> None:
+        """Count a request that is over. `thread` is the current one."""
+        latency = self._counts.get((thread, route, method, status))
+        if latency is None:
+            latency = self._first(thread, route, method, status)
+        latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
+        latency.buckets[bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
+
+    def _first(self, thread: int, route: str, method: str, status: int) -> Latency:
+        method = method if method in METHODS else OTHER_METHOD
+        return self._counts.setdefault((thread, route, method, status), Latency())
+
+    def summed(self) -> dict[tuple[str, str, int], Latency]:
+        """Return the requests by route, method and status. Thread-safe."""
+        found: dict[tuple[str, str, int], Latency] = {}
+        for key in list(self._counts):
+            found.setdefault(key[1:], Latency()).merge(self._counts[key])
+        return found
+
+
+def copied(latencies: Mapping[str, Latency]) -> dict[str, Latency]:
+    """Return copies of latencies that another thread writes. Thread-safe."""
+    return {key: latencies[key].copy() for key in list(latencies)}

@@ -30,6 +30,8 @@ engine reads the environment again.
     INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
     INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
     INGRESS_RUNTIME_DIR                              folder of the control sockets
+    INGRESS_ADMIN                              off   admin listener: HOST:PORT, a path, or off
+    INGRESS_ADMIN_TOKEN                              token of its clients, `Authorization: Bearer`
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS` are the number of threads of native
     libraries; `ingress run` sets those that are not set (`ingress.inspection.budget`)
@@ -75,6 +77,8 @@ BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
 BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
 MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
 RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
+ADMIN = "INGRESS_ADMIN"
+ADMIN_TOKEN = "INGRESS_ADMIN_TOKEN"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -209,6 +213,11 @@ def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
 def environment() -> dict[str, str]:
     """Return a copy of the environment."""
     return dict(os.environ)
+
+
+def admin_settings() -> tuple[str | None, str | None]:
+    """Return the address and the token of the admin listener, `None` for those that are not set."""
+    return os.environ.get(ADMIN) or None, os.environ.get(ADMIN_TOKEN) or None
 
 
 def notify_socket() -> str | None:

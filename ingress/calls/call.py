@@ -40,6 +40,9 @@ class Queue(Protocol):
 
     def describe_deadlock(self, chain: str) -> str: ...
 
+    def note_expired(self) -> None:
+        """Count a call whose deadline has passed. Thread-safe."""
+
 
 class Runner(Protocol):
     """The replica that a call runs on, as the call and the router see it.
@@ -200,7 +203,11 @@ class Call(Node):
     def expire(self) -> None:
         """Cancel the call, because its deadline has come. Thread-safe."""
         self._expire_parents()
-        self.cancel(self._timeout())
+        self._cancel_late()
+
+    def _cancel_late(self) -> None:
+        if self.cancel(self._timeout()) and self.queue is not None:
+            self.queue.note_expired()
 
     def _expire_parents(self) -> None:
         """Expire the calls that this call was made for, if their deadlines have come too.
@@ -220,7 +227,7 @@ class Call(Node):
         deadline = self.metadata.deadline
         if deadline is not None and not self.settled and monotonic() >= deadline:
             self._expire_parents()
-            self.cancel(self._timeout())
+            self._cancel_late()
         return self.settled
 
     def _timeout(self) -> RequestTimeoutError:

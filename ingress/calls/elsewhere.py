@@ -43,6 +43,9 @@ class CallTasks:
     def holders(self, call: Call) -> None:
         """Return `None`: the calls that hold the slots are unknown in this process."""
 
+    def note_expired(self) -> None:
+        """Do nothing: the router in the other process counts the call."""
+
     def describe_deadlock(self, chain: str) -> str:
         return chain
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
+from ingress.admin.address import AdminOptions
 from ingress.base.settings import ENGINES
+from ingress.cli.admin import admin_options
 from ingress.cli.target import refusal
 from ingress.http.server_options import ServerOptions
 
@@ -45,6 +47,14 @@ def check_engine(
     if local:
         name = _as_typed(next(iter(local.items())))
         raise refusal(f"{name} is for the local engine; on Ray, the proxies are Ray's")
+
+
+def check_admin(address: str | None, token: str | None) -> AdminOptions:
+    """Return the options of the admin listener. Refuses a wrong address, and a missing token."""
+    try:
+        return admin_options(address, token)
+    except ValueError as error:
+        raise refusal(str(error)) from None
 
 
 def _as_typed(option: tuple[str, Any]) -> str:

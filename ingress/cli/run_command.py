@@ -14,7 +14,7 @@ import uvicorn
 from ingress.base.settings import TRACING, export
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.reloading import FileState
-from ingress.cli.run_checks import check_engine, check_server, check_workers, given
+from ingress.cli.run_checks import check_admin, check_engine, check_server, check_workers, given
 from ingress.cli.run_file import (
     builder_arguments,
     check_file,
@@ -62,6 +62,7 @@ _APPLICATION = "Application"
 _ADDRESS = "Address"
 _TLS = "TLS"
 _LOGS = "Logs"
+_ADMIN = "Metrics"
 _LIMITS = "Limits"
 _PROCESSES = "Processes"
 _RAY = "Ray"
@@ -215,6 +216,25 @@ def run(
             rich_help_panel=_LOGS,
         ),
     ] = False,
+    admin: Annotated[
+        str | None,
+        _option(
+            metavar="ADDRESS",
+            help="Address of the admin listener, with /metrics: HOST:PORT, the path of a Unix "
+            "socket, or off.  [default: INGRESS_ADMIN, or the first free port from "
+            "127.0.0.1:8265 on]",
+            rich_help_panel=_ADMIN,
+        ),
+    ] = None,
+    admin_token: Annotated[
+        str | None,
+        _option(
+            metavar="TEXT",
+            help="Token that its clients must send, as Authorization: Bearer; required if other "
+            "machines reach it.  [default: INGRESS_ADMIN_TOKEN]",
+            rich_help_panel=_ADMIN,
+        ),
+    ] = None,
     limit_connections: Annotated[
         int | None,
         _option(
@@ -360,6 +380,7 @@ def run(
         drain_delay_s=drain_delay,
         serves_http=True,
         has_own_server=not several,
+        admin=check_admin(admin, admin_token),
     )
     if file is not None:
         variables = prepare(file)

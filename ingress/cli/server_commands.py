@@ -26,6 +26,7 @@ def commands_of_a_worker() -> dict[str, Command]:
     """Return the commands that the supervisor passes on to each worker."""
     return {
         "status": _status,
+        "snapshot": lambda arguments: local_engine().snapshot(),
         "check": lambda arguments: check(**arguments),
         "change": lambda arguments: change(**arguments),
     }

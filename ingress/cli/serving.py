@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,8 +17,10 @@ import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from ingress import api
+from ingress.admin.address import AdminOptions
 from ingress.api import RunTarget
 from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
+from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, ControlSocket
 from ingress.cli.reloading import (
     FileState,
@@ -33,6 +36,7 @@ from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
 from ingress.cli.worker_commands import WorkersCommands
+from ingress.cli.worker_snapshots import snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
@@ -44,6 +48,7 @@ from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
+from ingress.snapshot import Snapshot
 
 READY = "READY=1"  # systemd's word
 
@@ -115,11 +120,18 @@ def serve_until_ctrl_c(
     hang_up = reloads.ask if is_local else None
     try:
         # The socket outlives the drain, which takes place when the last context ends.
-        with controlled(commands), reloads.running(), api.serving_until_signal(hang_up):
+        # So does the admin listener, for the last scrape.
+        with (
+            controlled(commands),
+            _admin(local_engine().snapshot, resolved(served.server.admin)) as admin,
+            reloads.running(),
+            api.serving_until_signal(hang_up),
+        ):
             _start(targets, engine)
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
             _say(ready_lines(targets, current_engine().url(), where))
+            _say_admin(admin)
             notify(READY)
             reloads.begin()
     except KeyboardInterrupt:  # during the start
@@ -137,6 +149,22 @@ def controlled(commands: Mapping[str, Command] | None) -> Iterator[None]:
             line = f"[dim]control socket {control.path}[/dim]"
             console.print(line, highlight=False, soft_wrap=True)
         yield
+
+
+@contextmanager
+def _admin(make: Callable[[], Snapshot], options: AdminOptions) -> Iterator[str]:
+    """Have an admin listener, and yield the line that names it. Ends the program if it is busy."""
+    with ExitStack() as stack:
+        try:
+            line = stack.enter_context(admin_listening(make, options))
+        except RuntimeError as error:
+            raise refusal(f"--admin: {error}") from None
+        yield line
+
+
+def _say_admin(line: str) -> None:
+    if line:
+        _say(line)
 
 
 def _say(text: str) -> None:
@@ -243,10 +271,18 @@ def _supervise(
 
     def when_ready() -> None:
         _say(line)
+        _say_admin(admin)
         notify(READY)
         reloads.begin()
 
+    options = resolved(served.server.admin)
+    served = replace(served, server=replace(served.server, admin=options))
     supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
     commands = WorkersCommands(supervisor, url)
-    with controlled({**commands.table(), "reload": command_of(reload)}), reloads.running():
+    make = partial(snapshot_of_workers, supervisor, url)
+    with (
+        controlled({**commands.table(), "reload": command_of(reload)}),
+        _admin(make, options) as admin,
+        reloads.running(),
+    ):
         return supervisor.run()

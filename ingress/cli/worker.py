@@ -38,6 +38,7 @@ from ingress.api import LAME_DUCK_S, RunTarget, run
 from ingress.base.settings import Settings
 from ingress.base.signals import stop_signals
 from ingress.base.standard_streams import make_lossy
+from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, CommandError, ControlSocket
 from ingress.cli.server_commands import Changes, commands_of_a_worker, commands_of_one_process
 from ingress.cli.worker_commands import run_in_worker
@@ -56,8 +57,10 @@ from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
+from ingress.snapshot import Snapshot
 
 BEAT_S = 1.0
+SLACK_S = 0.5  # a heartbeat that is a little early pushes a snapshot too
 LAST_WORDS_S = 3.0  # after the time for the worker's requests
 STARTUP_FAILURE = 3  # uvicorn's exit code
 
@@ -88,6 +91,10 @@ class Served:
     http: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
     changes: Changes = field(default_factory=dict)
+
+    def as_process(self, name: str) -> Served:
+        """Return the same for a process that calls itself so in its snapshots."""
+        return replace(self, server=replace(self.server, process=name))
 
     def changed_by(self, wanted: Changes) -> Served:
         """Return the same applications with other options."""
@@ -182,7 +189,13 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
     make_lossy()
     config.configure_logging()
     lame_duck_s = max(LAME_DUCK_S, served.server.drain_delay_s)
-    server = Worker(config, pipe, lame_duck_s=lame_duck_s, owns_socket=port.has_own_sockets)
+    server = Worker(
+        config,
+        pipe,
+        lame_duck_s=lame_duck_s,
+        owns_socket=port.has_own_sockets,
+        pushes=served.server.admin is not None and not served.server.admin.is_off,
+    )
     threading.Thread(target=server.beat, name="ingress-beat", daemon=True).start()
     cause = Cause(server)
     logger.addFilter(cause)
@@ -196,6 +209,8 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
     try:
         if not cause.lines:
             server.run([port.open()])
+            if server.pushes:
+                server.push(at_the_end=True)
     except SystemExit:
         pass
     except OSError as error:
@@ -208,21 +223,28 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
 
 
 class Worker(UvicornServer):
-    """uvicorn's server in a worker process."""
+    """uvicorn's server in a worker process. `pushes` snapshots for the supervisor's listener."""
 
     def __init__(
-        self, config: uvicorn.Config, pipe: Connection, *, lame_duck_s: float, owns_socket: bool
+        self,
+        config: uvicorn.Config,
+        pipe: Connection,
+        *,
+        lame_duck_s: float,
+        owns_socket: bool,
+        pushes: bool,
     ) -> None:
         super().__init__(config, lame_duck_s=lame_duck_s, owns_socket=owns_socket)
         self._patience_s = lame_duck_s + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
         self._pipe = pipe
         self._lock = threading.Lock()  # a pipe is for one thread at a time
+        self.pushes = pushes
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
         self.report(self.started)
 
-    def report(self, what: bool | str | tuple[int, Any]) -> None:
+    def report(self, what: bool | str | tuple[int, Any] | Snapshot) -> None:
         with self._lock:
             try:
                 self._pipe.send(what)
@@ -234,7 +256,7 @@ class Worker(UvicornServer):
 
         Answers its commands too, each in a thread of its own.
         """
-        due = monotonic()
+        due = push_at = monotonic()
         try:
             while True:
                 if self._pipe.poll(max(0.0, due - monotonic())):
@@ -245,8 +267,23 @@ class Worker(UvicornServer):
                 if monotonic() >= due:
                     self.report(self.started)
                     due = monotonic() + BEAT_S
+                    if self.started and self.pushes and monotonic() >= push_at:
+                        push_at = self.push() + BEAT_S - SLACK_S
         except (EOFError, OSError):  # the supervisor has ended
             _end(self._patience_s)
+
+    def push(self, *, at_the_end: bool = False) -> float:
+        """Send the supervisor a snapshot; at the end, of the applications that have stopped.
+
+        Returns when the next one may follow, after `BEAT_S`: the pause is 100 times the cost,
+        because the snapshot of very many replicas takes a while.
+        """
+        began = monotonic()
+        try:
+            self.report(local_engine().snapshot(of_stopped=at_the_end))
+        except Exception:
+            logging.getLogger("ingress").exception("no snapshot of this worker")
+        return began + 100 * (monotonic() - began)
 
     def _answer(self, number: int, command: str, arguments: Mapping[str, Any]) -> None:
         self.report((number, run_in_worker(commands_of_a_worker, command, arguments)))
@@ -296,7 +333,12 @@ def work_until_reloaded(
     except Exception as error:
         sys.exit(format_mistake(error))
     commands = _commands_of_the_reloaded(url_of(sockets[0], is_tls=config.is_ssl))
-    ReloadedServer(config, line, ControlSocket(commands, os.getppid())).run(sockets)
+    control = ControlSocket(commands, os.getppid())
+    try:
+        with admin_listening(local_engine().snapshot, resolved(served.server.admin)) as admin:
+            ReloadedServer(config, "\n".join(filter(None, (line, admin))), control).run(sockets)
+    except RuntimeError as error:
+        sys.exit(f"Error: {error}")
 
 
 def _commands_of_the_reloaded(url: str) -> dict[str, Command]:

@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from time import monotonic
@@ -27,8 +28,10 @@ from ingress.base.signals import stop_signals
 from ingress.cli.server_commands import Changes
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
 from ingress.cli.worker_commands import Asked, Failed, Rolling
+from ingress.cli.worker_snapshots import Ended
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
+from ingress.snapshot import Snapshot
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 LATE_S = 5.0  # five heartbeats: no command is sent to it
@@ -41,12 +44,22 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class WorkerProcess:
-    """One worker, as its supervisor sees it. `failures` counts the failed starts just before it."""
+    """One worker, as its supervisor sees it. `failures` counts the failed starts just before it.
+
+    Its `number` is the least that no other worker has: a worker that replaces it has it again.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, served: Served, port: SharedPort, failures: int = 0
+        self,
+        config: uvicorn.Config,
+        served: Served,
+        port: SharedPort,
+        number: int,
+        failures: int = 0,
     ) -> None:
+        self.number = number
         self.failures = failures
+        self.snapshot: Snapshot | None = None  # the last one that it has pushed
         self._silence_s = config.timeout_worker_healthcheck
         self.is_ready = False
         self.cause = ""
@@ -54,7 +67,8 @@ class WorkerProcess:
         self.heard_at = monotonic()
         self.answers: list[tuple[int, Any]] = []  # to commands: their numbers, and the values
         self.pipe, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=work, args=(config, served, port, theirs))
+        named = served.as_process(f"worker-{number}")
+        self.process = _spawn.Process(target=work, args=(config, named, port, theirs))
         with _signals_blocked():
             self.process.start()
         theirs.close()  # otherwise the pipe would stay open after the worker's end
@@ -67,6 +81,8 @@ class WorkerProcess:
                 self.heard_at = monotonic()
                 if isinstance(told, tuple):
                     self.answers.append(told)
+                elif isinstance(told, Snapshot):
+                    self.snapshot = told
                 elif isinstance(told, str):
                     self.cause = told
                 else:
@@ -118,6 +134,7 @@ class Supervisor:
         self._old: list[WorkerProcess] = []  # the workers that `_rolling` has yet to replace
         self._newcomer: WorkerProcess | None = None
         self._leaving: WorkerProcess | None = None
+        self.ended = Ended()
 
     def run(self) -> int:
         """Return the exit code: 0 if a signal stopped it, 3 if its workers cannot serve."""
@@ -139,6 +156,11 @@ class Supervisor:
     @property
     def pid(self) -> int:
         return os.getpid()
+
+    def last_snapshots(self) -> dict[int, Snapshot]:
+        """Return the last snapshots that live workers have pushed, by pid. Thread-safe."""
+        found = {each.process.pid: each.snapshot for each in list(self._workers)}
+        return {pid: each for pid, each in found.items() if pid is not None and each is not None}
 
     def post(self, asked: Asked) -> None:
         """Send a command to all workers. Thread-safe."""
@@ -188,7 +210,7 @@ class Supervisor:
                 self._end_roll()
 
     def _bring_newcomer(self, served: Served, port: SharedPort) -> None:
-        self._newcomer = WorkerProcess(self._config, served, port)
+        self._newcomer = WorkerProcess(self._config, served, port, self._free_number())
         self._workers.append(self._newcomer)
 
     def _end_roll(self, error: str = "") -> None:
@@ -219,11 +241,13 @@ class Supervisor:
             asked = self._posted.get()
             starting = [each.process.pid for each in self._workers if not each.is_ready]
             late = [each.process.pid for each in self._workers if each.is_late]
-            if self._code is not None:
+            if asked.command == "snapshot" or (asked.command == "status" and self._code is None):
+                self._send(asked)  # it changes nothing: it goes to the workers that serve
+            elif self._code is not None:
                 asked.refuse("the server stops")
-            elif late and asked.command != "status":
+            elif late:
                 asked.refuse(f"worker {late[0]} does not answer; nothing was changed")
-            elif starting and asked.command != "status":
+            elif starting:
                 text = f"worker {starting[0]} starts; try again when all workers are ready"
                 asked.refuse(text, is_early=True)
             else:
@@ -248,6 +272,8 @@ class Supervisor:
         assert pid is not None
         answers, worker.answers = worker.answers, []
         for number, value in answers:
+            if isinstance(value, Snapshot):
+                worker.snapshot = value  # a count that a client has seen must not get less
             if number in self._asked:
                 self._asked[number].answer(pid, value)
         if not worker.process.is_alive():
@@ -282,7 +308,13 @@ class Supervisor:
         self._wakes.send_bytes(b"")
 
     def _start(self, failures: int = 0) -> None:
-        self._workers.append(WorkerProcess(self._config, self._served, self._port, failures))
+        number = self._free_number()
+        worker = WorkerProcess(self._config, self._served, self._port, number, failures)
+        self._workers.append(worker)
+
+    def _free_number(self) -> int:
+        taken = {each.number for each in self._workers}
+        return next(number for number in count(1) if number not in taken)
 
     def _wait(self) -> None:
         """Wait until a worker sends a message or ends, or a signal comes."""
@@ -314,6 +346,8 @@ class Supervisor:
         process.join()
         worker.hear()  # its last messages
         worker.pipe.close()
+        if process.pid is not None:
+            self.ended = self.ended.with_worker(process.pid, worker.snapshot)
         self._workers.remove(worker)
         if self._code is not None or self._is_expected(worker):
             return

@@ -25,6 +25,7 @@ from ingress.execution.mistakes import described
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
 from ingress.replicas.replica import Replica
+from ingress.snapshot import keep
 
 LOOK_S = 0.2
 SCALE_S = 0.1  # where there is autoscaling: the first request to no replica waits for this
@@ -273,6 +274,7 @@ class Reconciler:
         await replica.stop(max(0.0, left_s) + LAST_WORDS_S)
         if replica.is_left_behind:
             deployment.left.append(replica)
+        keep(deployment.ended, replica.replica_id.unique_id, replica.counts())
         deployment.members.remove(member)
         self.look(deployment)
         deployment.note_change()

@@ -34,6 +34,7 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ReplicaDetails,
 )
+from ingress.snapshot import ReplicaCounts
 
 SHORT_LIFE_S = 10.0  # of a replica whose loss counts as one of a series
 FAILED_CHECKS = 3  # in a row; source: Ray 2.60.0, REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD
@@ -126,6 +127,9 @@ class RunningDeployment:
     next_config    number of the last `user_config`
     next_version   number of the last version
     previous       the version before the update that is going on, `None` if none is
+    ended          the counters of replicas that have ended, by their ids
+    losses         replicas that ended by themselves
+    failed_starts  starts of replicas that failed
     scaler         decides how many replicas are desired, `None` for a fixed number
     changed        is set, and replaced, at each change
     """
@@ -157,6 +161,9 @@ class RunningDeployment:
     scaler: Scaler | None = None
     next_version: int = 0
     previous: Version | None = None
+    ended: dict[str, ReplicaCounts] = field(default_factory=dict)
+    losses: int = 0
+    failed_starts: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -255,6 +262,7 @@ class RunningDeployment:
     def note_failed_start(self, error: Exception, text: str, now: float) -> None:
         """Count a start that failed; the next one has to wait."""
         self.start_failures += 1
+        self.failed_starts += 1
         self.retry_at = now + retry_after_s(self.start_failures)
         self.problem = f"a replica failed to start: {text}"
         if self.attempts is not None and self.start_failures >= self.attempts:
@@ -262,6 +270,7 @@ class RunningDeployment:
 
     def note_loss(self, lived_s: float, text: str, now: float) -> None:
         """Count a replica that was lost; from the second in a row on, the next has to wait."""
+        self.losses += 1
         self.crashes = self.crashes + 1 if lived_s < SHORT_LIFE_S else 0
         if self.crashes > 1:
             self.retry_at = now + retry_after_s(self.crashes - 1)

@@ -22,6 +22,7 @@ from ingress.base.settings import ENGINES, engine_name
 from ingress.declaration.declaration import Application, ApplicationHost
 
 if TYPE_CHECKING:
+    from ingress.admin.address import AdminOptions
     from ingress.config import HTTPOptions, LoggingConfig
     from ingress.engines.local import LocalEngine
     from ingress.engines.ray.engine import RayEngine
@@ -41,7 +42,8 @@ class Engine(Protocol):
     def is_running(self) -> bool:
         """True while the engine has something to stop."""
 
-    def start(self, http_options: HTTPOptions | None) -> None: ...
+    def start(self, http_options: HTTPOptions | None, admin: AdminOptions | None = None) -> None:
+        """Start the HTTP server, and an admin listener if there are options for one."""
 
     def run(
         self,

@@ -23,6 +23,7 @@ from ingress.config import DeploymentConfig
 from ingress.control.changes import Change
 from ingress.control.controller import Controller
 from ingress.control.running import RunningApplication
+from ingress.control.snapshots import application_snapshot
 from ingress.declaration.build import BuiltApplication
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.overviews import FailedStart, overview_of
@@ -31,6 +32,7 @@ from ingress.exceptions import RayServeException
 from ingress.http.proxy import RouteTable
 from ingress.replicas.router import Router
 from ingress.schema import ApplicationStatus, ApplicationStatusOverview
+from ingress.snapshot import ApplicationSnapshot
 
 CLOSED = "it was closed while it started"
 FAILED = "it failed to start"
@@ -67,6 +69,9 @@ class Start:
         return StartEnded(f"Deploying application '{self.application.name}' failed: {self.reason}")
 
 
+MAX_STOPPED = 20
+
+
 class Applications:
     """The applications of an engine. Owned by the control loop.
 
@@ -77,7 +82,7 @@ class Applications:
 
     __slots__ = (
         "_deciding", "_http", "_release", "_routers", "_settled", "_stops", "controller",
-        "failed", "freezes_gc", "running", "starting",
+        "failed", "freezes_gc", "running", "starting", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +91,7 @@ class Applications:
         self.running: dict[str, RunningApplication] = {}
         self.starting: dict[str, Start] = {}
         self.failed: dict[str, FailedStart] = {}
+        self.stopped: dict[str, ApplicationSnapshot] = {}  # the counters of those that stopped last
         self.controller: Controller | None = None
         self._http = http
         self._routers = routers
@@ -278,9 +284,16 @@ class Applications:
         finally:
             if self.running.get(application.name) is application:
                 del self.running[application.name]
+                self._keep_counters(application)
                 application.proxy.conditions.pop(application.name, None)
             self._settled.renew(is_needed=bool(self.running) and self.freezes_gc)
             self._release()
+
+    def _keep_counters(self, application: RunningApplication) -> None:
+        overview = overview_of(application)
+        self.stopped[application.name] = application_snapshot(overview, application, "")
+        while len(self.stopped) > MAX_STOPPED:
+            del self.stopped[next(iter(self.stopped))]
 
     async def delete(self, name: str) -> None:
         """End the start and stop the running application of a name."""
@@ -338,6 +351,11 @@ class Applications:
             if running.get(name) is not start.application:
                 found[name] = start.application.overview(running.get(name))
         return found
+
+    def starting_one(self, name: str) -> RunningApplication | None:
+        """Return the application of a name that starts. Thread-safe."""
+        start = self.starting.get(name)
+        return None if start is None else start.application
 
     def free_name(self) -> str:
         """Return a free name for an application that is served without one.

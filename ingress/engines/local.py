@@ -13,6 +13,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from ingress.admin.address import AdminOptions
 from ingress.base.settings import Settings, warn_of_unused
 from ingress.base.types import DeploymentID
 from ingress.base.unsupported import LOGGING
@@ -27,8 +28,10 @@ from ingress.declaration.build import BuiltApplication
 from ingress.declaration.declaration import Application
 from ingress.declaration.one_node import build_here
 from ingress.engines.applications import INTERRUPTED, Applications, Start
+from ingress.engines.engine_admin import EngineAdmin
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
+from ingress.engines.snapshots import snapshot_of
 from ingress.exceptions import (
     DeploymentUnavailableError,
     OptionNotActedOnWarning,
@@ -42,6 +45,7 @@ from ingress.http.server_options import ServerOptions
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus
+from ingress.snapshot import Snapshot
 from ingress.timeline.instrumentation import record
 
 logger = logging.getLogger("ingress")
@@ -57,8 +61,8 @@ class LocalEngine:
     """
 
     __slots__ = (
-        "_instruments", "_lock", "_operations", "_threads", "_users", "apps", "factories", "http",
-        "lender", "routers",
+        "_instruments", "_lock", "_operations", "_threads", "_users", "admin", "apps", "factories",
+        "http", "lender", "routers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -70,6 +74,7 @@ class LocalEngine:
         self._users = 0
         self._threads: EngineThreads | None = None
         self.http = EngineHTTP()
+        self.admin = EngineAdmin()
         # The loop of a server that is not this engine's, for replicas without loops of their own.
         self.lender: asyncio.AbstractEventLoop | None = None
         self.apps = Applications(self.http, self.routers, self.release)
@@ -105,6 +110,8 @@ class LocalEngine:
                     self._threads.user_loop,
                     lambda: self.factories,
                 )
+                if self.http.command_line.admin is None and self.admin.options is None:
+                    self.admin.start_by_environment(self.snapshot)
             self._users += 1
             return self._threads
 
@@ -117,6 +124,7 @@ class LocalEngine:
             threads, self._threads = self._threads, None
             self._apply_instruments()
         if threads is not None:
+            self.admin.stop()
             threads.stop()
 
     @contextmanager
@@ -182,9 +190,11 @@ class LocalEngine:
         self.http.command_line = command_line
         self.http.options = command_line.over(HTTPOptions())
 
-    def start(self, http_options: HTTPOptions | None) -> None:
+    def start(self, http_options: HTTPOptions | None, admin: AdminOptions | None = None) -> None:
         http = self.http
         with self._operations:
+            if admin is not None:
+                self.admin.options = admin
             if http_options is not None:
                 http_options = http.command_line.over(http_options)
             previous = http.options
@@ -192,11 +202,17 @@ class LocalEngine:
                 if http.server is not None:
                     http.update(http_options, self.threads)
                 http.options = http_options
+            if http.command_line.admin is not None:
+                admin = None
             if http.is_kept or not http.command_line.has_own_server:
+                if admin is not None:
+                    self.admin.start(self.snapshot, admin)
                 return
             threads = self.acquire()
             try:
                 http.start(threads)
+                if admin is not None:
+                    self.admin.start(self.snapshot, admin)
             except BaseException:
                 http.options = previous
                 http.stop_if_unused(threads)
@@ -310,7 +326,7 @@ class LocalEngine:
 
         Returns `drain_delay_s`, the time to serve on.
         """
-        for proxy in self._proxies():
+        for proxy in self.proxies():
             proxy.is_leaving = True
         if self.http.server is not None:
             self.http.server.leave()
@@ -325,7 +341,7 @@ class LocalEngine:
                 self.apps.failed.clear()
                 return
             self.leave()
-            for proxy in self._proxies():
+            for proxy in self.proxies():
                 proxy.is_draining = True
             run_blocking(threads.control.loop, self.apps.stop_all(timeout_s))
             if self.http.is_kept:
@@ -334,7 +350,8 @@ class LocalEngine:
             self.http.stop_if_unused(threads)
             self.http.reset(self.factories.proxy())
 
-    def _proxies(self) -> list[HTTPProxy]:
+    def proxies(self) -> list[HTTPProxy]:
+        """Return the proxies of the server and of the applications that are served as ASGI apps."""
         return [self.http.proxy, *(each.proxy for each in list(self.applications.values()))]
 
     @contextmanager
@@ -352,6 +369,16 @@ class LocalEngine:
     def status(self) -> ServeStatus:
         url = self.http.url
         return ServeStatus({} if url is None else {url: "HEALTHY"}, self.apps.overviews())
+
+    def snapshot(self, *, of_stopped: bool = False) -> Snapshot:
+        """Return the state of this process in numbers. Thread-safe; it blocks for some ms.
+
+        `of_stopped` adds the counters of the applications that have stopped.
+        """
+        found = snapshot_of(self)
+        if of_stopped:
+            found.applications = {**self.apps.stopped, **found.applications}
+        return found
 
     def url(self) -> str | None:
         """Return the URL that `serve.run` serves HTTP at, if it does."""

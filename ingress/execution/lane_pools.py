@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from ingress.base.counters import LaneLoad
+from ingress.base.counters import LaneLoad, Latency
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import Home
@@ -58,6 +58,11 @@ class ReplicaPools:
             for name, pool in self._named.items()
             if has_serial or name != SERIAL_LANE
         }
+
+    def waits(self) -> dict[str, Latency]:
+        """Return the waits of calls for a thread, by lane, "" for no lane. Thread-safe."""
+        pools = {"": self.default, **self._named}
+        return {name: pool.waits.copy() for name, pool in pools.items() if pool.waits.total_ms}
 
     @property
     def were_used(self) -> bool:

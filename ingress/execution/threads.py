@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, TypeVar
 
+from ingress.base.counters import Latency
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.compat import (
@@ -174,10 +175,11 @@ MakeThreads = Callable[[str, int, asyncio.AbstractEventLoop, float | None], Work
 class WorkerPool:
     """The worker threads of one replica, or of one of its lanes, as seen from the user loop.
 
-    Owned by the replica's user loop: `run` and `stream` are called there.
+    Owned by the replica's user loop: `run` and `stream` are called there. `waits` has the times
+    that the calls of `run` waited for a thread.
     """
 
-    __slots__ = ("loop", "mailbox", "threads")
+    __slots__ = ("loop", "mailbox", "threads", "waits")
 
     def __init__(
         self,
@@ -191,6 +193,7 @@ class WorkerPool:
         self.loop = home.loop
         # A mailbox for the answers alone, so that one wake-up delivers a burst of answers.
         self.mailbox = Mailbox(home.loop)
+        self.waits = Latency()
         name = f"{home.name}-{lane}" if lane else home.name
         self.threads = make_threads(name, limit, home.loop, idle_s)
 
@@ -217,6 +220,8 @@ class WorkerPool:
             if work.error is not None and not is_cancellation(work.error):
                 _log_late(work.error)
             raise
+        if work.began_at:
+            self.waits.add((work.began_at - work.made_at) * 1e3)
         if work.error is not None:
             try:
                 raise work.error
@@ -270,12 +275,14 @@ class Work:
     """One call in a worker thread, and its result."""
 
     __slots__ = (
+        "began_at",
         "context",
         "done",
         "error",
         "finished",
         "func",
         "loop",
+        "made_at",
         "mailbox",
         "result",
         "scope",
@@ -295,9 +302,12 @@ class Work:
         # Never entered; `anyio.from_thread.check_cancelled` in the thread reads it. The backend's
         # own class, because `anyio.CancelScope` looks the backend up each time (1.5 us, not 0.4).
         self.scope = CancelScope()
+        self.made_at = monotonic()
+        self.began_at = 0.0  # written by the thread
 
     def __call__(self) -> None:
         """Run in the worker thread."""
+        self.began_at = monotonic()
         try:
             # Race with a cancellation on the loop: either order is right, because the awaiter
             # stays until this call has ended.

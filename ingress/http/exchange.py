@@ -23,13 +23,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ingress.asgi import route_template
 from ingress.asgi.chunks import parts_of
+from ingress.base.counters import CLIENT_LEFT
 from ingress.base.settings import HTTPLimits
 from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
 from ingress.calls.retries import NotBegunError
-from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    RayServeException,
+    RequestTimeoutError,
+)
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
 from ingress.http.exchange_state import (
@@ -94,6 +99,7 @@ class Exchange(Call):
         "scope",
         "started",
         "state",
+        "status",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +131,7 @@ class Exchange(Call):
         # Set now, although most requests never use them: two threads write, docs/concurrency.md.
         self.state = READING
         self.started = False  # the client has a message of the response
+        self.status = 0  # of the response, once it begins
         self.has_answer = self.is_heard = False  # set on the user loop, see `Client`
         self.attempts: Retries | None = None
         self.cut_by: RayServeException | None = None
@@ -324,7 +331,8 @@ class Exchange(Call):
         self.cut_by = error
         # The task may wait for the body, for the client to take a chunk, or for the call's end.
         self._task.cancel()
-        self.cancel(error)
+        if self.cancel(error) and type(error) is RequestTimeoutError:  # not of the body
+            self.router.note_expired()
 
     def _post(self, callback: Any, *args: Any) -> None:
         if runs_here(self.loop, self._thread):
@@ -386,6 +394,7 @@ class Exchange(Call):
         """Send one message of a response to the client."""
         self._note_start()
         if message["type"] == "http.response.start":
+            self.status = message["status"]
             await self._send(with_request_id(message, self.metadata.request_id))
             return
         if not message.get("more_body"):
@@ -397,6 +406,7 @@ class Exchange(Call):
     async def send_response(self, start: Message, body: Message) -> None:
         """Send the start of a response, and its body or the first part of its body."""
         self.started = True  # as the two helpers below do: a call of each costs every request
+        self.status = start["status"]
         if self.state is CALLED:
             self.state = STARTED
         await self._send(with_request_id(start, self.metadata.request_id))
@@ -469,6 +479,16 @@ class Exchange(Call):
             self._disconnect_code = code
             self.client_reader.end(code)
 
+    def count(self, scope: Scope) -> None:
+        """Count the request, which is over. `scope` is the server's."""
+        self.router.http.add(
+            self._thread,
+            self.route,
+            scope["method"] if self.is_http else "WS",
+            self.status or CLIENT_LEFT,
+            (monotonic() - self.started_at) * 1e3,
+        )
+
     # Serving on the HTTP loop itself.
 
     async def _serve_here(self, runner: Runner) -> None:
@@ -507,6 +527,8 @@ class Exchange(Call):
         """
         if isinstance(failure, NotBegunError):
             return
+        # For the counts of the replica and of the server.
+        self.route = self.router.templates.label(self.scope, self.metadata.route)
         if failure is not None or self.is_interrupted:
             self.current_route()  # kept for the log record
         if self.metadata.deadline is not None:

@@ -81,6 +81,8 @@ class InFlight:
                 self.exchanges.discard(exchange)
                 if deadline is not None:
                     deadlines_of(exchange.loop).discard(exchange)
+                if following is None:
+                    exchange.count(scope)
 
     async def _is_answered(
         self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
@@ -187,6 +189,7 @@ async def _send_error(
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
         return reason is not None
     response = error_response(error)
+    exchange.status = response.status_code
     if exchange.body is not None and exchange.body.is_open:
         await answer_and_close(response, scope, receive, send)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 from starlette.responses import PlainTextResponse, Response
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import ASGI
 from ingress.asgi.responses import send_refusal
+from ingress.base.counters import HTTPCounts
 from ingress.base.types import new_request_id
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
@@ -113,6 +115,7 @@ class HTTPProxy:
         "is_leaving",
         "limits",
         "table",
+        "unrouted",
     )
 
     def __init__(self) -> None:
@@ -123,6 +126,7 @@ class HTTPProxy:
         self.is_leaving = False  # lame duck: it still serves, but its health check answers 503
         self.is_draining = False
         self._budget = RetryBudget()
+        self.unrouted = HTTPCounts()  # without an application that serves them
         self.in_flight = InFlight(HTTPProxy, Application, watches=True)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
@@ -149,6 +153,8 @@ class HTTPProxy:
         if not has_body and scope["type"] == "http":
             refused = router.turns_away(deadline)
             if refused is not None:
+                method, status = scope["method"], refused.status_code
+                router.http.add(get_ident(), route.prefix, method, status, 0.0)
                 return send_refusal(refused, request_id, send)
         metadata = request_metadata(head, request_id, router.deployment_id, route.prefix)
         inner = _inner_scope(scope, request_id, has_id=has_id)
@@ -245,6 +251,8 @@ class HTTPProxy:
         else:
             code, status, headers = NORMAL, 404, {}
             text = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
+        method, prefix = scope.get("method", "WS"), "" if route is None else route.prefix
+        self.unrouted.add(get_ident(), prefix, method, status, 0.0)
         if is_denied:
             await send({"type": "websocket.close", "code": code, "reason": text[:100]})
             return

@@ -100,6 +100,7 @@ class Attempts:
             deadline = own if deadline is None else min(own, deadline)
         self._number += 1
         self._began_at = self._began_at or failed.started_at
+        failed.router.note_retry()
         attempt = failed.repeated(self.scope(), deadline)
         # A 408 names the time from here to the deadline: the limit that was passed.
         attempt.started_at = self._began_at if deadline == self._last_deadline else now

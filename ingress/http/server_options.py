@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ingress.base.settings import HTTPLimits, Settings
 from ingress.config import HTTPOptions
 from ingress.http.address import Address
+
+if TYPE_CHECKING:
+    from ingress.admin.address import AdminOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,9 @@ class ServerOptions:
     takes requests, while its health checks fail. If `serves_http`, the `host=None` of
     `serve.start` has no effect. `has_own_server` is false in a process
     whose server is not that of `serve.run`, such as a worker process: there, `serve.start` only
-    records its options.
+    records its options. `admin` are the options of the admin listener that the
+    command itself starts; with `None` the engine may start one. `process` is the name of the
+    process in snapshots.
     """
 
     http: Mapping[str, Any] = field(default_factory=dict)
@@ -32,6 +37,8 @@ class ServerOptions:
     drain_delay_s: float = 0.0
     serves_http: bool = False
     has_own_server: bool = True
+    admin: AdminOptions | None = None
+    process: str = "server"
 
     def over(self, options: HTTPOptions) -> HTTPOptions:
         """Return the options with those of the command line in their place."""

@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from time import monotonic, thread_time
@@ -21,7 +24,7 @@ from typing import Any
 from anyio.to_thread import current_default_thread_limiter
 
 from ingress.asgi import BoundApp
-from ingress.base.counters import Latency
+from ingress.base.counters import LATENCY_BUCKETS_MS, Latency, copied
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
@@ -39,11 +42,13 @@ from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
 from ingress.replicas.user_code import MakePlan
+from ingress.snapshot import ReplicaCounts
 from ingress.watchdog import WATCHDOG
 from ingress.watchdog.pressure import GIL_PRESSURE
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
+MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs
 ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
 logger = logging.getLogger("ingress")
@@ -79,8 +84,8 @@ class Replica:
     __slots__ = (
         "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
         "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
-        "begun", "context", "is_checking", "is_late", "is_left_behind", "latencies", "loop",
-        "pools", "replica_id", "slots", "stalls", "state", "thread", "unhealthy_reason",
+        "begun", "context", "errors", "is_checking", "is_late", "is_left_behind", "latencies",
+        "loop", "pools", "replica_id", "slots", "stalls", "state", "thread", "unhealthy_reason",
         "user_code",
     )  # fmt: skip
 
@@ -104,6 +109,7 @@ class Replica:
         self.replica_id = replica_id
         self.state = ReplicaState.STARTING
         self.latencies: dict[str, Latency] = {}
+        self.errors: dict[tuple[str, str], int] = {}  # by route and type of the exception
         self.stalls: dict[str, Latency] = {}  # by method; written by the watchdog
         self.unhealthy_reason = ""
         self.slots = Slots(self, max_ongoing)
@@ -158,6 +164,11 @@ class Replica:
     def ongoing(self) -> int:
         """The number of calls that have a slot here. Thread-safe."""
         return self.slots.ongoing
+
+    @property
+    def pid(self) -> int:
+        """The id of the process that its user code runs in; 0 before there is one. Thread-safe."""
+        return os.getpid()
 
     @property
     def model_ids(self) -> frozenset[str]:
@@ -391,13 +402,12 @@ class Replica:
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
         begin = monotonic()
-        failed = True
+        failure = ""
         try:
             assert call.work is not None
-            value = await call.work(self.user_code)
-            failed = False
-            return value
+            return await call.work(self.user_code)
         except BaseException as error:
+            failure = type(error).__name__
             execution.contain(error, str(self.replica_id))
             raise
         finally:
@@ -406,12 +416,41 @@ class Replica:
             latency = self.latencies.get(call.route)
             if latency is None:
                 latency = self.latencies[call.route] = Latency()
-            latency.add((monotonic() - begin) * 1e3, is_error=failed)
+            latency_ms = (monotonic() - begin) * 1e3
+            latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
+            latency.buckets[bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
+            if failure:
+                latency.errors += 1
+                self._count_error(call.route, failure)
             del self._calls[call]
             if self._models.in_use:
                 self._models.end(call)
             self.release(call)
             call.release_references()
+
+    def _count_error(self, route: str, kind: str) -> None:
+        counts = self.errors
+        if (route, kind) not in counts and len(counts) >= MAX_ERROR_TYPES:
+            kind = "other"
+        counts[route, kind] = counts.get((route, kind), 0) + 1
+
+    def counts(self) -> ReplicaCounts:
+        """Return a copy of the counters. Thread-safe."""
+        loads, unloads = self.model_counts
+        counts = ReplicaCounts(
+            routes=copied(self.latencies),
+            stalls=copied(self.stalls),
+            thread_waits=self.pools.waits(),
+            batches={
+                each: replace(self.context.batch_counts[each])
+                for each in list(self.context.batch_counts)
+            },
+            model_loads=loads,
+            model_unloads=unloads,
+        )
+        for key in list(self.errors):
+            counts.errors.setdefault(key[0], {})[key[1]] = self.errors[key]
+        return counts
 
     def release(self, call: Call) -> None:
         """Give a call's slot back: its work has ended, or will never begin."""

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import Any
 
 from ingress.asgi import RouteTemplates
+from ingress.base.counters import HTTPCounts
 from ingress.base.types import DeploymentID
 from ingress.calls import retries
 from ingress.calls.call import Call, Runner
@@ -50,7 +51,8 @@ class Router:
     __slots__ = (
         "_available", "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
         "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
-        "deployment_id", "max_queued_requests", "num_requests", "replicas", "templates",
+        "deployment_id", "http", "max_queued_requests", "num_expired", "num_rejected",
+        "num_requests", "num_retries", "num_shed", "replicas", "templates",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,8 @@ class Router:
         self._max_retries = max_retries
         self._later = later
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
+        self.num_rejected = self.num_shed = self.num_retries = self.num_expired = 0
+        self.http = HTTPCounts()
         self.replicas: list[Runner] = []
         self._policy = TwoChoices()
         self._lock = threading.Lock()
@@ -154,9 +158,11 @@ class Router:
     def _full(self, deadline: float | None, now: float) -> BackPressureError | None:
         """Return the error that refuses a call with this deadline, `None` if it may wait."""
         if 0 <= self.max_queued_requests <= len(self._waiting) - self._num_withheld():
+            self.num_rejected += 1
             return self._refusal("", self._backpressure.retry_after_s)
         if deadline is None or not (reason := self._waiting.turns_away(deadline, now)):
             return None
+        self.num_rejected += 1
         return self._refusal(reason, self._retry_after_s())
 
     def reassign(self, call: Call, error: Exception) -> None:
@@ -186,6 +192,7 @@ class Router:
                 refused = error
             else:
                 self._resting.add(call)
+                self.num_retries += 1
         if refused is not None:
             call.settle(error=refused)
         elif pause_s:
@@ -285,6 +292,9 @@ class Router:
     def _start(self, replica: Runner, started: list[Call], shed: list[Shed]) -> None:
         for call in started:
             call.start(replica)
+        if shed:
+            with self._lock:
+                self.num_shed += len(shed)
         for each in shed:
             if each.left_s <= 0:  # its timer is late
                 each.call.expire()
@@ -304,6 +314,16 @@ class Router:
             retry_after_s,
             reason,
         )
+
+    def note_retry(self) -> None:
+        """Count a request that is tried again after user code may have seen it. Thread-safe."""
+        with self._lock:
+            self.num_retries += 1
+
+    def note_expired(self) -> None:
+        """Count a call whose deadline has passed. Thread-safe."""
+        with self._lock:
+            self.num_expired += 1
 
     def withdraw(self, call: Call) -> bool:
         """Remove a cancelled call from the queue. Returns False if it is not queued here."""

@@ -14,6 +14,7 @@ Both end a second after the last sign of pressure. The switch interval is the wh
 from __future__ import annotations
 
 import sys
+from math import inf
 
 WAITS = 3  # the pressure is high once the watchdog waited so many turns for the GIL
 ROUND_S = 0.015  # target wait of a loop for one turn of its own
@@ -22,12 +23,16 @@ CALM_S = 1.0
 
 
 class GILPressure:
-    """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread."""
+    """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread.
 
-    __slots__ = ("_calm_at", "_given_s", "_grows_at", "_set_s", "adapts", "is_high")
+    `waited_s` are the seconds by which the watchdog woke late, in all, while it waited for the GIL.
+    """
+
+    __slots__ = ("_calm_at", "_given_s", "_grows_at", "_set_s", "adapts", "is_high", "waited_s")
 
     def __init__(self) -> None:
         self.is_high = False
+        self.waited_s = 0.0
         self.adapts = True
         self._calm_at = 0.0
         self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
@@ -41,6 +46,8 @@ class GILPressure:
         waits for them are not pressure.
         """
         turn_s = sys.getswitchinterval()
+        if waits and 0 < late_s < inf:
+            self.waited_s += late_s
         turns = min(waits, late_s / turn_s + 1)
         if turns >= WAITS:
             self._calm_at = now + CALM_S

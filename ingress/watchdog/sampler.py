@@ -168,7 +168,7 @@ class Sampler:
             for owner in list(loop.owners):
                 if owner.context is replica:
                     counted = owner.stalls.setdefault(stall.method, Latency())
-                    counted.add(stall.duration_ms, is_error=False)
+                    counted.add(stall.duration_ms)
         # Stalls that delay no request are not logged, such as a task at start-up; nor are stalls in
         # a debugger.
         is_of_interest = stall.waited or stall.request_ids

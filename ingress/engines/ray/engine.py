@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ray import serve as ray_serve
 from ray.serve.exceptions import RayServeException as TheirException
 
+from ingress.admin.address import AdminOptions
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
 from ingress.config import HTTPOptions, LoggingConfig
@@ -28,7 +30,11 @@ from ingress.engines.ray.lowering import (
 )
 from ingress.engines.ray.owners import owner_of, sign
 from ingress.engines.ray.waits import check_fits, telling_waits, waits_of
-from ingress.exceptions import DeploymentUnavailableError, RayServeException
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    OptionNotActedOnWarning,
+    RayServeException,
+)
 from ingress.handle import DeploymentHandle
 from ingress.http.server import check_address
 from ingress.http.server_options import ServerOptions
@@ -117,11 +123,19 @@ class RayEngine:
     def _would_be_ours(self) -> bool:
         return Cluster.would_be_ours(self._address or Settings.from_environment().ray_address)
 
-    def start(self, http_options: HTTPOptions | None) -> None:
+    def start(self, http_options: HTTPOptions | None, admin: AdminOptions | None = None) -> None:
         """Start Serve. In a module that a command serves, only record the options for its `run`.
 
-        No effect in a replica, which imports the module again.
+        No effect in a replica, which imports the module again. Ray has its own metrics: `admin` has
+        no effect but a warning.
         """
+        if admin is not None and not admin.is_off:
+            warnings.warn(
+                f"serve.start(admin={admin.address!r}) has no effect on Ray, whose nodes export "
+                "the metrics; leave it out",
+                OptionNotActedOnWarning,
+                stacklevel=3,  # this, serve.start, the user's line
+            )
         if self._command_line is not None:
             self._http_options = self._command_line.over(http_options or HTTPOptions())
             return

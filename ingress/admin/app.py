@@ -1,0 +1,110 @@
+"""The ASGI app of the admin listener.
+
+    GET /metrics         Prometheus' text format, or OpenMetrics
+    GET /api/snapshot    the snapshot as JSON
+
+A route is added to `routes`. The guard answers 403 for a wrong Host or Origin, 401 without the
+token, and 405 for a method that could change something, before any route is looked up.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ingress.admin.address import AdminOptions, is_loopback
+from ingress.admin.source import Source
+
+SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def routes(source: Source) -> Sequence[BaseRoute]:
+    """Return the routes. Endpoints that block are `def`: they run in threads of the listener."""
+
+    def snapshot(request: Request) -> Response:
+        return Response(source.latest_json(), media_type="application/json")
+
+    return [Route("/api/snapshot", snapshot)]
+
+
+def admin_app(source: Source, options: AdminOptions) -> ASGIApp:
+    """Return the app, with its guard."""
+    return Guard(Starlette(routes=list(routes(source))), options)
+
+
+class Guard:
+    """The guard of the admin listener: it refuses clients, and adds the security headers.
+
+    A page of another site reaches 127.0.0.1 through its reader's browser, with that site's name as
+    Host or Origin. A listener that other machines reach has a token, which no browser adds by
+    itself: its Host may be any name.
+    """
+
+    __slots__ = ("_app", "_checks_host", "_token")
+
+    def __init__(self, app: ASGIApp, options: AdminOptions) -> None:
+        self._app = app
+        self._token = options.token
+        self._checks_host = options.path is None and is_loopback(options.host_and_port[0])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # there are no WebSockets here: the server answers 403 or 500
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        app: ASGIApp = self._refusal(scope) or self._app
+        await app(scope, receive, send_safely)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._checks_host and not is_loopback(_name_of(f"//{host}")):
+            return PlainTextResponse("This Host is not allowed here; use 127.0.0.1.", 403)
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return PlainTextResponse("Requests from other sites are not allowed.", 403)
+        if self._token is not None and not _has_token(headers, self._token):
+            return PlainTextResponse(
+                "A token is required: Authorization: Bearer TOKEN.",
+                401,
+                {"www-authenticate": "Bearer"},
+            )
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("The admin listener is read only.", 405, {"allow": "GET"})
+        return None
+
+
+def _name_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _has_token(headers: Headers, token: str) -> bool:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and secrets.compare_digest(
+        given.strip().encode(), token.encode()
+    )

@@ -1,0 +1,73 @@
+"""The snapshot of a server with worker processes: their sum, with the counters of those that ended.
+
+supervisor's thread    keeps the last snapshot that each worker has pushed, and adds it to `Ended`
+                       when the worker has ended
+admin listener         asks the workers for new ones, and sums; a silent worker's last one is used
+
+A worker pushes a snapshot each second, and when it has drained. One that is killed takes the counts
+since then with it, at most those of a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import time
+from typing import Protocol
+
+from ingress.base.process import process_facts
+from ingress.cli.worker_commands import STATUS_S, Asked, Workers
+from ingress.snapshot import ProcessSnapshot, Snapshot, both_kept, merged
+
+MAX_PIDS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The counters of the workers that have ended, and their pids. Replaced as a whole."""
+
+    snapshot: Snapshot | None = None
+    pids: tuple[int, ...] = ()
+
+    def with_worker(self, pid: int, last: Snapshot | None) -> Ended:
+        """Return these with another worker's."""
+        snapshot = self.snapshot if last is None else both_kept(self.snapshot, last)
+        return Ended(snapshot, (*self.pids[-MAX_PIDS:], pid))
+
+
+class WorkersWithSnapshots(Workers, Protocol):
+    """The supervisor, as the admin listener sees it."""
+
+    @property
+    def ended(self) -> Ended: ...
+
+    def last_snapshots(self) -> Mapping[int, Snapshot]:
+        """Return the last snapshots that live workers have pushed, by pid. Thread-safe."""
+
+
+def snapshot_of_workers(workers: WorkersWithSnapshots, url: str | None) -> Snapshot:
+    """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
+    asked = Asked("snapshot", {})
+    workers.post(asked)
+    asked.is_answered.wait(STATUS_S)
+    found = dict(workers.last_snapshots())
+    found |= {pid: each for pid, each in dict(asked.answers).items() if isinstance(each, Snapshot)}
+    silent = sorted(asked.waits_for)
+    # Race with the end of a worker that has just answered: it is added to `ended` with its last
+    # snapshot, and must not be counted twice. So this is read last.
+    ended = workers.ended
+    parts = [each for pid, each in found.items() if pid not in ended.pids]
+    mine = ProcessSnapshot("supervisor", os.getpid(), *process_facts(os.getpid()))
+    if not parts:
+        parts = [Snapshot(time(), os.getpid())]
+    whole = merged(parts, ended.snapshot)
+    workers_here = [pid for pid in whole.workers if pid not in silent]
+    return replace(
+        whole,
+        pid=os.getpid(),
+        url=url,
+        workers=workers_here,
+        silent=silent,
+        processes=[mine, *whole.processes],
+    )

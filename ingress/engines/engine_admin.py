@@ -1,0 +1,64 @@
+"""The admin listener of the engine: that of `serve.start(admin=...)`, or of INGRESS_ADMIN."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ingress.admin.address import AdminOptions
+from ingress.base.settings import ADMIN, admin_settings
+from ingress.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from ingress.admin.listener import AdminListener
+
+logger = logging.getLogger("ingress")
+
+
+class EngineAdmin:
+    """The admin listener of an engine, from `start` to `stop`. Guarded by the engine's locks.
+
+    `options` are those of the user's code, `None` if it gives none.
+    """
+
+    __slots__ = ("_listener", "options")
+
+    def __init__(self) -> None:
+        self.options: AdminOptions | None = None
+        self._listener: AdminListener | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The URL of the listener, if there is one."""
+        listener = self._listener
+        return None if listener is None else listener.url
+
+    def start(self, make: Callable[[], Snapshot], options: AdminOptions) -> None:
+        """Start the listener, unless it runs already. Raises `RuntimeError` if it is busy."""
+        if self._listener is not None or options.is_off:
+            return
+        from ingress.admin.listener import AdminListener  # not for a process without a listener
+
+        self._listener = AdminListener(make, options)
+        # Under uvicorn's own command only uvicorn's loggers print at this level.
+        servers = logging.getLogger("uvicorn.error")
+        told = logger if logger.isEnabledFor(logging.INFO) else servers
+        told.info("admin listener at %s", self._listener.url)
+
+    def start_by_environment(self, make: Callable[[], Snapshot]) -> None:
+        """Start the listener if INGRESS_ADMIN says so. A failure is logged: requests are served."""
+        address, token = admin_settings()
+        if address is None:
+            return
+        try:
+            self.start(make, AdminOptions(address, token, takes_next_port=True))
+        except (RuntimeError, ValueError) as error:
+            logger.warning("no admin listener: %s (%s=%s)", error, ADMIN, address)
+
+    def stop(self) -> None:
+        """Stop the listener, if it runs."""
+        listener, self._listener = self._listener, None
+        self.options = None
+        if listener is not None:
+            listener.stop()

@@ -1,0 +1,60 @@
+"""The snapshot of this process: see `ingress.snapshot`."""
+
+from __future__ import annotations
+
+import os
+from time import time
+from typing import TYPE_CHECKING
+
+from ingress.control.snapshots import (
+    application_snapshot,
+    child_processes,
+    http_counts,
+    process_snapshot,
+)
+from ingress.snapshot import Snapshot, StallSnapshot
+from ingress.watchdog import WATCHDOG, Stall
+from ingress.watchdog.pressure import GIL_PRESSURE
+
+if TYPE_CHECKING:
+    from ingress.engines.local import LocalEngine
+
+STALLS = 20
+
+
+def snapshot_of(engine: LocalEngine) -> Snapshot:
+    """Return the state of this process now. Thread-safe; it reads `/proc`, so it blocks."""
+    pid = os.getpid()
+    found = Snapshot(time(), pid, engine.url(), workers=[pid])
+    name = engine.http.command_line.process
+    mine = process_snapshot(name, pid)
+    mine.gil_wait_s = GIL_PRESSURE.waited_s
+    found.processes.append(mine)
+    running = dict(engine.applications)
+    for each, overview in engine.apps.overviews().items():
+        application = running.get(each) or engine.apps.starting_one(each)
+        found.applications[each] = application_snapshot(overview, application, name)
+        if application is not None:
+            found.processes += child_processes(application)
+    for proxy in dict.fromkeys(engine.proxies()):
+        found.unrouted += http_counts(proxy.unrouted)
+    found.stalls = [_stall(each) for each in WATCHDOG.stalls()[-STALLS:]]
+    return found
+
+
+def _stall(stall: Stall) -> StallSnapshot:
+    return StallSnapshot(
+        stall.began_at_s,
+        stall.duration_ms,
+        stall.reason.value,
+        stall.loop,
+        stall.application,
+        stall.deployment,
+        stall.replica,
+        stall.method,
+        list(stall.request_ids),
+        stall.place.file,
+        stall.place.line,
+        stall.is_over,
+        str(stall),
+    )
