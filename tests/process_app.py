@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
+import resource
 import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, WebSocket
@@ -217,6 +220,40 @@ class Spinning:
     async def spin(self) -> None:
         while True:
             pass
+
+    async def hold_gil(self) -> None:
+        """Wait for ever in C code that does not release the GIL."""
+        ctypes.PyDLL(None).pause()
+
+    async def crash(self) -> None:
+        ctypes.string_at(0)
+
+    async def allocate(self) -> int:
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, limits[1]))
+        try:
+            return len(bytearray(1 << 34))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@serve.deployment(isolation="process")
+class FailsLater:
+    """A deployment whose constructor ends its process once a file exists; it notes each start."""
+
+    def __init__(self, folder: str) -> None:
+        with (Path(folder) / "starts").open("a") as file:
+            file.write("x")
+        if (Path(folder) / "fails").exists():
+            print("the last words", flush=True)
+            os._exit(5)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def fails_later(folder: str) -> Any:
+    return FailsLater.bind(folder)  # type: ignore[attr-defined]
 
 
 spinning = Spinning.bind()  # type: ignore[attr-defined]

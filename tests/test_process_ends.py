@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,12 +128,26 @@ def test_options_of_a_child_change_while_it_runs() -> None:
     assert pids("Model") == before
 
 
-@pytest.mark.thorough
-def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems name signals differently")
+def test_a_crash_in_c_ends_one_replica_and_an_allocation_that_fails_none() -> None:
     handle = serve.run(process_app.spinning, route_prefix=None)
     before = handle.pid.remote().result()
 
-    response = handle.spin.remote()
+    with pytest.raises(MemoryError):
+        handle.allocate.remote().result()
+    assert handle.pid.remote().result() == before
+    with pytest.raises(ReplicaUnavailableError, match="was killed by SIGSEGV"):
+        handle.crash.remote().result()
+    assert handle.pid.remote().result() != before
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["spin", "hold_gil"])
+def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced(method: str) -> None:
+    handle = serve.run(process_app.spinning, route_prefix=None)
+    before = handle.pid.remote().result()
+
+    response = handle.options(method_name=method).remote()
 
     with pytest.raises(ReplicaUnavailableError):
         response.result(timeout_s=50)
@@ -150,6 +165,30 @@ def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer
     wait_until(lambda: deployment().status == "UNHEALTHY", timeout_s=50)
     assert "ended with exit code 9" in deployment().message
     assert "the last words" in deployment().message
+
+
+@pytest.mark.thorough
+def test_a_replacement_that_does_not_start_is_tried_with_longer_and_longer_pauses(
+    tmp_path: Path,
+) -> None:
+    handle = serve.run(process_app.fails_later(str(tmp_path)), route_prefix=None)
+    (tmp_path / "fails").touch()
+    os.kill(handle.pid.remote().result(), signal.SIGKILL)
+
+    def deployment() -> Any:
+        return serve.status().applications["default"].deployments["FailsLater"]
+
+    wait_until(lambda: deployment().status == "UNHEALTHY")
+    begun = time.monotonic()
+    wait_until(lambda: time.monotonic() > begun + 5)
+    # Pauses of 0, 0.5, 1, 2, 4 s: the sixth start is 7.5 s after the first.
+    assert 3 <= len((tmp_path / "starts").read_text()) <= 6
+    assert "failed to start" in deployment().message
+    assert "ended with exit code 5" in deployment().message
+    assert "the last words" in deployment().message
+    (tmp_path / "fails").unlink()
+    assert handle.pid.remote().result(timeout_s=50)
+    wait_until(lambda: deployment().status == "HEALTHY")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
