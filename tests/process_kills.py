@@ -11,9 +11,11 @@ ones, or if a process, a descriptor, a thread, shared memory or a slot is left.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -34,7 +36,8 @@ from tests.process_app import array_caller, killed
 from tests.servers import served, wait_until
 
 MIB = 1 << 20
-CLIENTS = 2  # of each kind
+CLIENTS = 1  # of each kind
+PAUSE_S = 0.01  # of a client, between two requests
 STARTING = 0.1  # the share of children that are killed while they start
 LAST_S = 30.0
 
@@ -49,14 +52,15 @@ class Load:
         self._stopping = threading.Event()
         kinds = (self.short, self.long, self.stream, self.upload, self.websocket, self.handle)
         self._threads = [
-            threading.Thread(target=self._run, args=(kind,)) for kind in kinds * CLIENTS
+            threading.Thread(target=self._run, args=(kind,), daemon=True)
+            for kind in kinds * CLIENTS
         ]
         for each in self._threads:
             each.start()
 
     def _run(self, ask: Callable[[httpx.Client], str]) -> None:
         with httpx.Client(base_url=self.url, timeout=LAST_S) as client:
-            while not self._stopping.is_set():
+            while not self._stopping.wait(PAUSE_S):
                 try:
                     outcome = ask(client)
                 except (httpx.RemoteProtocolError, httpx.ReadError, ConnectionClosed):
@@ -166,8 +170,11 @@ def _target(link: Path) -> str:
         return ""
 
 
-def kill(number: int, chance: random.Random, children: Children) -> None:
-    """Kill one child at a random moment: an old one, or one that starts."""
+def kill(number: int, chance: random.Random, children: Children) -> float:
+    """Kill one child at a random moment: an old one, or one that starts.
+
+    Returns the seconds until another process is there.
+    """
     starting = chance.random() < STARTING
     deadline = time.monotonic() + 10 * SHORT_LIFE_S
     while True:
@@ -180,7 +187,25 @@ def kill(number: int, chance: random.Random, children: Children) -> None:
         if candidates:
             break
         assert time.monotonic() < deadline, "the replacements did not come"
-    os.kill(chance.choice(candidates), signal.SIGKILL)
+    victim = chance.choice(candidates)
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended, because its start was given up
+        return kill(number, chance, children)
+    return _until_replaced({*ages})
+
+
+def _until_replaced(before: set[int]) -> float:
+    """Return the seconds until another process is there; `nan` if that takes half a second.
+
+    Then its replacement waits, because it did not start, or the machine is busy.
+    """
+    begun = time.monotonic()
+    while (took := time.monotonic() - begun) < 0.5:
+        if _children() - before:
+            return took
+        time.sleep(0.002)
+    return math.nan
 
 
 def main(kills: int = 1000, seed: int = 0) -> int:
@@ -197,10 +222,16 @@ def main(kills: int = 1000, seed: int = 0) -> int:
     wait_until(lambda: not held()["slots"])
     before = held()
     load = Load(url)
+    took_s: list[float] = []
     for number in range(1, kills + 1):
-        kill(number, chance, children)
+        took_s.append(kill(number, chance, children))
         if number % 50 == 0 or number == kills:
-            print(f"{number} kills, {time.monotonic() - begun:.0f} s: {dict(load.outcomes)}")
+            took_ms = sorted(round(each * 1e3) for each in took_s if not math.isnan(each))
+            print(
+                f"{number} kills, {time.monotonic() - begun:.0f} s; the next process began after "
+                f"{statistics.median(took_ms)} ms, p95 {took_ms[len(took_ms) * 95 // 100]} ms, in "
+                f"{len(took_ms)} cases: {dict(load.outcomes)}"
+            )
     load.stop()
     wait_until(lambda: len(_serving()) == wanted and len(_children()) == wanted, 120)
     wait_until(lambda: not held()["slots"])
