@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,16 @@ killed = Api.options(num_replicas=6).bind()  # type: ignore[attr-defined]
 
 
 @serve.deployment(
-    isolation="process", ray_actor_options={"runtime_env": {"env_vars": {"MODEL_FOLDER": "/m"}}}
+    isolation="process",
+    lanes={"db": 1},
+    ray_actor_options={"runtime_env": {"env_vars": {"MODEL_FOLDER": "/m"}}},
 )
 class Model:
     def __init__(self, factor: int = 1) -> None:
         self.factor = factor
         self.events: list[str] = []
         self.barrier: threading.Barrier | None = None
+        self.leave_lane = threading.Event()
 
     def reconfigure(self, user_config: dict[str, int]) -> None:
         self.factor = user_config["factor"]
@@ -134,6 +138,17 @@ class Model:
 
     async def seen(self) -> list[str]:
         return self.events
+
+    async def stall(self) -> str:
+        time.sleep(0.4)
+        return serve.get_request_context().request_id
+
+    @serve.method(lane="db")
+    def in_lane(self) -> None:
+        self.leave_lane.wait(20)
+
+    async def end_lane(self) -> None:
+        self.leave_lane.set()
 
     async def request_id(self) -> str:
         return serve.get_request_context().request_id

@@ -39,6 +39,7 @@ MIB = 1 << 20
 CLIENTS = 1  # of each kind
 PAUSE_S = 0.01  # of a client, between two requests
 STARTING = 0.1  # the share of children that are killed while they start
+MISSING = 3  # children that may be missing when the next one is killed
 LAST_S = 30.0
 
 
@@ -170,8 +171,8 @@ def _target(link: Path) -> str:
         return ""
 
 
-def kill(number: int, chance: random.Random, children: Children) -> float:
-    """Kill one child at a random moment: an old one, or one that starts.
+def kill(wanted: int, chance: random.Random, children: Children) -> float:
+    """Kill one of `wanted` children at a random moment: an old one, or one that starts.
 
     Returns the seconds until another process is there.
     """
@@ -184,14 +185,14 @@ def kill(number: int, chance: random.Random, children: Children) -> float:
             candidates = [pid for pid in ages if pid not in serving]
         else:
             candidates = [p for p, age in ages.items() if p in serving and age > SHORT_LIFE_S + 2]
-        if candidates:
+        if candidates and len(serving) >= wanted - MISSING:
             break
         assert time.monotonic() < deadline, "the replacements did not come"
     victim = chance.choice(candidates)
     try:
         os.kill(victim, signal.SIGKILL)
     except ProcessLookupError:  # it has just ended, because its start was given up
-        return kill(number, chance, children)
+        return kill(wanted, chance, children)
     return _until_replaced({*ages})
 
 
@@ -224,7 +225,7 @@ def main(kills: int = 1000, seed: int = 0) -> int:
     load = Load(url)
     took_s: list[float] = []
     for number in range(1, kills + 1):
-        took_s.append(kill(number, chance, children))
+        took_s.append(kill(wanted, chance, children))
         if number % 50 == 0 or number == kills:
             took_ms = sorted(round(each * 1e3) for each in took_s if not math.isnan(each))
             print(

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -136,6 +137,45 @@ def test_records_of_a_child_come_through_the_handlers_of_the_server_in_order(
     output = capfd.readouterr()
     assert output.out == "on stdout\n"
     assert [output.err.count(each) for each in ("number 7\n", "on stderr\n", "\x1e")] == [1, 1, 0]
+
+
+def test_a_stall_in_a_child_is_logged_counted_and_listed(
+    model: DeploymentHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = logging.getLogger("ingress")
+    for each in list(ours.filters):
+        if getattr(each, "__name__", "") == "_is_no_stall":  # of tests/conftest.py
+            ours.removeFilter(each)
+    request_id = model.stall.remote().result()
+
+    wait_until(lambda: [each for each in serve.stalls() if request_id in each.request_ids])
+    (stall,) = [each for each in serve.stalls() if request_id in each.request_ids]
+    assert (stall.deployment, stall.method) == ("Model", "Model.stall")
+    assert stall.place.file == process_app.__file__
+    (replica,) = serve.status().applications["model"].deployments["Model"].replicas
+    assert [each.count for each in replica.stall_ms.values()] == [1]
+    wait_until(lambda: [each for each in caplog.records if hasattr(each, "stall")])
+    (record,) = [each for each in caplog.records if hasattr(each, "stall")]
+    assert "The event loop of Model#0 stalled" in record.getMessage()
+    assert vars(record)["request_id"] == request_id
+
+
+def test_the_status_has_the_lanes_and_batches_of_a_child(model: DeploymentHandle) -> None:
+    calls = [model.in_lane.remote() for _ in range(3)]
+
+    def lane() -> Any:
+        (replica,) = serve.status().applications["model"].deployments["Model"].replicas
+        found = replica.lanes["db"]
+        return found.ongoing, found.queued
+
+    wait_until(lambda: lane() == (1, 2))
+    model.end_lane.remote().result()
+    for each in calls:
+        each.result()
+    wait_until(lambda: lane() == (0, 0))
+    model.batched.remote(1).result()
+    (counted,) = local_engine().routers[DeploymentID("Model", "model")].replicas
+    wait_until(lambda: counted.context.batch_counts)
 
 
 # Calls that a child makes.

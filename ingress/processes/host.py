@@ -23,6 +23,7 @@ from ingress.processes.frames import Buffers, Frames, decode, dumps, loads
 from ingress.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
+from ingress.watchdog import WATCHDOG, Stall
 
 BEAT_S = 0.25
 
@@ -35,7 +36,10 @@ class Host:
     `stop()` ends the process, in another thread.
     """
 
-    __slots__ = ("_calls", "_models", "_page", "_stop", "_tasks", "directory", "frames", "replica")
+    __slots__ = (
+        "_calls", "_last_stall", "_models", "_news", "_page", "_stop", "_tasks", "directory",
+        "frames", "replica",
+    )  # fmt: skip
 
     def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
         self.replica = replica
@@ -46,6 +50,8 @@ class Host:
         self._calls: dict[int, HostedCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: frozenset[str] = frozenset()
+        self._news = dumps(({}, {}, (0, 0), {}, {}, []))  # the last that the parent knows
+        self._last_stall: Stall | None = None
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         if number >= UPWARD:
@@ -64,9 +70,23 @@ class Host:
             self._on_message(kind, call, content, buffers)
 
     def beat(self) -> None:
-        """Show the parent, now and again and again, that the user loop turns."""
+        """Show the parent, now and again and again, that the user loop turns, and the news."""
         self._page.turn(monotonic())
+        self._tell_news()
         self.replica.loop.call_later(BEAT_S, self.beat)
+
+    def _tell_news(self) -> None:
+        stalls = [each for each in WATCHDOG.stalls() if each.is_over]
+        new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
+        replica = self.replica
+        pools = replica.pools.loads(), replica.pools.waits()
+        counts = replica.stalls, replica.context.batch_counts, replica.model_counts, *pools
+        news = dumps((*counts, new))
+        if news != self._news:
+            self.frames.post(Kind.NEWS, 0, news)
+            # Without the stalls, so that they are not told again.
+            self._news = dumps((*counts, []))
+            self._last_stall = stalls[-1] if stalls else None
 
     def excuse(self) -> None:
         """Show the parent that the user loop may stand, while a model is loaded. Thread-safe."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from secrets import token_hex
 from time import monotonic
 from typing import Any
@@ -29,6 +29,7 @@ from ingress.processes.messages import (
     RESPONSE_BODY,
     UPWARD,
     Kind,
+    News,
     message_of,
     response_messages,
 )
@@ -169,12 +170,14 @@ class Link:
 
     end        the description of the process's end, "" while it runs
     model_ids  the ids of the models that the child has or is loading
+    on_news    is called with the counters of the child
     mark       tells log records from other lines of its output
     """
 
     __slots__ = (
         "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle",
         "_output", "_page", "_replica_id", "_started", "_works", "end", "mark", "model_ids",
+        "on_news",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
@@ -189,6 +192,7 @@ class Link:
         self._is_stopping = False
         self._last = 0
         self._works: dict[int, RemoteWork] = {}
+        self.on_news: Callable[[News], None] = lambda news: None
         self.mark = token_hex(8)
         self._output = Output(self.mark)
         self.end = ""
@@ -296,6 +300,8 @@ class Link:
     def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
         if kind == Kind.MODELS:
             self.model_ids = loads(content)
+        elif kind == Kind.NEWS:
+            self.on_news(News(*loads(content)))
         elif self._started is None or self._started.done():
             pass  # the start was given up
         elif kind == Kind.READY:

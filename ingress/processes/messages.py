@@ -17,6 +17,7 @@
           CHUNK        the bytes of one chunk of a response's body
           ITEM         one item of a generator
           MODELS       the ids of the replica's models
+          NEWS         the replica's counters, and new stalls: `News`; at most 4 times a second
           DONE         the work has ended, with its value
           FAILED       the work has ended, with its error
 
@@ -34,12 +35,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from starlette.types import Message, Scope
 
+from ingress.base.counters import BatchCount, LaneLoad, Latency
 from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.processes.frames import Buffers, Content, decode, encode, outside
+from ingress.watchdog import Stall
 
 UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
 
@@ -67,6 +70,7 @@ class Kind(IntEnum):
     DONE = 22
     FAILED = 23
     ANSWER = 24
+    NEWS = 25
 
 
 CREDIT = Struct("<IQ")  # messages and bytes
@@ -92,6 +96,17 @@ class ReplicaSpec:
     place: Place | None = None
     log_levels: Mapping[str, int] = field(default_factory=dict)
     log_mark: str = ""
+
+
+class News(NamedTuple):
+    """The counters of a replica in a child, and the stalls since the last news."""
+
+    stalls: dict[str, Latency]
+    batches: dict[str, BatchCount]
+    models: tuple[int, int]
+    lanes: dict[str, LaneLoad]
+    thread_waits: dict[str, Latency]
+    new_stalls: list[Stall]
 
 
 Envelope: TypeAlias = tuple[str, str, str, str, str, float | None]

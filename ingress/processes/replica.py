@@ -24,11 +24,12 @@ from ingress.processes.code import ByPath, accept_main, pickled_arguments, refer
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
 from ingress.processes.frames import dumps
-from ingress.processes.messages import ReplicaSpec
+from ingress.processes.messages import News, ReplicaSpec
 from ingress.processes.output import levels
 from ingress.processes.remote_code import RemoteCode
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState
+from ingress.watchdog import WATCHDOG
 
 
 class ProcessReplica(Replica):
@@ -39,7 +40,7 @@ class ProcessReplica(Replica):
     The loop that it borrows is that of its frames, at best the one that requests arrive on.
     """
 
-    __slots__ = ("_code", "_specify")
+    __slots__ = ("_code", "_model_counts", "_specify")
 
     def __init__(
         self,
@@ -66,12 +67,18 @@ class ProcessReplica(Replica):
             sync_in_threadpool=options["sync_in_threadpool"],
             stall_threshold_s=stall_threshold_s,
         )
+        self._model_counts = 0, 0
+        self._code.link.on_news = self._take_news
         # For the names of its methods: there is no instance in this process.
         self.context.servable_object = built.deployment.func_or_class
 
     @property
     def model_ids(self) -> frozenset[str]:
         return self._code.link.model_ids
+
+    @property
+    def model_counts(self) -> tuple[int, int]:
+        return self._model_counts
 
     @property
     def pid(self) -> int:
@@ -121,6 +128,14 @@ class ProcessReplica(Replica):
             log_mark=self._code.link.mark,
         )
         await super().start(args, kwargs, user_config)
+
+    def _take_news(self, news: News) -> None:
+        """Take the counters of the child."""
+        self.stalls.update(news.stalls)
+        self.context.batch_counts.update(news.batches)
+        self._model_counts = news.models
+        self.pools.told = news.lanes, news.thread_waits
+        WATCHDOG.note(news.new_stalls)
 
     def add_threads(self, max_ongoing: int) -> None:
         """Have the child allow worker threads for `max_ongoing` calls. Thread-safe."""

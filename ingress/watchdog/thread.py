@@ -113,6 +113,10 @@ class Watchdog:
                     found += [stall] if stall is not None else []
         return found
 
+    def note(self, stalls: list[Stall]) -> None:
+        """Add stalls of another process, which has logged them. Thread-safe."""
+        self._log.recent.extend(stalls)
+
     def standing(self, loop: asyncio.AbstractEventLoop) -> tuple[int, Stack] | None:
         """Return the heartbeats that a loop has answered, and its stack, while one has no answer.
 
