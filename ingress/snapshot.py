@@ -134,9 +134,9 @@ class DeploymentSnapshot:
         """Return the counters of all replicas, by id: of those that run and those that ended."""
         found: dict[str, ReplicaCounts] = {}
         for name, each in self.ended.items():
-            keep(found, name, each)
+            found.setdefault(name, ReplicaCounts(starts=0)).add(each)
         for replica in self.replicas:
-            keep(found, replica.replica_id, replica.counts)
+            found.setdefault(replica.replica_id, ReplicaCounts(starts=0)).add(replica.counts)
         return found
 
 
@@ -265,7 +265,7 @@ def kept(snapshot: Snapshot) -> Snapshot:
                 target_replicas=0,
                 queued=0,
                 replicas=[],
-                ended=deployment.counts(),
+                ended=_newest(deployment.counts()),
             )
             for each, deployment in application.deployments.items()
         }
@@ -290,11 +290,14 @@ def add_latencies(mine: dict[str, Latency], theirs: dict[str, Latency]) -> None:
 
 def keep(ended: dict[str, ReplicaCounts], name: str, counts: ReplicaCounts) -> None:
     """Add a replica's counters to those of a replica of the same id; the oldest are dropped."""
-    there = ended.pop(name, None)
-    ended[name] = total = ReplicaCounts(starts=0) if there is None else there
+    ended[name] = total = ended.pop(name, ReplicaCounts(starts=0))
     total.add(counts)
     while len(ended) > MAX_ENDED:
         del ended[next(iter(ended))]
+
+
+def _newest(counts: dict[str, ReplicaCounts]) -> dict[str, ReplicaCounts]:
+    return dict(list(counts.items())[-MAX_ENDED:])
 
 
 def _application(name: str, parts: Sequence[Snapshot], live: int) -> ApplicationSnapshot:

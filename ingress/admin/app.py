@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.admin.address import AdminOptions, is_loopback
+from ingress.admin.exposition import OPEN_METRICS, TEXT, exposition
 from ingress.admin.source import Source
 
 SECURITY_HEADERS = {
@@ -37,10 +38,15 @@ SECURITY_HEADERS = {
 def routes(source: Source) -> Sequence[BaseRoute]:
     """Return the routes. Endpoints that block are `def`: they run in threads of the listener."""
 
+    def metrics(request: Request) -> Response:
+        is_open = "application/openmetrics-text" in request.headers.get("accept", "")
+        text = exposition(source.latest(), is_open_metrics=is_open)
+        return Response(text, media_type=OPEN_METRICS if is_open else TEXT)
+
     def snapshot(request: Request) -> Response:
         return Response(source.latest_json(), media_type="application/json")
 
-    return [Route("/api/snapshot", snapshot)]
+    return [Route("/metrics", metrics), Route("/api/snapshot", snapshot)]
 
 
 def admin_app(source: Source, options: AdminOptions) -> ASGIApp:

@@ -1,0 +1,280 @@
+"""`/metrics`: Ray's names and labels, sums, formats, the table, the board and the alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from ingress.admin.exposition import exposition
+from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM
+from ingress.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
+from ingress.snapshot import (
+    ApplicationSnapshot,
+    DeploymentSnapshot,
+    HTTPCount,
+    ProcessSnapshot,
+    ReplicaCounts,
+    ReplicaSnapshot,
+    Snapshot,
+    UserMetric,
+    UserSeries,
+)
+from tests.servers import ROOT, get
+from tests.test_admin import admin_port, serving
+from tests.test_admin import folder as folder
+
+RAYS = json.loads((ROOT / "tests" / "ray_metrics.json").read_text())
+"""The metrics of a real Ray Serve 2.60.0: type, labels and buckets of each, without node labels."""
+
+OF_RAYS_PARTS = {"actor_id", "handle"}
+WITHOUT = {"ray_serve_num_router_requests_total": {"route"}}
+"""Labels of Ray that a metric does not have here."""
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(text: str, read: Any = read_text) -> Samples:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in read(text)
+        for sample in family.samples
+    }
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def latency(*values: float) -> Latency:
+    made = Latency()
+    for each in values:
+        made.add(each)
+    return made
+
+
+def everything(*, replicas: int = 1) -> Snapshot:
+    """Return a snapshot with a sample of each metric."""
+    counts = ReplicaCounts(
+        routes={"/items/{id}": latency(0.5, 3.0, 700_000.0)},
+        errors={"/items/{id}": {"ValueError": 1}},
+        stalls={"Model.block": latency(250.0)},
+        thread_waits={"": latency(1.5), "db": latency(2.5)},
+        batches={"Model.predict": BatchCount(2, 7)},
+        model_loads=3,
+        model_unloads=1,
+    )
+    counts.routes["/items/{id}"].errors = 1
+    deployment = DeploymentSnapshot(
+        "HEALTHY", "", "", replicas, 1, 10, 1, 2, 3, 4, 5, 6,
+        [HTTPCount("/items/{id}", "GET", 200, latency(5.0)),
+         HTTPCount("/items/{id}", "GET", 503, latency(6.0))],
+        [ReplicaSnapshot(str(n), "server", 1, "RUNNING", 2, 100, 1, "", 0,
+                         {"db": LaneLoad(4, 1, 2)}, ["a", "b"], counts) for n in range(replicas)],
+    )  # fmt: skip
+    application = ApplicationSnapshot("RUNNING", "", "/", 0.0, {"Model": deployment})
+    return Snapshot(
+        1.0,
+        1,
+        processes=[ProcessSnapshot("server", 1, 1000, 1.5, 7, 0.25)],
+        applications={'a "b" \\c': application},
+        unrouted=[HTTPCount("", "GET", 404, latency(0.0))],
+    )
+
+
+def test_a_server_has_rays_names_with_its_counts(folder: Path) -> None:
+    with serving(folder, "--admin", "127.0.0.1:0") as server:
+        for path in ("/items/1", "/items/2", "/items/0", "/nowhere"):
+            get(server.port, path)
+        answer = get(admin_port(server), "/metrics")
+
+    found = samples(answer.body.decode())
+    route = {"application": "default", "route": "/items/{number}", "method": "GET"}
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert value(found, "ray_serve_num_http_requests_total", **route, status_code="200") == 2
+    assert value(found, "ray_serve_http_request_latency_ms_count", **route, status_code="200") == 2
+    assert value(found, "ray_serve_num_http_error_requests_total", **route, error_code="500") == 1
+    names = {"application": "default", "deployment": "Api"}
+    assert value(found, "ray_serve_num_router_requests_total", **names) == 4
+    assert value(found, "ray_serve_application_status", application="default") == 6
+    assert value(found, "ray_serve_deployment_status", **names) == 6
+    by_name: dict[str, float] = {}
+    for (name, _), number in found.items():
+        by_name[name] = by_name.get(name, 0) + number
+    assert by_name["ray_serve_deployment_request_counter_total"] == 3
+    assert by_name["ray_serve_deployment_error_counter_total"] == 1
+    assert by_name["ray_serve_deployment_processing_latency_ms_count"] == 4
+    assert by_name["ray_serve_deployment_replica_starts_total"] == 2
+
+
+def test_each_metric_is_shown_with_the_type_and_the_labels_of_the_table() -> None:
+    text = exposition(everything()).decode()
+    shown = {family.name: family for family in read_text(text)}
+
+    for each in FAMILIES:
+        family = shown.pop(each.name.removesuffix("_total") if each.kind == COUNTER else each.name)
+        assert family.type == each.kind, each.name
+        labels = {name for sample in family.samples for name in sample.labels}
+        assert labels - {"le"} == {*each.labels}, each.name
+    assert not shown
+
+
+def test_rays_metrics_have_rays_types_labels_and_buckets() -> None:
+    for each in FAMILIES:
+        if each.is_rays:
+            rays = RAYS[each.name]
+            assert rays["type"] == each.kind, each.name
+            absent = OF_RAYS_PARTS | WITHOUT.get(each.name, set())
+            assert {*rays["labels"]} - absent == {*each.labels}, each.name
+            if each.kind == HISTOGRAM:
+                bounds = [str(bound) for bound in LATENCY_BUCKETS_MS]
+                assert rays["buckets"] == [*bounds, "+Inf"]
+
+
+def test_open_metrics_says_the_same() -> None:
+    text = exposition(everything()).decode()
+    opened = exposition(everything(), is_open_metrics=True).decode()
+
+    assert opened.endswith("# EOF\n")
+    assert samples(opened, read_open) == samples(text)
+    assert "# TYPE ray_serve_num_http_requests counter" in opened
+    assert "# TYPE ray_serve_num_http_requests_total counter" in text
+
+
+def test_open_metrics_is_for_those_that_ask_for_it(folder: Path) -> None:
+    with serving(folder, "--admin", "127.0.0.1:0") as server:
+        get(server.port, "/items/1")
+        accept = "Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n"
+        answer = get(admin_port(server), "/metrics", accept)
+
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert samples(answer.body.decode(), read_open)
+
+
+def test_replicas_of_one_number_in_several_workers_are_summed() -> None:
+    snapshot = everything()
+    [application] = snapshot.applications.values()
+    [replica] = application.deployments["Model"].replicas
+    application.deployments["Model"].replicas.append(replica)
+    application.deployments["Model"].ended["0"] = replica.counts
+    found = samples(exposition(snapshot).decode())
+    names = {"application": 'a "b" \\c', "deployment": "Model", "replica": "0"}
+    times = "ray_serve_deployment_processing_latency_ms"
+
+    assert value(found, "ray_serve_replica_processing_queries", **names) == 4
+    assert value(found, f"{times}_count", **names, route="/items/{id}") == 9
+    assert value(found, f"{times}_bucket", **names, route="/items/{id}", le="1.0") == 3
+    assert value(found, "ray_serve_deployment_replica_starts_total", **names) == 3
+
+
+def test_a_users_metric_is_spelled_as_ray_spells_it() -> None:
+    names = ["application", "deployment", "replica", "model"]
+    of_replica = ["default", "Model", "0"]
+    snapshot = Snapshot(
+        1.0,
+        1,
+        metrics=[
+            UserMetric("my_counter", "counter", "mine", names, [],
+                       [UserSeries([*of_replica, "m"], 2)]),
+            UserMetric("my_histogram", "histogram", "a\nb", names, [1.0, 10.0],
+                       [UserSeries([*of_replica, ""], 12.5, [1, 0, 1])]),
+            UserMetric("serve_application_status", "gauge", "", [], [], [UserSeries([], 9)]),
+        ],
+    )  # fmt: skip
+    for read in (read_text, read_open):
+        text = exposition(snapshot, is_open_metrics=read is read_open).decode()
+        found = samples(text, read)
+        mine = {"application": "default", "deployment": "Model", "replica": "0"}
+        assert value(found, "ray_my_counter_total", **mine, model="m") == 2
+        assert value(found, "ray_my_histogram_bucket", **mine, le="10.0") == 1
+        assert value(found, "ray_my_histogram_sum", **mine) == 12.5
+        assert not any(name == "ray_serve_application_status" for name, _ in found)
+    assert {*RAYS["ray_my_counter_total"]["labels"]} == {*names}
+
+
+def test_1000_replicas_are_all_written(capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = everything(replicas=1000)
+    usual = ReplicaCounts(routes={"/items/{id}": latency(0.5, 3.0)})
+    for replica in snapshot.applications['a "b" \\c'].deployments["Model"].replicas:
+        replica.counts, replica.lanes, replica.models = usual, {}, []
+    begin = thread_time()
+    text = exposition(snapshot)
+    took_ms = (thread_time() - begin) * 1e3
+    with capsys.disabled():
+        print(f"\n/metrics of 1,000 replicas: {took_ms:.0f} ms, {len(text) / 1e6:.1f} MB")
+
+    lines = text.count(b"\nray_serve_deployment_processing_latency_ms_bucket")
+    assert lines == 1000 * (len(LATENCY_BUCKETS_MS) + 1)
+
+
+# The page, the board and the alerts.
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.*) \| (.*?) \|$", page, re.MULTILINE)
+
+    assert rows == [
+        (
+            each.name,
+            each.kind,
+            ", ".join(f"`{label}`" for label in each.labels),
+            each.description,
+            "yes" if each.is_rays else "ingress only",
+        )
+        for each in FAMILIES
+    ]
+
+
+def expressions() -> Iterator[str]:
+    """Yield the queries of the alerts and of the board, with its variables set."""
+    rules = yaml.safe_load((ROOT / "docs" / "metrics" / "alerts.yml").read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"]
+    board = json.loads((ROOT / "docs" / "metrics" / "grafana.json").read_text())
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            query: str = target["expr"].replace("$__rate_interval", "1m")
+            yield query.replace("$application", ".*")
+
+
+def test_each_query_is_about_metrics_and_labels_that_there_are() -> None:
+    known: dict[str, set[str]] = {}
+    for each in FAMILIES:
+        suffixes = ("_bucket", "_sum", "_count") if each.kind == HISTOGRAM else ("",)
+        for suffix in suffixes:
+            known[each.name + suffix] = {*each.labels, *(["le"] if suffix == "_bucket" else [])}
+    for query in expressions():
+        names = re.findall(r"(?:ray_serve|ingress)_\w+", query)
+        grouped = {
+            word for group in re.findall(r"by \(([^)]*)\)", query) for word in group.split(", ")
+        }
+        assert names, query
+        for name in names:
+            assert grouped <= known[name], query
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_promtool_accepts_the_alerts_the_queries_and_the_text(tmp_path: Path) -> None:
+    rules = [{"record": f"query{n}", "expr": each} for n, each in enumerate(expressions())]
+    queries = tmp_path / "queries.yml"
+    queries.write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    for path in (ROOT / "docs" / "metrics" / "alerts.yml", queries):
+        checked = subprocess.run(
+            ["promtool", "check", "rules", path], capture_output=True, text=True
+        )
+        assert checked.returncode == 0, checked.stderr
+    text = exposition(everything())
+    linted = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    assert b"error while linting" not in linted.stderr  # what it says of style is about Ray's names
