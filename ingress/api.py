@@ -29,6 +29,7 @@ logger = logging.getLogger("ingress")
 
 Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 
+_LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 
 
@@ -36,6 +37,7 @@ def start(
     http_options: HTTPOptions | dict[str, Any] | None = None,
     *,
     engine: str | None = None,
+    logging_config: LoggingConfig | dict[str, Any] | None = None,
     tracing: bool = False,
     admin: str | None = None,
     admin_token: str | None = None,
@@ -44,12 +46,13 @@ def start(
     """Start the HTTP server before any application. The server runs until `shutdown`.
 
     `http_options` set the address that `run` listens on; `host=None` disables HTTP. `engine` is
-    "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. `tracing` makes spans of
-    calls by handle and of batches, as `INGRESS_TRACING=1` does: it sets that variable. `admin` is
-    the address of the admin listener, with `/metrics`: "127.0.0.1:8265", the path of a Unix socket,
-    "" for the first free port from 8265 on, or "off"; one that other machines reach needs
-    `admin_token`. Ray has its own metrics. Raises `RuntimeError` if an address cannot be bound, or
-    the engine cannot be used.
+    "local" for this process, or "ray"; the default is `INGRESS_ENGINE`. `logging_config` is for the
+    loggers `ingress`, `ingress.access`, `ray.serve` and uvicorn's, and for deployments that have
+    none: docs/logging.md. `tracing` makes spans of calls by handle and of batches, as
+    `INGRESS_TRACING=1` does: it sets that variable. `admin` is the address of the admin listener,
+    with `/metrics`: "127.0.0.1:8265", the path of a Unix socket, "" for the first free port from
+    8265 on, or "off"; one that other machines reach needs `admin_token`. Ray has its own metrics.
+    Raises `RuntimeError` if an address cannot be bound, or the engine cannot be used.
     """
     refuse("serve.start", unsupported, start)
     if tracing:
@@ -57,6 +60,7 @@ def start(
     current_engine(engine).start(
         _options(HTTPOptions, http_options, "http_options", "serve.HTTPOptions(port=8000)"),
         None if admin is None else AdminOptions(admin, admin_token),
+        _options(LoggingConfig, logging_config, "logging_config", _LOGGING_EXAMPLE),
     )
 
 
@@ -75,19 +79,17 @@ def run(
     The application is served over HTTP under `route_prefix`; `None` disables HTTP for it. It
     replaces an application of the same name, which stops when the new one is ready, or at once if
     it is still starting. With `blocking`, returns on Ctrl-C or SIGTERM, after shutting everything
-    down. `logging_config` is for Ray's loggers of the deployments that have none; in this process
-    it has no effect but a warning. `engine` is "local" for this process, or "ray"; the default is
-    the engine that runs applications already, else `INGRESS_ENGINE`. Raises `RuntimeError` if a
-    replica does not start (`__cause__` is the exception of user code): `status` then has the
-    application as DEPLOY_FAILED, and its requests get 503, until it is deleted or replaced. Raises
-    it too if the application is deleted, replaced or shut down while it starts.
+    down. `logging_config` is for the deployments that have none: docs/logging.md. `engine` is
+    "local" for this process, or "ray"; the default is the engine that runs applications already,
+    else `INGRESS_ENGINE`. Raises `RuntimeError` if a replica does not start (`__cause__` is the
+    exception of user code): `status` then has the application as DEPLOY_FAILED, and its requests
+    get 503, until it is deleted or replaced. Raises it too if the application is deleted, replaced
+    or shut down while it starts.
     """
     refuse("serve.run", unsupported, run)
     _check_target(target)
     check_names(name, route_prefix)
-    logging_options = _options(
-        LoggingConfig, logging_config, "logging_config", "serve.LoggingConfig(log_level='DEBUG')"
-    )
+    logging_options = _options(LoggingConfig, logging_config, "logging_config", _LOGGING_EXAMPLE)
     with serving_until_signal() if blocking else nullcontext():
         return current_engine(engine).run(target, name, route_prefix, logging_options)
 

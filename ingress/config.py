@@ -40,12 +40,8 @@ from ingress.base.settings import HTTPLimits
 from ingress.base.types import DeploymentID, ReplicaID
 from ingress.base.unsupported import teller
 
-NOT_ACTED_ON: frozenset[str] = frozenset(
-    {
-        "logging_config",
-    }
-)
-"""Deployment options without effect in this process. Of `ray_actor_options` only `num_cpus` has
+NOT_ACTED_ON: frozenset[str] = frozenset()
+"""Deployment options without effect in this process; none at the moment. Of `ray_actor_options` only `num_cpus` has
 an effect: `options_not_acted_on` covers the others too."""
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import ingress as serve
-from ingress.logs import RequestFilter
 from tests.fakes import bind
 
 PATIENCE_S = 60.0
@@ -41,6 +44,16 @@ class Talker:
         logging.getLogger(logger).warning("said")
 
 
+@pytest.fixture
+def users() -> Iterator[Remembering]:
+    """The records of the logger `users.own`, as a handler without a filter gets them."""
+    handler = Remembering()
+    logger = logging.getLogger("users.own")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
 @pytest.mark.parametrize("method", ["on_loop", "in_thread"])
 @pytest.mark.parametrize("logger", ["ingress", "users.own"])
 def test_a_record_from_a_request_has_its_identity(
@@ -48,8 +61,6 @@ def test_a_record_from_a_request_has_its_identity(
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
     handler = Remembering()
-    if logger != "ingress":
-        handler.addFilter(RequestFilter())  # a logger's filter sees the records of that logger only
     logging.getLogger(logger).addHandler(handler)
     try:
         handle = serve.run(bind(Talker), name="app", route_prefix=None)
@@ -95,3 +106,116 @@ def test_importing_the_package_gives_its_logger_the_fields() -> None:
     )
 
     assert done.stderr == "ingress|||said\n"
+
+
+@serve.deployment
+class Writer:
+    """It logs by the user's own logger, in every way that code runs."""
+
+    def __init__(self) -> None:
+        logging.getLogger("users.own").warning("constructing")
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=20)
+    async def together(self, numbers: list[int]) -> list[int]:
+        logging.getLogger("users.own").warning("batch")
+        return numbers
+
+    async def in_batch(self, number: int) -> int:
+        result: int = await self.together(number)
+        return result
+
+    async def with_own_id(self) -> None:
+        extra = {"request_id": "mine", "deployment": "mine", "other": 1}
+        logging.getLogger("users.own").warning("own", extra=extra)
+
+    async def in_thread(self) -> None:
+        await asyncio.to_thread(logging.getLogger("users.own").warning, "thread")
+
+
+def test_the_record_of_a_constructor_has_its_replica(users: Remembering) -> None:
+    serve.run(bind(Writer), name="app", route_prefix=None)
+    serve.shutdown()
+
+    [record] = users.records
+    assert fields(record) == {
+        **dict.fromkeys(FIELDS, ""),
+        "application": "app",
+        "deployment": "Writer",
+        "replica": "0",
+    }
+
+
+def test_the_record_of_a_batch_has_the_ids_of_all_its_requests(users: Remembering) -> None:
+    handle = serve.run(bind(Writer), route_prefix=None)
+    responses = [handle.in_batch.remote(n) for n in range(2)]
+    assert [each.result(timeout_s=PATIENCE_S) for each in responses] == [0, 1]
+    serve.shutdown()
+
+    [record] = (each for each in users.records if each.getMessage() == "batch")
+    ids = [each.request_id for each in responses]
+    assert fields(record)["request_id"].split(",") == ids
+
+
+def test_a_value_of_the_program_for_a_field_is_kept_and_refused_by_no_logger(
+    users: Remembering,
+) -> None:
+    handle = serve.run(bind(Writer), route_prefix=None)
+    handle.with_own_id.remote().result(timeout_s=PATIENCE_S)
+    serve.shutdown()
+
+    [record] = (each for each in users.records if each.getMessage() == "own")
+    found = fields(record)
+    assert (found["request_id"], found["deployment"], found["replica"]) == ("mine", "mine", "0")
+    text = logging.Formatter("{request_id} {other} {replica}", style="{").format(record)
+    assert text == logging.Formatter("%(request_id)s %(other)s %(replica)s").format(record)
+    assert text == "mine 1 0"
+    sent = pickle.loads(pickle.dumps(copy.copy(record)))
+    assert fields(sent) == found
+    assert type(pickle.loads(pickle.dumps(record)).__dict__) is dict
+
+
+def test_a_record_factory_of_the_program_is_called_and_comes_back(users: Remembering) -> None:
+    before = logging.getLogRecordFactory()
+
+    def mine(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = before(*args, **kwargs)
+        record.__dict__["mine"] = True
+        return record
+
+    logging.setLogRecordFactory(mine)
+    try:
+        handle = serve.run(bind(Writer), route_prefix=None)
+        handle.in_thread.remote().result(timeout_s=PATIENCE_S)
+        serve.shutdown()
+        assert logging.getLogRecordFactory() is mine
+    finally:
+        logging.setLogRecordFactory(before)
+
+    [record] = (each for each in users.records if each.getMessage() == "thread")
+    assert record.__dict__["mine"]
+    assert fields(record)["deployment"] == "Writer"
+
+
+def test_a_record_factory_that_the_program_sets_later_stays(users: Remembering) -> None:
+    before = logging.getLogRecordFactory()
+    handle = serve.run(bind(Writer), route_prefix=None)
+    ours = logging.getLogRecordFactory()
+
+    def mine(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = ours(*args, **kwargs)
+        record.__dict__["mine"] = True
+        return record
+
+    logging.setLogRecordFactory(mine)
+    try:
+        handle.in_thread.remote().result(timeout_s=PATIENCE_S)
+        serve.shutdown()
+        assert logging.getLogRecordFactory() is mine
+        serve.run(bind(Writer), route_prefix=None)  # around the program's, which has one already
+        serve.shutdown()
+        assert logging.getLogRecordFactory() is mine
+    finally:
+        logging.setLogRecordFactory(before)
+
+    assert {fields(each)["deployment"] for each in users.records} == {"Writer"}
+    assert [each.__dict__["mine"] for each in users.records if each.getMessage() == "thread"]

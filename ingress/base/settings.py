@@ -21,6 +21,7 @@ engine reads the environment again.
     RAY_ADDRESS                                      the Ray cluster; empty starts a local one
     RAY_SERVE_SESSION_ID_HEADER_KEY       x-session-id   header with the session id; empty: none
     INGRESS_PRIORITY_HEADER                          header with the priority; empty: none
+    RAY_SERVE_LOG_ENCODING                    TEXT   format of log records: TEXT or JSON
     INGRESS_TRACE                                    file for the recording of requests (`timeline`)
     INGRESS_TRACING                              0   spans of calls and batches (`calls.tracing`)
     INGRESS_LIMIT_CONNECTIONS                    0   connections of a process at most; 0: no limit
@@ -68,6 +69,7 @@ RAY_ADDRESS = "RAY_ADDRESS"
 SESSION_ID_HEADER_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"
 SESSION_HEADER = "x-session-id"
 PRIORITY_HEADER = "INGRESS_PRIORITY_HEADER"
+LOG_ENCODING = "RAY_SERVE_LOG_ENCODING"
 TRACE_FILE = "INGRESS_TRACE"
 TRACING = "INGRESS_TRACING"
 LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
@@ -220,6 +222,11 @@ def admin_settings() -> tuple[str | None, str | None]:
     return os.environ.get(ADMIN) or None, os.environ.get(ADMIN_TOKEN) or None
 
 
+def wants_colors() -> bool:
+    """Return whether colors may be written to a terminal: https://no-color.org."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def notify_socket() -> str | None:
     """Return the address of systemd's socket, if systemd waits for this process to be ready."""
     return os.environ.get("NOTIFY_SOCKET") or None
@@ -287,6 +294,20 @@ def handles_signals() -> bool:
 def makes_spans() -> bool:
     """Return whether `INGRESS_TRACING` is on. Raises `ValueError` for a value that is no flag."""
     return _flag(os.environ, TRACING, default=False)
+
+
+def log_encoding() -> str | None:
+    """Return the format of log records that the environment names, `None` for none.
+
+    Raises `ValueError` for an unknown one.
+    """
+    value = os.environ.get(LOG_ENCODING) or None
+    if value not in (None, "TEXT", "JSON"):
+        raise ValueError(
+            f"{LOG_ENCODING} must be TEXT or JSON, got {value!r}; set it to one of these, or unset "
+            "it"
+        )
+    return value
 
 
 def engine_name(environ: Mapping[str, str] | None = None) -> str:

@@ -153,7 +153,6 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "proxy_location": "where HTTP is served is the engine's choice; leave it out, or say "
         "host=None in http_options for no HTTP",
         "grpc_options": NO_GRPC,
-        "logging_config": LOGGING,
         "tracing_config": TRACING,
         "controller_options": CONTROLLER,
         "kwargs": HTTP_ONLY,

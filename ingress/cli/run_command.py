@@ -19,9 +19,9 @@ from ingress.cli.run_file import (
     builder_arguments,
     check_file,
     load_targets,
-    log_options,
     prepare,
     print_unused,
+    process_logs,
 )
 from ingress.cli.serving import (
     budget_for,
@@ -32,13 +32,14 @@ from ingress.cli.serving import (
     start_again_if_needed,
 )
 from ingress.cli.target import AppDir, FileOrTarget, read_file, refusal
-from ingress.cli.terminal import logging_at, print_plan
+from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served
 from ingress.config_file.loading import is_config_file
 from ingress.declaration.names import check_names
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
 from ingress.http.server_options import ServerOptions
+from ingress.logs.options import LOGS
 
 
 class LogLevel(StrEnum):
@@ -48,6 +49,11 @@ class LogLevel(StrEnum):
     INFO = "info"
     DEBUG = "debug"
     TRACE = "trace"
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    TEXT = "text"
 
 
 def _option(*words: Any, **more: Any) -> Any:
@@ -195,6 +201,14 @@ def run(
         _option(
             help="Least level of the loggers `ingress` and `uvicorn`."
             "  [default: info; uvicorn: warning]",
+            rich_help_panel=_LOGS,
+        ),
+    ] = None,
+    log_format: Annotated[
+        LogFormat | None,
+        _option(
+            help="Format of all lines on standard output and error."
+            "  [default: text, and JSON for requests unless on a terminal]",
             rich_help_panel=_LOGS,
         ),
     ] = None,
@@ -349,9 +363,17 @@ def run(
         print_unused(file)
     elif watch:
         raise refusal("--watch is for a file, such as serve.yaml; for code there is --reload")
-    level, access_log = log_options(file, log_level and log_level.value, access_log=access_log)
-    logs = {"log_config": _text(log_config) or logging_at(level), "log_level": level}
+    process = process_logs(
+        file,
+        log_level and log_level.value,
+        log_format and log_format.value.upper(),
+        access_log=access_log,
+        prints=log_config is None,
+    )
+    level = process.config.log_level if "log_level" in process.config.model_fields_set else None
+    logs = {"log_config": _text(log_config) or LOGGING, "log_level": level}
     _configure(logs, access_log=access_log, env_file=_text(env_file))
+    process.adopt()
     several = reload or workers > 1
     http = given(
         host=host,
@@ -389,6 +411,8 @@ def run(
     settings = read_settings()
     engine = engine or settings.engine
     check_engine(engine, server, reload=reload, workers=workers, ray_only=[address, working_dir])
+    if engine != "ray" and LOGS.is_logged:
+        server = replace(server, uvicorn={**server.uvicorn, "access_log": False})
     check_server(server)
     check_workers(timeout_worker_healthcheck, reload=reload, workers=workers)
     name, route_prefix = name or "default", route_prefix or "/"
@@ -404,7 +428,7 @@ def run(
         server,
         is_factory=factory,
         arguments=builder_arguments(arguments, file, is_factory=factory),
-        level=level,
+        logs=process,
         file=file,
         http=http,
         folder=before,

@@ -8,11 +8,14 @@ from typing import Any
 import typer
 
 from ingress.api import RunTarget
+from ingress.base.settings import log_encoding
 from ingress.cli.target import refusal, refusals, reporting_mistakes
 from ingress.cli.worker import Served
+from ingress.config import LoggingConfig
 from ingress.config_file.loading import ConfigFile
 from ingress.config_file.reading import ConfigFileError
 from ingress.exceptions import OptionNotActedOnWarning
+from ingress.logs.process import ProcessLogs
 
 
 def check_file(file: ConfigFile, **options: Any) -> None:
@@ -53,17 +56,35 @@ def print_unused(file: ConfigFile) -> None:
         typer.echo(f"{file.path.name}: {text}", err=True)
 
 
-def log_options(
-    file: ConfigFile | None, level: str | None, *, access_log: bool
-) -> tuple[str | int | None, bool]:
-    """Return the level of the loggers, and whether requests are logged."""
-    given = None if file is None else file.config.logging
-    found: str | int | None = level
-    if found is None and given is not None and "log_level" in given.model_fields_set:
-        found = given.log_level
-    if given is not None:
-        access_log = access_log and given.enable_access_log
-    return found.upper() if isinstance(found, str) else found, access_log
+def process_logs(
+    file: ConfigFile | None,
+    level: str | None,
+    encoding: str | None,
+    *,
+    access_log: bool,
+    prints: bool,
+) -> ProcessLogs:
+    """Return the logging of the command line, else of the file, else of the environment.
+
+    `prints` is false with a `--log-config`.
+    """
+    options: dict[str, Any] = {}
+    try:
+        if (named := log_encoding()) is not None:
+            options["encoding"] = named
+    except ValueError as error:
+        raise refusal(str(error)) from None
+    if file is not None:
+        config = file.config.logging
+        options |= {name: getattr(config, name) for name in config.model_fields_set}
+    if encoding is not None:
+        if not prints:
+            raise refusal("--log-format and --log-config are both given; the file has the format")
+        options["encoding"] = encoding
+    if level is not None:
+        options["log_level"] = level.upper()
+    is_logged = access_log and options.get("enable_access_log", True)
+    return ProcessLogs(LoggingConfig(**options), is_logged, prints)
 
 
 def prepare(file: ConfigFile) -> dict[str, str | None]:

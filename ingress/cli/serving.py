@@ -38,6 +38,7 @@ from ingress.cli.worker import Served, work_until_reloaded
 from ingress.cli.worker_commands import WorkersCommands
 from ingress.cli.worker_snapshots import snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
+from ingress.config import LoggingConfig
 from ingress.declaration.build import BuiltApplication, build
 from ingress.declaration.declaration import Application
 from ingress.declaration.one_node import check_here
@@ -127,7 +128,7 @@ def serve_until_ctrl_c(
             reloads.running(),
             api.serving_until_signal(hang_up),
         ):
-            _start(targets, engine)
+            _start(targets, engine, served.logs.config)
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
             _say(ready_lines(targets, current_engine().url(), where))
@@ -171,10 +172,16 @@ def _say(text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def _start(targets: Sequence[RunTarget], engine: str) -> None:
+def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> None:
+    # Here, the process's own logging is for all deployments already.
+    logging_config = logs if engine == "ray" and logs.model_fields_set else None
+
     def run() -> None:
         for each in targets:
-            api.run(each.target, name=each.name, route_prefix=each.route_prefix, engine=engine)
+            api.run(
+                each.target, name=each.name, route_prefix=each.route_prefix,
+                logging_config=logging_config, engine=engine,
+            )  # fmt: skip
 
     try:
         if engine == "local":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -12,7 +11,6 @@ from time import monotonic
 from typing import Annotated, Any
 
 import typer
-import uvicorn
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
@@ -25,6 +23,7 @@ from ingress.cli.target import refusal
 from ingress.declaration.declaration import Application
 from ingress.inspection import explain
 from ingress.inspection.budget import ThreadBudget
+from ingress.logs.handlers import AccessPrinter, Printer
 from ingress.schema import ServeStatus
 
 Output = Annotated[
@@ -38,8 +37,6 @@ console = Console()
 NEWS_S = 0.5  # until the first line about a start; most starts are over by then
 MOST_NEWS_S = 30.0
 LIVE_S = 0.2
-LONGEST_PATH = 2_000  # in the access log
-_PATH = 2  # client, method, path, version, status
 JOIN_S = 1.0
 _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
@@ -141,38 +138,20 @@ def ready_lines(targets: Sequence[RunTarget], server: str | None, where: str = "
     return "\n".join(lines) + " (Ctrl-C to stop)"
 
 
-class ShortPath(logging.Filter):
-    """Cut the path in a record of uvicorn's access log, because a client chooses its length."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        arguments = record.args
-        if isinstance(arguments, tuple) and len(arguments) > _PATH:
-            path = arguments[_PATH]
-            if isinstance(path, str) and len(path) > LONGEST_PATH:
-                cut = f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
-                record.args = (*arguments[:_PATH], cut, *arguments[_PATH + 1 :])
-        return True
-
-
 LOGGING: dict[str, Any] = {
-    **uvicorn.config.LOGGING_CONFIG,
-    "filters": {"short_path": {"()": ShortPath}},
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {
+        "default": {"()": Printer},
+        "access": {"()": AccessPrinter},
+    },
     "loggers": {
-        **uvicorn.config.LOGGING_CONFIG["loggers"],
-        "uvicorn.access": {
-            **uvicorn.config.LOGGING_CONFIG["loggers"]["uvicorn.access"],
-            "filters": ["short_path"],
-        },
         "ingress": {"handlers": ["default"], "level": "INFO", "propagate": False},
+        "ingress.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
+        "ray.serve": {"handlers": ["default"], "level": "INFO", "propagate": False},
         "uvicorn": {"handlers": ["default"], "level": "WARNING", "propagate": False},
         "uvicorn.error": {"level": "WARNING"},
+        "uvicorn.access": {"level": "WARNING"},  # `ingress.access` has the requests
     },
 }
-
-
-def logging_at(level: str | int | None) -> dict[str, Any]:
-    """Return `LOGGING` with the level of the `ingress` logger; uvicorn sets that of its own."""
-    if level is None:
-        return LOGGING
-    ours = {**LOGGING["loggers"]["ingress"], "level": level}
-    return {**LOGGING, "loggers": {**LOGGING["loggers"], "ingress": ours}}
+"""The configuration of logging of a server; `logs.process.ProcessLogs` completes it."""

@@ -57,6 +57,7 @@ from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
+from ingress.logs.process import ProcessLogs
 from ingress.snapshot import Snapshot
 
 BEAT_S = 1.0
@@ -73,9 +74,8 @@ class Served:
 
     Those of `file`, or else the one that `target`, `name`, `route_prefix` and, for a builder,
     `arguments` describe. `http` are the keywords of `HTTPOptions` that the command line gives;
-    relative paths of the file begin at `folder`. `level` is that of the `ingress` logger, if the
-    command line or the file gives one. `changes` are options that commands have changed, by
-    application and deployment.
+    relative paths of the file begin at `folder`. `logs` is the logging of each
+    process. `changes` are options that commands have changed, by application and deployment.
     """
 
     target: str
@@ -86,7 +86,7 @@ class Served:
     _: KW_ONLY
     is_factory: bool = False
     arguments: Mapping[str, str] | None = None
-    level: str | int | None = None
+    logs: ProcessLogs = field(default_factory=ProcessLogs)
     file: ConfigFile | None = None
     http: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
@@ -142,8 +142,7 @@ class Served:
 
     def load(self) -> ASGIApp:
         """Import the applications in this process. Raises as `module_app.load`."""
-        if self.level is not None:
-            logging.getLogger("ingress").setLevel(self.level)
+        self.logs.adopt()
         # The command has said these, when it imported the module.
         warnings.filterwarnings("ignore", category=OptionNotActedOnWarning)
         warnings.filterwarnings("ignore", message="the variables? ", category=UserWarning)

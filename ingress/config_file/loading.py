@@ -14,7 +14,7 @@ from ingress.config_file.checking import checked
 from ingress.config_file.models import RAY_BUILDER, ApplicationConfig, ServeConfig
 from ingress.config_file.reading import ConfigFileError, Node, Where, read
 from ingress.declaration import module_app
-from ingress.declaration.build import build, with_options
+from ingress.declaration.build import build, with_logging, with_options
 from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
 from ingress.declaration.one_node import check_here, without_cluster_options
@@ -121,6 +121,8 @@ class ConfigFile:
                 raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
         if not self.on_cluster:
             self._check_here(application, number)
+        if config.logging_config is not None:
+            application = with_logging(application, config.logging_config)
         return Loaded(config, written, application)
 
     def _check_here(self, application: Application, number: int) -> None:

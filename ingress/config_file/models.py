@@ -160,7 +160,7 @@ class ApplicationConfig(Options):
 
 
 _HERE = ("runtime_env.env_vars", "runtime_env.working_dir")
-_CLUSTER_APPLICATION = ("logging_config", "autoscaling_policy", "external_scaler_enabled")
+_CLUSTER_APPLICATION = ("autoscaling_policy", "external_scaler_enabled")
 
 
 class GRPCOptions(Options):
@@ -213,8 +213,6 @@ class ServeConfig(Options):
             found.append("proxy_location (this process always serves HTTP)")
         if self.grpc_options.grpc_servicer_functions:
             found.append(f"grpc_options.grpc_servicer_functions ({_GRPC})")
-        ignored = [name for name in self.logging.changed() if name in _UNUSED_LOGGING]
-        found += [f"logging_config.{name}" for name in ignored]
         for each in self.applications:
             found += [f"{option} of application {each.name!r}" for option in each.for_a_cluster()]
         return found
@@ -267,7 +265,6 @@ class ServeConfig(Options):
 
 
 _CLUSTER = ("controller_options", "tracing_config", "target_capacity")
-_UNUSED_LOGGING = ("encoding", "logs_dir", "additional_log_standard_attrs")
 
 
 def _refuse_twice(kind: str, names: Iterable[str]) -> None:

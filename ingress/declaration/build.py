@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ingress.asgi import BoundApp
-from ingress.config import options_not_acted_on
+from ingress.config import LoggingConfig, options_not_acted_on
 from ingress.declaration.arguments import replaced
 from ingress.declaration.declaration import Application, Deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
@@ -94,6 +94,14 @@ def build(application: Application, name: str, *, acts_on_all: bool = False) -> 
     if not acts_on_all:
         _warn_of_options_not_acted_on(built)
     return built
+
+
+def with_logging(application: Application, config: LoggingConfig) -> Application:
+    """Return the application with this config for the deployments that have none of their own."""
+    plan = _Flattening("")
+    plan.add(application)
+    without = [each for each in plan.built.values() if each.deployment.logging_config is None]
+    return with_options(application, {each.name: {"logging_config": config} for each in without})
 
 
 def with_options(

@@ -42,7 +42,12 @@ class Engine(Protocol):
     def is_running(self) -> bool:
         """True while the engine has something to stop."""
 
-    def start(self, http_options: HTTPOptions | None, admin: AdminOptions | None = None) -> None:
+    def start(
+        self,
+        http_options: HTTPOptions | None,
+        admin: AdminOptions | None = None,
+        logging_config: LoggingConfig | None = None,
+    ) -> None:
         """Start the HTTP server, and an admin listener if there are options for one."""
 
     def run(

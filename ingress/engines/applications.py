@@ -30,6 +30,7 @@ from ingress.engines.overviews import FailedStart, overview_of
 from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
 from ingress.http.proxy import RouteTable
+from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
 from ingress.schema import ApplicationStatus, ApplicationStatusOverview
 from ingress.snapshot import ApplicationSnapshot
@@ -155,6 +156,10 @@ class Applications:
             serving: RunningApplication | None = None
             if not start.reason:
                 serving = self._updated_by(application)
+                configs = {each.name: each.deployment.config for each in built.deployments}
+                LOGS.set_application(
+                    application.name, {key: each.logging_config for key, each in configs.items()}
+                )
                 start.deploying = asyncio.get_running_loop().create_task(
                     controller.deploy(application, built, loop_of_replicas(), serving)
                 )
@@ -170,6 +175,7 @@ class Applications:
                 if failed.is_answered and not self.take(start, FAILED):
                     failed = None
             if not start.is_ready:
+                self._give_back_logging(application.name)
                 self._give_back_routers(application)
                 await controller.roll_back(application, serving)
                 await controller.stop(application, timeout_s=0.0, kept=serving)
@@ -230,6 +236,14 @@ class Applications:
             ):
                 self._routers[deployment_id] = serving.deployments[name].router
 
+    def _give_back_logging(self, name: str) -> None:
+        """Log as the application of a name that runs says, if there is one."""
+        running = self.running.get(name)
+        deployments = {} if running is None else running.deployments
+        LOGS.set_application(
+            name, {key: each.config.logging_config for key, each in deployments.items()}
+        )
+
     def _forget(self, start: Start) -> None:
         if self.starting.get(start.application.name) is start:
             del self.starting[start.application.name]
@@ -286,6 +300,8 @@ class Applications:
                 del self.running[application.name]
                 self._keep_counters(application)
                 application.proxy.conditions.pop(application.name, None)
+                if application.name not in self.starting:
+                    self._give_back_logging(application.name)
             self._settled.renew(is_needed=bool(self.running) and self.freezes_gc)
             self._release()
 

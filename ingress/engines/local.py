@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +15,6 @@ from typing import Any
 from ingress.admin.address import AdminOptions
 from ingress.base.settings import Settings, warn_of_unused
 from ingress.base.types import DeploymentID
-from ingress.base.unsupported import LOGGING
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.loops import run_blocking
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
@@ -24,7 +22,7 @@ from ingress.control.changes import Change
 from ingress.control.controller import Controller
 from ingress.control.factories import Factories, Instrument
 from ingress.control.running import RunningApplication
-from ingress.declaration.build import BuiltApplication
+from ingress.declaration.build import BuiltApplication, with_logging
 from ingress.declaration.declaration import Application
 from ingress.declaration.one_node import build_here
 from ingress.engines.applications import INTERRUPTED, Applications, Start
@@ -34,7 +32,6 @@ from ingress.engines.engine_threads import EngineThreads
 from ingress.engines.snapshots import snapshot_of
 from ingress.exceptions import (
     DeploymentUnavailableError,
-    OptionNotActedOnWarning,
     RayServeException,
 )
 from ingress.execution.loop_executor import lend_executor
@@ -42,6 +39,9 @@ from ingress.handle import DeploymentHandle, DeploymentResponse, directory_here,
 from ingress.http.proxy import HTTPProxy
 from ingress.http.retrying import RequestLimits
 from ingress.http.server_options import ServerOptions
+from ingress.logs.handlers import act_on_options, stop_using, use
+from ingress.logs.identity import leave_records
+from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus
@@ -97,6 +97,7 @@ class LocalEngine:
         with self._lock:
             if self._threads is None:
                 warn_of_unused()
+                act_on_options()
                 self._threads = EngineThreads(Settings.from_environment())
                 self._apply_instruments()
                 # Not earlier: instruments may have come since the last threads ended.
@@ -126,6 +127,8 @@ class LocalEngine:
         if threads is not None:
             self.admin.stop()
             threads.stop()
+            leave_records()
+            stop_using()
 
     @contextmanager
     def instrumented(self, instrument: Instrument) -> Iterator[None]:
@@ -190,9 +193,17 @@ class LocalEngine:
         self.http.command_line = command_line
         self.http.options = command_line.over(HTTPOptions())
 
-    def start(self, http_options: HTTPOptions | None, admin: AdminOptions | None = None) -> None:
+    def start(
+        self,
+        http_options: HTTPOptions | None,
+        admin: AdminOptions | None = None,
+        logging_config: LoggingConfig | None = None,
+    ) -> None:
         http = self.http
         with self._operations:
+            if logging_config is not None:
+                use(logging_config)
+                http.proxy.logs_requests = LOGS.is_logged
             if admin is not None:
                 self.admin.options = admin
             if http_options is not None:
@@ -227,14 +238,9 @@ class LocalEngine:
         route_prefix: str | None,
         logging_config: LoggingConfig | None = None,
     ) -> DeploymentHandle:
-        built = build_here(application, name)
         if logging_config is not None:
-            warnings.warn(
-                f"serve.run(logging_config={logging_config!r}) has no effect in this process; "
-                f"{LOGGING}, or run it with engine='ray'",
-                OptionNotActedOnWarning,
-                stacklevel=3,  # this, serve.run, the user's line
-            )
+            application = with_logging(application, logging_config)
+        built = build_here(application, name)
         with self._operations:
             threads = self.acquire()
             starting = RunningApplication(name, route_prefix, self.http.proxy)

@@ -35,6 +35,7 @@ from ingress.exceptions import (
     RayServeException,
     RequestTimeoutError,
 )
+from ingress.http.access import note_body_read, note_exchange
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
 from ingress.http.exchange_state import (
@@ -179,6 +180,7 @@ class Exchange(Call):
                 # Before the call takes a slot: a slow upload must not hold one.
                 self._first = await body.read_ahead()
                 self._expects_more = body.is_open
+                note_body_read(self._send)
                 if not body.is_open and self.metadata.deadline is None:
                     self._task = None  # the call may run in the server's task
             self.state = CALLED
@@ -251,6 +253,7 @@ class Exchange(Call):
         metadata = self.metadata._replace(deadline=deadline)
         other = Exchange(metadata, self.router, scope, self._receive, self._send)
         other._first = self._first
+        note_exchange(self._send, other)
         other.attempts = self.attempts
         other.runner = self.runner  # the router prefers another replica
         return other

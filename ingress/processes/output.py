@@ -18,6 +18,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import IO, Any
 
 from ingress.logs import RequestFilter
+from ingress.logs.streams import json_stream
 
 logger = logging.getLogger("ingress")
 
@@ -163,10 +164,14 @@ class _Stream:
         """Write to the same stream of this process, and return the lines that are complete."""
         if not data:
             return []
-        try:
-            os.write(self._to, data)
-        except OSError:
-            pass  # it is closed: the child must not wait for that
+        written = json_stream(self._to)
+        if written is None:
+            try:
+                os.write(self._to, data)
+            except OSError:
+                pass  # it is closed: the child must not wait for that
         *lines, self._line = (self._line + data[-_CHUNK:]).split(b"\n")
+        if written is not None and lines:
+            written.write(b"".join(b"%b\n" % each for each in lines).decode(errors="replace"))
         self._line = self._line[-TAIL:]
         return [each.decode(errors="replace") for each in lines]

@@ -38,6 +38,7 @@ from ingress.execution.lanes import lanes_of
 from ingress.execution.loop_executor import LoopExecutor
 from ingress.execution.other_loop import note_other_loop
 from ingress.execution.threads import RESERVED_THREADS
+from ingress.logs.identity import name_records
 from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
@@ -184,6 +185,7 @@ class Replica:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:
         """Make the replica ready, on its user loop. Raises the errors of user code."""
+        name_records()
         await run_on(self.loop, self._start(args, kwargs, user_config))
         self.state = ReplicaState.RUNNING
 

@@ -58,7 +58,7 @@ WITHOUT_EFFECT = {
     "handle.DeploymentHandle.shutdown": "does nothing but warn: a handle holds no resources",
     "handle.DeploymentHandle.shutdown_async": "does nothing but warn, as `shutdown`",
 }
-WITHOUT_EFFECT_HERE = {"serve.run(logging_config)", "serve.RunTarget(logging_config)"}
+WITHOUT_EFFECT_HERE: set[str] = set()
 LONGEST_DEFAULT = 30
 
 

@@ -60,7 +60,7 @@ class RayEngine:
 
     __slots__ = (
         "_address", "_applications", "_cluster", "_command_line", "_deploying", "_directory",
-        "_http_options", "_is_started", "_lock", "_working_dir",
+        "_http_options", "_is_started", "_lock", "_logging_config", "_working_dir",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -72,6 +72,7 @@ class RayEngine:
         self._cluster: Cluster | None = None
         self._directory: RayDirectory | None = None
         self._http_options = HTTPOptions()
+        self._logging_config: LoggingConfig | None = None
         self._is_started = False
         self._applications: dict[str, BuiltApplication] = {}
         self._address: str | None = None
@@ -123,11 +124,16 @@ class RayEngine:
     def _would_be_ours(self) -> bool:
         return Cluster.would_be_ours(self._address or Settings.from_environment().ray_address)
 
-    def start(self, http_options: HTTPOptions | None, admin: AdminOptions | None = None) -> None:
+    def start(
+        self,
+        http_options: HTTPOptions | None,
+        admin: AdminOptions | None = None,
+        logging_config: LoggingConfig | None = None,
+    ) -> None:
         """Start Serve. In a module that a command serves, only record the options for its `run`.
 
-        No effect in a replica, which imports the module again. Ray has its own metrics: `admin` has
-        no effect but a warning.
+        `logging_config` is for applications without one. No effect in a replica, which imports the
+        module again. Ray has its own metrics: `admin` has no effect but a warning.
         """
         if admin is not None and not admin.is_off:
             warnings.warn(
@@ -136,6 +142,7 @@ class RayEngine:
                 OptionNotActedOnWarning,
                 stacklevel=3,  # this, serve.start, the user's line
             )
+        self._logging_config = logging_config or self._logging_config
         if self._command_line is not None:
             self._http_options = self._command_line.over(http_options or HTTPOptions())
             return
@@ -184,6 +191,7 @@ class RayEngine:
         logging_config: LoggingConfig | None = None,
     ) -> DeploymentHandle:
         built = build(application, name, acts_on_all=True)
+        logging_config = logging_config or self._logging_config
         logging = logging_config and logging_config.model_dump(exclude_unset=True)
         with self._deploying, self._nothing_left_if_it_fails():
             # First, because errors in the application can be found without a cluster.
@@ -282,6 +290,7 @@ class RayEngine:
             self._cluster = self._directory = None
             self._is_started = False
             self._http_options = HTTPOptions()
+            self._logging_config = None
 
     def _owns(self, name: str) -> bool:
         owner = owner_of(name)

@@ -1,0 +1,166 @@
+"""The access log: one record of the logger `ingress.access` for each request.
+
+    method, route, status     the route is the path template; a request without one has a `path`
+    latency_ms                until the last message of the response was given to the server
+    queue_ms                  the part of it in which the request waited for a slot of a replica
+    request_id, client, application, deployment, replica
+
+While it is off, a request pays one look at `HTTPProxy.logs_requests`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.asgi import route_template
+from ingress.logs.identity import printable
+from ingress.logs.options import ACCESS, LOGS
+
+if TYPE_CHECKING:  # it imports this module
+    from ingress.http.exchange import Exchange
+
+_logger = logging.getLogger(ACCESS)
+_MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
+CLIENT_LEFT = 499  # as in Ray Serve, and in nginx
+_SWITCHED = 101
+_DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
+
+
+class AccessLine:
+    """One request, as its line in the access log tells of it. Its `send` for the proxy.
+
+    Owned by the HTTP loop. The proxy sets `exchange` and `scope` once the request has a deployment.
+    """
+
+    __slots__ = (
+        "__self__", "_began", "_outer", "_send", "_status", "exchange", "is_logged", "queued_at",
+        "request_id", "scope",
+    )  # fmt: skip
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.__self__ = getattr(send, "__self__", None)  # see `uvicorn_connection`
+        self._outer = scope
+        self._send = send
+        self._began = monotonic()
+        self._status = 0
+        self.exchange: Exchange | None = None
+        self.scope: Scope | None = None
+        self.request_id = ""
+        self.queued_at = 0.0  # when it asked for a slot, if it had a body to read before
+        self.is_logged = False
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        """Send a message of the response, and note the status and the end."""
+        kind = message["type"]
+        if kind == "http.response.body":
+            if not message.get("more_body"):
+                self.log()
+        elif kind in ("http.response.start", "websocket.http.response.start"):
+            self._status = message["status"]
+            if self.exchange is None:  # refused
+                self.request_id = _id_in(message)
+        elif kind == "websocket.accept":
+            self._status = _SWITCHED
+        elif kind == "websocket.close":
+            is_open = self._status == _SWITCHED
+            self._status = message.get("code", 1000) if is_open else _DENIED
+        return self._send(message)
+
+    async def follow(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], receive: Receive
+    ) -> None:
+        """Have `app` serve the request, and log it, if its answer has not been logged."""
+        try:
+            await app(self._outer, receive, self)
+        except Exception:
+            self._status = self._status or 500  # the server's answer
+            raise
+        finally:
+            self.log()
+
+    def log(self) -> None:
+        if self.is_logged:
+            return
+        self.is_logged = True
+        exchange = self.exchange
+        application = deployment = replica = route = model_id = ""
+        queue_ms = 0.0
+        now = monotonic()
+        if exchange is not None:
+            name = exchange.metadata.deployment
+            application, deployment = name.app_name, name.name
+            route = self._route(exchange)
+            if exchange.metadata.multiplexed_model_id:
+                model_id = printable(exchange.metadata.multiplexed_model_id)
+            self.request_id = exchange.metadata.request_id
+            queued_at = self.queued_at or self._began
+            queue_ms = max(0.0, (exchange.assigned_at or now) - queued_at) * 1e3
+            if exchange.runner is not None:
+                replica = exchange.runner.context.replica_tag
+            self.exchange = self.scope = None  # they outlive the request in the server's timers
+        if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):
+            return
+        latency_ms = (now - self._began) * 1e3
+        method = self._outer.get("method", "WS")
+        path = "" if route else printable(self._outer["path"])
+        status = self._status or CLIENT_LEFT
+        # Made here: `Logger.info` looks for its caller in the stack, which takes half of the time.
+        record = logging.LogRecord(
+            ACCESS, logging.INFO, __file__, 0, _MESSAGE,
+            (printable(method), route or path, status, latency_ms), None,
+        )  # fmt: skip
+        fields: dict[str, Any] = record.__dict__
+        fields["request_id"] = self.request_id
+        fields["route"] = route
+        fields["application"] = application
+        fields["deployment"] = deployment
+        fields["replica"] = replica
+        fields["multiplexed_model_id"] = model_id
+        fields["method"] = printable(method)
+        fields["status"] = status
+        fields["latency_ms"] = round(latency_ms, 3)
+        fields["queue_ms"] = round(queue_ms, 3)
+        fields["client"] = _client_of(self._outer)
+        fields["serve_access_log"] = True
+        if path:
+            fields["path"] = path
+        _logger.handle(record)
+
+    def _route(self, exchange: Exchange) -> str:
+        template = None if self.scope is None else route_template(self.scope)
+        if template is None:
+            return ""
+        return exchange.metadata.route.rstrip("/") + template
+
+
+def note_exchange(send: Send, exchange: Exchange) -> None:
+    """Tell the access line of a request, if it has one, its exchange, or its next attempt's."""
+    if isinstance(send, AccessLine):
+        send.exchange = exchange
+        send.scope = exchange.scope
+
+
+def note_body_read(send: Send) -> None:
+    """Tell the access line of a request, if it has one, that the request asks for a slot now."""
+    if isinstance(send, AccessLine):
+        send.queued_at = monotonic()
+
+
+def _id_in(start: Message) -> str:
+    for name, value in start.get("headers", ()):
+        if name == b"x-request-id":
+            return str(value, "latin-1")
+    return ""
+
+
+def _client_of(scope: Scope) -> str:
+    client = scope.get("client")
+    if not client:
+        return ""
+    host, port = client[0], client[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
