@@ -41,8 +41,8 @@ from ingress.base.types import DeploymentID, ReplicaID
 from ingress.base.unsupported import teller
 
 NOT_ACTED_ON: frozenset[str] = frozenset()
-"""Deployment options without effect in this process; none at the moment. Of `ray_actor_options` only `num_cpus` has
-an effect: `options_not_acted_on` covers the others too."""
+"""Deployment options without effect in this process; none at the moment. Of `ray_actor_options`
+only `num_cpus` has an effect: `options_not_acted_on` covers the others too."""
 
 
 DEFAULT_POLICY = "ingress.autoscaling_policy:default_autoscaling_policy"

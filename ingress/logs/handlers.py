@@ -97,8 +97,10 @@ def _access_text(*, colors: bool) -> logging.Formatter:
     return AccessText(colors=colors)
 
 
-class Selector(logging.Filter):
+class Selector:
     """A filter that acts on the options of the record's deployment."""
+
+    __slots__ = ()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not LOGS.is_used:

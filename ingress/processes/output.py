@@ -171,7 +171,8 @@ class _Stream:
             except OSError:
                 pass  # it is closed: the child must not wait for that
         *lines, self._line = (self._line + data[-_CHUNK:]).split(b"\n")
-        if written is not None and lines:
-            written.write(b"".join(b"%b\n" % each for each in lines).decode(errors="replace"))
+        if written is not None:
+            for each in lines:
+                written.write(each.decode(errors="replace") + "\n")
         self._line = self._line[-TAIL:]
         return [each.decode(errors="replace") for each in lines]

@@ -108,9 +108,10 @@ def environment_for_workers(settings: Settings, folders: Sequence[str] = ()) -> 
         SYNC_IN_THREADPOOL: str(int(settings.run_sync_in_threadpool)),
         USER_CODE_IN_SEPARATE_THREAD: str(int(settings.run_user_code_in_separate_thread)),
         ROUTER_IN_SEPARATE_LOOP: str(int(settings.run_router_in_separate_loop)),
-        TRACING: str(int(settings.tracing)),
         STALL_THRESHOLD_MS: f"{0 if threshold_s is None else threshold_s * 1e3:g}",
     }
+    if settings.tracing:
+        environment[TRACING] = "1"
     if folders:
         # Ray inserts the variable's value on the worker's node.
         environment["PYTHONPATH"] = os.pathsep.join([*folders, "${PYTHONPATH}"])
