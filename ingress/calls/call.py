@@ -301,6 +301,10 @@ class Call(Node):
         """Return the kind of this call; calls of a kind take about as long. "" for none."""
         return self.metadata.method_name
 
+    def title(self) -> str:
+        """Return the name of this call for people, also of a request. Thread-safe."""
+        return f"{self.metadata.deployment.name}.{self.metadata.method_name}"
+
     def current_route(self) -> str:
         """Return the route as far as it is known, a template such as "/items/{id}"."""
         return self.metadata.route

@@ -69,8 +69,13 @@ class ReplicaPools:
         """Return the waits of calls for a thread, by lane, "" for no lane. Thread-safe."""
         if self.told is not None:
             return self.told[1]
-        pools = {"": self.default, **self._named}
-        return {name: pool.waits.copy() for name, pool in pools.items() if pool.waits.total_ms}
+        return {
+            name: pool.waits.copy() for name, pool in self.by_lane().items() if pool.waits.total_ms
+        }
+
+    def by_lane(self) -> dict[str, WorkerPool]:
+        """Return the pools by the names of their lanes; that of the other threads by ""."""
+        return {"": self.default, **self._named}
 
     @property
     def were_used(self) -> bool:

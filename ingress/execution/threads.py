@@ -84,6 +84,11 @@ class WorkerThreads:
         with self._lock:
             return any(thread.is_alive() for thread in self._threads)
 
+    def at_work(self) -> tuple[list[threading.Thread], int]:
+        """Return the threads, and the number of submitted calls that have not ended."""
+        with self._lock:
+            return list(self._threads), self._unfinished
+
     def submit(self, call: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:

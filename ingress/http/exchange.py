@@ -29,6 +29,7 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
+from ingress.calls.notable import NOTABLE
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -89,6 +90,7 @@ class Exchange(Call):
         "_task",
         "_template",
         "_thread",
+        "_title",
         "attempts",
         "body",
         "cut_by",
@@ -101,6 +103,7 @@ class Exchange(Call):
         "started",
         "state",
         "status",
+        "streamed_at",
     )  # fmt: skip
 
     def __init__(
@@ -139,7 +142,8 @@ class Exchange(Call):
         self._stopped_by: RayServeException | None = None
         self._news: Runner | tuple[Message, Message] | Channel | None = None
         self._is_ended = self._is_closed = False
-        self._template = self._kind = ""
+        self._template = self._kind = self._title = ""
+        self.streamed_at = 0.0
         self._event: asyncio.Future[None] | None = None
         self._client_reader: ClientReader | None = None
         self._outbound: Channel | None = None
@@ -301,6 +305,12 @@ class Exchange(Call):
             self._kind = f"{self.scope['method']} {self.router.templates.find(self.scope)}"
         return self._kind
 
+    def title(self) -> str:
+        """Return the HTTP method and the template as far as it is known. Thread-safe."""
+        scope = self.scope  # empty once user code has ended
+        method = scope.get("method", "WS")
+        return self._title or f"{method if scope else ''} {self.current_route()}".strip()
+
     def disconnect(self, code: int) -> None:
         """Tell user code that its client is gone, because the application stops. Thread-safe.
 
@@ -369,6 +379,7 @@ class Exchange(Call):
         self._wake()
 
     def open(self, outbound: Channel) -> None:
+        self.streamed_at = monotonic()
         self._news = self._outbound = outbound
         if self._is_closed:
             outbound.close()
@@ -398,6 +409,7 @@ class Exchange(Call):
         self._note_start()
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.streamed_at = self.streamed_at or monotonic()
             await self._send(with_request_id(message, self.metadata.request_id))
             return
         if not message.get("more_body"):
@@ -532,8 +544,9 @@ class Exchange(Call):
             return
         # For the counts of the replica and of the server.
         self.route = self.router.templates.label(self.scope, self.metadata.route)
-        if failure is not None or self.is_interrupted:
-            self.current_route()  # kept for the log record
+        is_slow = monotonic() - self.started_at >= NOTABLE.least_s
+        if is_slow or failure is not None or self.is_interrupted:
+            self._title = f"{self.scope.get('method', 'WS')} {self.current_route()}"
         if self.metadata.deadline is not None:
             self.kind()  # kept for the estimate of later calls of this kind
         self.scope = {}

@@ -9,7 +9,7 @@ Classes are inspected and apps are bound; no object of the user is created, call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -119,13 +119,19 @@ def explain(application: Application, settings: Settings) -> Explanation:
     Raises the errors of `build` and of the binding of a FastAPI app.
     """
     built = build(application, "default")
-    rows: list[Row] = []
-    for each in built.deployments:
-        planner = _Planner(each, settings, _anyio_limit(each, built.deployments, settings))
-        rows += planner.rows(is_ingress=each is built.ingress)
+    rows = rows_of(built.deployments, settings)
     budget = thread_budget(built, settings)
     findings = [Finding("oversubscription", Level.WARN, budget.warning)] if budget.warning else []
-    return Explanation(settings, built.deployments, tuple(rows), budget, tuple(findings))
+    return Explanation(settings, built.deployments, rows, budget, tuple(findings))
+
+
+def rows_of(deployments: Sequence[BuiltDeployment], settings: Settings) -> tuple[Row, ...]:
+    """Return the rows of the deployments of one application, of which the last is its ingress."""
+    rows: list[Row] = []
+    for each in deployments:
+        planner = _Planner(each, settings, _anyio_limit(each, deployments, settings))
+        rows += planner.rows(is_ingress=each is deployments[-1])
+    return tuple(rows)
 
 
 def _anyio_limit(

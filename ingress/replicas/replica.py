@@ -29,6 +29,7 @@ from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
 from ingress.calls.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
+from ingress.calls.notable import NOTABLE
 from ingress.calls.tracing import TRACING
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
@@ -39,6 +40,7 @@ from ingress.execution.loop_executor import LoopExecutor
 from ingress.execution.other_loop import note_other_loop
 from ingress.execution.threads import RESERVED_THREADS
 from ingress.logs.identity import name_records
+from ingress.replicas.ended_calls import note_end
 from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
@@ -170,6 +172,11 @@ class Replica:
     def pid(self) -> int:
         """The id of the process that its user code runs in; 0 before there is one. Thread-safe."""
         return os.getpid()
+
+    @property
+    def calls(self) -> dict[Call, asyncio.Task[Any] | None]:
+        """A copy of the calls here, each with its task once that has begun. Thread-safe."""
+        return self._calls.copy()
 
     @property
     def model_ids(self) -> frozenset[str]:
@@ -404,12 +411,12 @@ class Replica:
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
         begin = monotonic()
-        failure = ""
+        failure: BaseException | None = None
         try:
             assert call.work is not None
             return await call.work(self.user_code)
         except BaseException as error:
-            failure = type(error).__name__
+            failure = error
             execution.contain(error, str(self.replica_id))
             raise
         finally:
@@ -418,12 +425,16 @@ class Replica:
             latency = self.latencies.get(call.route)
             if latency is None:
                 latency = self.latencies[call.route] = Latency()
-            latency_ms = (monotonic() - begin) * 1e3
+            ended = monotonic()
+            latency_ms = (ended - begin) * 1e3
             latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
             latency.buckets[bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
-            if failure:
+            if failure is not None:
                 latency.errors += 1
-                self._count_error(call.route, failure)
+                self._count_error(call.route, type(failure).__name__)
+                note_end(call, self.replica_id, begin, ended, failure)
+            elif ended - call.started_at >= NOTABLE.least_s:
+                note_end(call, self.replica_id, begin, ended, None)
             del self._calls[call]
             if self._models.in_use:
                 self._models.end(call)

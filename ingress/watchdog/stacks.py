@@ -138,6 +138,18 @@ def awaiting(coroutine: Any) -> Place:
     return place
 
 
+def raised_at(error: BaseException) -> Place:
+    """Return the last line of user code that an error passed, else `NOWHERE`."""
+    place = NOWHERE
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_library(code.co_filename):
+            place = Place(code.co_filename, traceback.tb_lineno, _name_of(code))
+        traceback = traceback.tb_next
+    return place
+
+
 def _first(value: Any, *names: str) -> Any:
     return next((each for name in names if (each := getattr(value, name, None)) is not None), None)
 

@@ -117,6 +117,11 @@ class Watchdog:
         """Add stalls of another process, which has logged them. Thread-safe."""
         self._log.recent.extend(stalls)
 
+    def thread_of(self, loop: asyncio.AbstractEventLoop) -> int:
+        """Return the ident of the thread of a watched loop; 0 if it is not known."""
+        probe = self._loops.get(loop)
+        return 0 if probe is None else probe.thread_id
+
     def standing(self, loop: asyncio.AbstractEventLoop) -> tuple[int, Stack] | None:
         """Return the heartbeats that a loop has answered, and its stack, while one has no answer.
 

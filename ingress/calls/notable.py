@@ -1,0 +1,129 @@
+"""The slowest and the failed calls of the last minutes, with their times.
+
+A call that ends costs one comparison here. Only one that failed, or took longer than the calls that
+are kept, is recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic, time
+from typing import Any, NamedTuple
+
+KEPT_S = 300.0
+SLOWEST = 50
+FAILED = 200
+
+Place = tuple[str, int, str]
+
+
+class Ended(NamedTuple):
+    """One call that has ended. Its times are those of `time.monotonic`, 0.0 for none.
+
+    `name` is its HTTP method and route, or its method. `place` is the line of user code that
+    raised: file, line and function. `first_at` is the time when its response began to stream.
+    """
+
+    name: str
+    request_id: str
+    app_name: str
+    deployment: str
+    replica: str
+    arrived_at: float
+    assigned_at: float
+    began_at: float
+    first_at: float
+    ended_at: float
+    error: str = ""
+    place: Place | None = None
+
+    @property
+    def answered_s(self) -> float:
+        """The seconds until its answer, or until the first part of a stream."""
+        return (self.first_at or self.ended_at) - self.arrived_at
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it with the durations of its steps, in ms, and Unix time."""
+        begins = self.began_at or self.ended_at
+        runs_until = self.first_at or self.ended_at
+        slot = self.assigned_at or begins
+        return {
+            "at": time() - (monotonic() - self.arrived_at),
+            "name": self.name,
+            "request_id": self.request_id,
+            "application": self.app_name,
+            "deployment": self.deployment,
+            "replica": self.replica,
+            "ms": _ms(self.arrived_at, self.ended_at),
+            "queue_ms": _ms(self.arrived_at, slot),
+            "hop_ms": _ms(slot, begins),
+            "run_ms": _ms(begins, runs_until),
+            "stream_ms": _ms(self.first_at, self.ended_at) if self.first_at else 0.0,
+            "error": self.error,
+            "place": None if self.place is None else list(self.place),
+        }
+
+
+class NotableCalls:
+    """The calls that are kept. Thread-safe.
+
+    least_s  the duration from which a call is slow enough; any thread reads it without the lock
+    """
+
+    __slots__ = ("_failed", "_listeners", "_lock", "_slowest", "least_s")
+
+    def __init__(self) -> None:
+        self.least_s = 0.0
+        self._lock = threading.Lock()
+        self._slowest: list[Ended] = []
+        self._failed: deque[Ended] = deque(maxlen=FAILED)
+        self._listeners: tuple[Callable[[Ended], Any], ...] = ()
+
+    def add(self, ended: Ended) -> None:
+        """Keep a call that failed, or was slow."""
+        for listener in self._listeners:
+            listener(ended)
+        # Race with user loops that add at the same moment: the list is cut by one of them.
+        with self._lock:
+            if ended.error:
+                self._failed.append(ended)
+            self._slowest.append(ended)
+            if len(self._slowest) >= 2 * SLOWEST:
+                self._cut(monotonic())
+
+    def _cut(self, now: float) -> None:
+        """Keep the slowest of the last minutes. The caller holds the lock."""
+        recent = [each for each in self._slowest if now - each.ended_at < KEPT_S]
+        recent.sort(key=lambda each: -each.answered_s)
+        self._slowest = recent[:SLOWEST]
+        is_full = len(self._slowest) == SLOWEST and not self._listeners
+        self.least_s = self._slowest[-1].answered_s if is_full else 0.0
+
+    def recent(self) -> tuple[list[Ended], list[Ended]]:
+        """Return the slowest calls, the slowest first, and the failed calls, the latest first."""
+        now = monotonic()
+        with self._lock:
+            self._cut(now)
+            slowest, failed = list(self._slowest), list(self._failed)
+        failed = [each for each in failed if now - each.ended_at < KEPT_S]
+        return slowest, failed[::-1]
+
+    def listen(self, listener: Callable[[Ended], Any]) -> None:
+        """Call `listener` with each call that ends from now on, in the thread of its loop."""
+        with self._lock:
+            self._listeners += (listener,)
+            self.least_s = 0.0
+
+    def unlisten(self, listener: Callable[[Ended], Any]) -> None:
+        with self._lock:
+            self._listeners = tuple(each for each in self._listeners if each != listener)
+
+
+def _ms(begin: float, end: float) -> float:
+    return round(max(0.0, end - begin) * 1e3, 3)
+
+
+NOTABLE = NotableCalls()
+"""The notable calls of this process."""

@@ -1,0 +1,10 @@
+"""What a running server is doing now, for `ingress status`, `ingress top` and the page.
+
+    running     each replica: its loop, lanes, threads and process, and the calls on each
+    counts      how many calls of each route have ended, and how long they took
+    history     the rates and latencies of the last minutes, from those counts
+    part        all of this in one process
+    view        the parts of all processes together, as one JSON object
+
+All of it is read from outside, when an operator asks. Only `history` looks by itself, every 5 s.
+"""

@@ -1,0 +1,242 @@
+"""The code that runs on each replica now, read from outside.
+
+    Replica.calls            its calls, each with its task
+    stacks.current_frames    the line of each thread, once for all replicas
+    ThreadClocks             the processor time of each loop's thread
+    WATCHDOG.stalls          the recent stalls, and those that go on
+
+A request pays nothing for it. A thread runs on while it is read: a call may have ended, or be in
+two places for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import threading
+from collections.abc import Iterable, Mapping
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from ingress.calls.call import CURRENT_CALL, Call
+from ingress.execution.threads import WorkerPool
+from ingress.replicas.replica import Replica
+from ingress.watchdog import WATCHDOG, Stall, StallReason
+from ingress.watchdog.clocks import ThreadClocks
+from ingress.watchdog.stacks import (
+    NOWHERE,
+    Place,
+    awaiting,
+    current_frames,
+    is_idle_worker,
+    read,
+    running_task,
+    worker_context,
+)
+
+CALLS = 20
+"""Number of calls of a replica that are listed; the oldest come first."""
+
+STALLS = 5
+"""Number of recent stalls of a replica that are listed."""
+
+
+class Running:
+    """The looks at the replicas of this process. For one thread at a time."""
+
+    __slots__ = ("_clocks", "_ran")
+
+    def __init__(self) -> None:
+        self._clocks = ThreadClocks()
+        self._ran: dict[int, tuple[float, float]] = {}  # by thread: when it was read, its time
+
+    def look(
+        self, replicas: Iterable[Replica], deployed_at_s: Mapping[str, float]
+    ) -> list[dict[str, Any]]:
+        """Return what runs on each of these replicas, with the stalls since the deployments."""
+        replicas = list(replicas)
+        now = monotonic()
+        frames = current_frames()
+        threads = {each.ident: each for each in threading.enumerate() if each.ident is not None}
+        loops = {id(each): each.thread or WATCHDOG.thread_of(each.loop) for each in replicas}
+        busy = self._busy(set(loops.values()) - {0}, now)
+        stalls: dict[tuple[str, str, str], list[Stall]] = {}
+        for stall in WATCHDOG.stalls():
+            whose = (stall.application, stall.deployment, stall.replica)
+            # The names are given again, if an application is deleted and deployed anew.
+            if stall.began_at_s >= deployed_at_s.get(stall.application, 0.0):
+                stalls.setdefault(whose, []).append(stall)
+        try:
+            return [
+                _Look(each, frames, threads, loops[id(each)], busy, stalls, now).as_json()
+                for each in replicas
+            ]
+        finally:
+            frames.clear()  # their locals are the user's objects
+
+    def _busy(self, idents: set[int], now: float) -> dict[int, float]:
+        """Return the share of a processor that each thread had since the last look."""
+        ran = self._clocks.read(idents)
+        before, self._ran = self._ran, {ident: (now, each) for ident, each in ran.items()}
+        return {
+            ident: (each - before[ident][1]) / (now - before[ident][0])
+            for ident, each in ran.items()
+            if ident in before and now > before[ident][0] and each >= before[ident][1]
+        }
+
+
+class _Look:
+    """One look at one replica."""
+
+    __slots__ = ("_at", "_busy", "_frames", "_ident", "_now", "_replica", "_stalls", "_threads")
+
+    def __init__(
+        self,
+        replica: Replica,
+        frames: dict[int, FrameType],
+        threads: dict[int, threading.Thread],
+        ident: int,
+        busy: dict[int, float],
+        stalls: dict[tuple[str, str, str], list[Stall]],
+        now: float,
+    ) -> None:
+        self._replica = replica
+        self._frames = frames
+        self._threads = threads
+        self._ident = ident
+        self._busy = busy.get(ident)
+        context = replica.context
+        self._stalls = stalls.get((context.app_name, context.deployment, context.replica_tag), [])
+        self._now = now
+        self._at: dict[Call, tuple[str, Place]] = {}  # the thread and the line of calls that run
+
+    def as_json(self) -> dict[str, Any]:
+        replica = self._replica
+        lanes = {name: self._pool(pool) for name, pool in replica.pools.by_lane().items()}
+        loads = replica.pools.loads()
+        loop = self._loop()
+        calls = sorted(replica.calls.items(), key=lambda each: each[0].started_at)
+        return {
+            "application": replica.context.app_name,
+            "deployment": replica.context.deployment,
+            "replica": replica.context.replica_tag,
+            "state": replica.state.value,
+            "pid": getattr(replica, "pid", None),  # of a process of its own
+            "slots": replica.slots.max_ongoing,
+            "ongoing": replica.ongoing,
+            "loop": loop,
+            "threads": lanes.pop(""),
+            "lanes": [
+                {
+                    "name": name,
+                    **lanes[name],
+                    "limit": load.limit,
+                    "ongoing": load.ongoing,
+                    "queued": load.queued,
+                }
+                for name, load in loads.items()
+            ],
+            "calls": [self._call(*each) for each in calls[:CALLS]],
+            "more_calls": max(0, len(calls) - CALLS),
+            "stalls": [stall_as_json(each) for each in self._stalls[-STALLS:]][::-1],
+        }
+
+    def _loop(self) -> dict[str, Any]:
+        """Return the replica's event loop, and the call that runs on it."""
+        replica = self._replica
+        thread = self._threads.get(self._ident)
+        frame = self._frames.get(self._ident)
+        runs: dict[str, Any] | None = None
+        if frame is not None:
+            _, context = running_task(replica.loop, frame)
+            call = None if context is None else context.get(CURRENT_CALL)
+            if call is not None and call.runner is replica:
+                stack = read(frame, replica.context)
+                self._at[call] = "loop", stack.place
+                runs = {**self._named(call), "method": stack.method, "line": line_of(stack.place)}
+        stands = [each for each in self._stalls if not each.is_over]
+        return {
+            "thread": "" if thread is None else thread.name,
+            "is_shared": replica.borrows_loop,
+            "busy": None if self._busy is None else round(min(1.0, self._busy), 3),
+            "stands_ms": round(max((each.duration_ms for each in stands), default=0.0), 1),
+            "runs": runs,
+        }
+
+    def _pool(self, pool: WorkerPool) -> dict[str, Any]:
+        """Return the threads of a lane, or the others, and the calls that run in them."""
+        threads, unfinished = pool.threads.at_work()
+        runs = []
+        for thread in threads:
+            frame = self._frames.get(thread.ident or 0)
+            if frame is None or is_idle_worker(frame):
+                continue
+            context = worker_context(frame)
+            call = None if context is None else context.get(CURRENT_CALL)
+            stack = read(frame, self._replica.context)
+            named: dict[str, Any] = {"request_id": "", "title": "", "ms": None}
+            if call is not None:
+                self._at[call] = thread.name, stack.place
+                named = self._named(call)
+            if call is not None or stack.is_users:
+                at = {"thread": thread.name, "line": line_of(stack.place)}
+                runs.append({**named, "method": stack.method, **at})
+        return {
+            "limit": pool.threads.limit,
+            "alive": len(threads),
+            "queued": max(0, unfinished - len(threads)),
+            "runs": runs,
+        }
+
+    def _named(self, call: Call) -> dict[str, Any]:
+        members = call.members or ()
+        return {
+            "request_id": call.metadata.request_id,
+            "title": f"batch of {len(members)}" if members else call.title(),
+            "ms": round((self._now - call.started_at) * 1e3, 1),
+        }
+
+    def _call(self, call: Call, task: asyncio.Task[Any] | None) -> dict[str, Any]:
+        """Return one call: where it runs, or what it awaits."""
+        where, place = self._at.get(call, ("", NOWHERE))
+        if not where:
+            where = "awaits" if call.has_begun else "starts"
+            place = NOWHERE if task is None else awaiting(task.get_coro())
+        return {
+            **self._named(call),
+            "queue_ms": round(max(0.0, call.assigned_at - call.started_at) * 1e3, 1),
+            "where": where,
+            "line": line_of(place),
+            "is_orphan": call.settled,
+        }
+
+
+def line_of(place: Place) -> dict[str, Any] | None:
+    """Return a line of code with its source; `None` for no line."""
+    if not place.file:
+        return None
+    return {
+        "file": place.file,
+        "line": place.line,
+        "function": place.function,
+        "source": linecache.getline(place.file, place.line).strip(),
+    }
+
+
+def stall_as_json(stall: Stall) -> dict[str, Any]:
+    """Return a stall of an event loop, with its line."""
+    return {
+        "at": stall.began_at_s,
+        "ms": round(stall.duration_ms, 1),
+        "reason": stall.reason.value,
+        "is_over": stall.is_over,
+        "method": stall.method,
+        "request_ids": list(stall.request_ids),
+        "waited": stall.waited,
+        "imports": stall.imports,
+        "line": line_of(stall.place),
+        "holders": [each.thread for each in stall.holders]
+        if stall.reason is StallReason.GIL
+        else [],
+    }

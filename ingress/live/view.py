@@ -1,0 +1,140 @@
+"""The state of a server: the parts of its processes together, with the rates of the last minute.
+
+`ingress status`, `ingress top` and the page show this view. It is JSON, apart from the keys of the
+parts' counters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from time import time
+from typing import Any
+
+from ingress.live.counts import Deployment
+from ingress.live.history import Route
+from ingress.live.words import BAD, problems_of
+
+GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "NOT_STARTED")
+ROUTES = 500
+ENDED = 50
+
+_NO_RATES = {"rate": 0.0, "errors": 0.0, "p50": None, "p95": None, "p99": None, "mean": None}
+
+
+def view_of(
+    parts: Sequence[Mapping[str, Any]],
+    silent: Sequence[int],
+    rates: Mapping[Route, Mapping[str, Any]],
+    span_s: float,
+    recent: Mapping[Deployment, Mapping[str, Any]],
+    url: str | None = None,
+) -> dict[str, Any]:
+    """Return the view of a server from the parts of its processes."""
+    replicas = [{**each, "process": part["pid"]} for part in parts for each in part["replicas"]]
+    applications = [
+        _application(name, parts, replicas, rates, recent)
+        for name in dict.fromkeys(name for part in parts for name in part["applications"])
+    ]
+    problems = problems_of(silent, applications, replicas)
+    routes = [
+        {"application": app, "deployment": deployment, "route": route, **each}
+        for (app, deployment, route), each in rates.items()
+        if route
+    ]
+    routes.sort(key=lambda each: -each["rate"])
+    slowest = [{**each, "process": part["pid"]} for part in parts for each in part["slowest"]]
+    failed = [{**each, "process": part["pid"]} for part in parts for each in part["failed"]]
+    slowest.sort(key=lambda each: each["stream_ms"] - each["ms"])
+    failed.sort(key=lambda each: -each["at"])
+    statuses = [each["status"] for each in applications]
+    of_deployments = [one["status"] for each in applications for one in each["deployments"]]
+    return {
+        "at": time(),
+        "pid": os.getpid(),
+        "url": url or next((part["url"] for part in parts if part["url"]), None),
+        "workers": [part["pid"] for part in parts],
+        "silent": list(silent),
+        "span_s": round(span_s, 1),
+        "is_healthy": not silent
+        and all(each == "RUNNING" for each in statuses)
+        and not any(each in BAD for each in of_deployments),
+        "problems": problems,
+        "applications": applications,
+        "routes": routes[:ROUTES],
+        "replicas": replicas,
+        "slowest": slowest[:ENDED],
+        "failed": failed[:ENDED],
+    }
+
+
+def _application(
+    name: str,
+    parts: Sequence[Mapping[str, Any]],
+    replicas: Sequence[Mapping[str, Any]],
+    rates: Mapping[Route, Mapping[str, Any]],
+    recent: Mapping[Deployment, Mapping[str, Any]],
+) -> dict[str, Any]:
+    found = [part["applications"][name] for part in parts if name in part["applications"]]
+    names = dict.fromkeys(each for one in found for each in one["deployments"])
+    status = _gravest(found) if len(found) == len(parts) else "DEPLOYING"
+    return {
+        "name": name,
+        "status": status,
+        "message": _joined(found),
+        "route_prefix": found[0]["route_prefix"],
+        "docs": found[0]["docs"],
+        "deployed_at_s": max(each["deployed_at_s"] for each in found),
+        "deployments": [
+            _deployment(
+                each,
+                [one["deployments"][each] for one in found if each in one["deployments"]],
+                [part["counts"][name, each] for part in parts if (name, each) in part["counts"]],
+                sum(
+                    one["slots"]
+                    for one in replicas
+                    if (one["application"], one["deployment"], one["state"])
+                    == (name, each, "RUNNING")
+                ),
+                rates.get((name, each, ""), {}),
+                recent.get((name, each), {}),
+            )
+            for each in names
+        ],
+    }
+
+
+def _deployment(
+    name: str,
+    found: Sequence[Mapping[str, Any]],
+    counts: Sequence[Mapping[str, Any]],
+    slots: int,
+    rates: Mapping[str, Any],
+    recent: Mapping[str, Any],
+) -> dict[str, Any]:
+    states: Counter[str] = Counter()
+    for each in found:
+        states.update(each["replica_states"])
+    return {
+        "name": name,
+        "status": _gravest(found),
+        "status_trigger": found[0]["status_trigger"],
+        "message": _joined(found),
+        "replica_states": dict(states),
+        "slots": slots,
+        "orphans": sum(each["orphans"] for each in found),
+        **{key: sum(each[key] for each in counts) for key in ("queued", "ongoing", "requests")},
+        **_NO_RATES,
+        **rates,
+        "recent": {"rate": [], "p99": [], **recent},
+    }
+
+
+def _gravest(found: Sequence[Mapping[str, Any]]) -> str:
+    statuses = {each["status"] for each in found}
+    return next((each for each in GRAVEST if each in statuses), str(found[0]["status"]))
+
+
+def _joined(found: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(dict.fromkeys(each["message"] for each in found if each["message"]))

@@ -1,0 +1,381 @@
+"""`ingress.live`: what runs on each thing now, the rates, and what is wrong in words."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+
+import ingress as serve
+from ingress.base.counters import LATENCY_BUCKETS_MS
+from ingress.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
+from ingress.live.history import STEP_S, History, percentile
+from ingress.live.observer import Observer
+from ingress.live.part import count_part, part
+from ingress.testing import Latch
+from tests.fakes import together
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_server_stays() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+class Place:
+    """The places where requests of a test wait, each until `go`."""
+
+    def __init__(self) -> None:
+        self.begun = {name: Latch(timeout_s=PATIENCE_S) for name in ("loop", "thread", "lane")}
+        self.awaits = Latch(timeout_s=PATIENCE_S)
+        self.go = Latch(timeout_s=PATIENCE_S)
+
+    def wait(self, name: str) -> None:
+        self.begun[name].count_down()
+        self.go.wait()
+
+
+def application(place: Place, **options: Any) -> serve.Application:
+    api = FastAPI()
+
+    @serve.deployment(name="Places", lanes={"db": 1}, **options)
+    @serve.ingress(api)
+    class Places:
+        @api.get("/loop")
+        async def on_loop(self) -> str:
+            place.wait("loop")  # blocks the loop
+            return "x"
+
+        @api.get("/thread/{number}")
+        def in_thread(self, number: int) -> str:
+            place.wait("thread")
+            return "x"
+
+        @api.get("/lane")
+        @serve.method(lane="db")
+        def in_lane(self) -> str:
+            place.wait("lane")
+            return "x"
+
+        @api.get("/await")
+        async def awaiting(self) -> str:
+            place.awaits.count_down()
+            await place.go
+            return "x"
+
+        @api.get("/fails")
+        async def fails(self) -> str:
+            raise ValueError("<script>it broke</script>")
+
+        @api.get("/stream")
+        async def stream(self) -> StreamingResponse:
+            async def parts() -> Any:
+                yield "a"
+                await place.go
+                yield "b"
+
+            return StreamingResponse(parts())
+
+    return bind(Places)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = Place()
+    yield made
+    made.go.count_down()
+
+
+@pytest.fixture
+def observer() -> Observer:
+    return Observer(lambda what: ([part() if what == "part" else count_part()], []))
+
+
+class Requests:
+    """Requests in threads, which end before the test."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._threads: list[threading.Thread] = []
+
+    def send(self, *paths: str) -> None:
+        for path in paths:
+            thread = threading.Thread(target=get, args=(self._port, path))
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self) -> None:
+        for each in self._threads:
+            each.join(PATIENCE_S)
+
+
+def replica_of(observer: Observer) -> Any:
+    (found,) = observer.look()["replicas"]
+    return found
+
+
+def seen(observer: Observer, is_it: Callable[[Any], Any]) -> Any:
+    """Return the replica once it is seen so."""
+    found: list[Any] = []
+
+    def look() -> bool:
+        replica = replica_of(observer)
+        found.append(replica)
+        return bool(is_it(replica))
+
+    wait_until(look)
+    return found[-1]
+
+
+def test_the_map_has_each_call_on_its_thread_with_its_line(
+    place: Place, observer: Observer
+) -> None:
+    port = served(application(place))
+    requests = Requests(port)
+    requests.send("/await", "/thread/7", "/lane")
+    place.awaits.wait()
+    place.begun["thread"].wait()
+    place.begun["lane"].wait()
+    requests.send("/lane")  # behind the first
+    seen(observer, lambda replica: replica["lanes"][0]["queued"] == 1)
+    requests.send("/loop")
+    place.begun["loop"].wait()
+
+    replica = seen(observer, lambda replica: replica["loop"]["runs"])
+    place.go.count_down()
+    requests.join()
+
+    runs = replica["loop"]["runs"]
+    assert (runs["title"], runs["method"]) == ("GET /loop", "Places.on_loop")
+    assert runs["line"]["source"] == "self.go.wait()"
+    assert len(runs["request_id"]) == 36
+    assert runs["ms"] >= 0
+    (thread,) = replica["threads"]["runs"]
+    assert thread["title"] == "GET /thread/{number}"
+    assert thread["thread"] == "Places#0-worker-0"
+    (lane,) = replica["lanes"]
+    assert (lane["name"], lane["limit"], lane["ongoing"], lane["queued"]) == ("db", 1, 1, 1)
+    assert [run["title"] for run in lane["runs"]] == ["GET /lane"]
+    where = {call["title"]: call["where"] for call in replica["calls"]}
+    assert where["GET /loop"] == "loop"
+    assert where["GET /await"] == "awaits"
+    awaits = next(call for call in replica["calls"] if call["title"] == "GET /await")
+    assert awaits["line"]["source"] == "await place.go"
+
+
+def test_a_loop_that_stands_is_named_with_its_line_while_it_stands_and_after(
+    place: Place, observer: Observer
+) -> None:
+    requests = Requests(served(application(place)))
+    requests.send("/loop")
+
+    replica = seen(observer, lambda replica: replica["loop"]["stands_ms"])
+    view = observer.look()
+    place.go.count_down()
+    requests.join()
+
+    (stall,) = [each for each in replica["stalls"] if not each["is_over"]]
+    assert stall["line"]["source"] == "self.go.wait()"
+    assert stall["method"] == "Places.on_loop"
+    text = next(each["text"] for each in view["problems"] if each["level"] == "bad")
+    assert text.startswith("the event loop of Places#0 stands for ")
+    assert "in Places.on_loop: self.go.wait()" in text
+    after = seen(observer, lambda replica: any(each["is_over"] for each in replica["stalls"]))
+    assert after["loop"]["stands_ms"] == 0
+    assert "an event loop stalled once in the last minute" in str(observer.look()["problems"])
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+def test_a_queue_and_the_calls_in_the_slots_are_counted(
+    place: Place, observer: Observer, separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, separate)
+    requests = Requests(served(application(place, max_ongoing_requests=1)))
+    requests.send("/await")
+    place.awaits.wait()
+    requests.send("/await", "/await")
+
+    def deployment() -> Any:
+        return observer.look()["applications"][0]["deployments"][0]
+
+    wait_until(lambda: deployment()["queued"] == 2)
+    problems = observer.look()["problems"]
+    found = deployment()
+    place.go.count_down()
+    requests.join()
+
+    assert (found["slots"], found["ongoing"], found["queued"]) == (1, 1, 2)
+    assert [each["text"] for each in problems] == [
+        "2 requests wait for a slot; 1 run in 1 slot of 1 replica"
+    ]
+
+
+def test_a_failed_and_a_streamed_request_are_kept_with_their_times(
+    place: Place, observer: Observer
+) -> None:
+    port = served(application(place), route_prefix="/v1")
+    assert get(port, "/v1/fails").status == 500
+    with Connection(port) as client:
+        client.request("/v1/stream")
+        client.receive_until(b"\r\na\r\n")  # the stream has begun, and does not go on
+        place.go.count_down()
+        assert client.answer().body == b"ab"
+
+    wait_until(lambda: any("stream" in each["name"] for each in observer.look()["slowest"]))
+    view = observer.look()
+    failed = view["failed"][0]
+    assert failed["name"] == "GET /v1/fails"
+    assert failed["error"] == "ValueError: <script>it broke</script>"
+    assert (failed["place"][0], failed["place"][2]) == (__file__, "Places.fails")
+    steps = [failed[f"{name}_ms"] for name in ("queue", "hop", "run", "stream")]
+    assert sum(steps) == pytest.approx(failed["ms"], abs=0.01)
+    streamed = next(each for each in view["slowest"] if each["name"] == "GET /v1/stream")
+    assert streamed["stream_ms"] > 0
+    assert json.loads(json.dumps(view)) == view
+
+
+def test_the_observer_looks_for_the_rates_by_itself_and_ends(place: Place) -> None:
+    port = served(application(place))
+    looked = Latch(timeout_s=PATIENCE_S)
+
+    def ask(what: str) -> Any:
+        looked.count_down()
+        return [part() if what == "part" else count_part()], []
+
+    observer = Observer(ask)
+    observer.start()
+    looked.wait()
+    get(port, "/fails")
+    wait_until(lambda: observer.look()["applications"][0]["deployments"][0]["errors"])
+    deployment = observer.look()["applications"][0]["deployments"][0]
+    observer.stop()
+
+    assert deployment["rate"] == deployment["errors"] > 0
+    assert "ingress-history" not in [each.name for each in threading.enumerate()]
+
+
+def ended(took_s: float, error: str = "", at: float | None = None) -> Ended:
+    end = monotonic() if at is None else at
+    begin = end - took_s
+    return Ended("GET /", "id", "app", "D", "0", begin, begin, begin, 0.0, end, error)
+
+
+def test_the_slowest_are_kept_and_a_fast_call_costs_a_comparison() -> None:
+    calls = NotableCalls()
+    for number in range(1000):
+        if number * 1e-3 >= calls.least_s:
+            calls.add(ended(number * 1e-3))
+    slowest, failed = calls.recent()
+
+    assert [round(each.answered_s * 1e3) for each in slowest] == [*range(999, 999 - SLOWEST, -1)]
+    assert calls.least_s == pytest.approx(0.95)
+    assert failed == []
+
+
+def test_old_calls_are_forgotten_and_slow_ones_are_looked_for_anew() -> None:
+    calls = NotableCalls()
+    long_ago = monotonic() - KEPT_S - 1
+    for _ in range(2 * SLOWEST):
+        calls.add(ended(1.0, "ValueError: x", at=long_ago))
+    assert calls.recent() == ([], [])
+    assert calls.least_s == 0.0
+
+
+def test_a_listener_gets_every_call_while_it_listens() -> None:
+    calls = NotableCalls()
+    for _ in range(3 * SLOWEST):
+        calls.add(ended(1.0))
+    assert calls.least_s == pytest.approx(1.0)
+    heard: list[Ended] = []
+    calls.listen(heard.append)
+    assert calls.least_s == 0.0
+    for _ in range(3 * SLOWEST):
+        calls.add(ended(0.001))
+    assert calls.least_s == 0.0
+    calls.unlisten(heard.append)
+    calls.add(ended(0.001))
+
+    assert len(heard) == 3 * SLOWEST
+
+
+def test_user_loops_add_calls_at_the_same_moment(switch_interval: None) -> None:
+    calls = NotableCalls()
+
+    def add(number: int) -> None:
+        for each in range(300):
+            calls.add(ended((number * 300 + each) * 1e-3, "ValueError: x"))
+
+    together(*(partial(add, number) for number in range(4)))
+    slowest, failed = calls.recent()
+
+    assert [round(each.answered_s * 1e3) for each in slowest] == [*range(1199, 1199 - SLOWEST, -1)]
+    assert len(failed) == FAILED
+
+
+NAME = "app", "D"
+
+
+def counted(count: int, errors: int = 0, slow: int = 0, replica: str = "0") -> Any:
+    """Return the counters of a deployment whose calls took 1 ms, and `slow` of them 1 s."""
+    buckets = [0] * (len(LATENCY_BUCKETS_MS) + 1)
+    buckets[0], buckets[LATENCY_BUCKETS_MS.index(1000)] = count - slow, slow
+    sums = count, errors, count * 1.0, tuple(buckets)
+    return {NAME: {"queued": 3, "routes": {(replica, "/x"): sums}}}
+
+
+def test_the_rates_are_those_of_the_last_minute() -> None:
+    history = History()
+    for step in range(40):
+        history.add(step * STEP_S, [(1, counted(step * 10, step, step))])
+    rates, span_s = history.window()
+
+    assert span_s == 60.0
+    assert rates["app", "D", ""] == rates["app", "D", "/x"]
+    assert rates["app", "D", "/x"]["rate"] == 2.0
+    assert rates["app", "D", "/x"]["errors"] == 0.2
+    assert rates["app", "D", "/x"]["p50"] < 1 < 500 < rates["app", "D", "/x"]["p95"] <= 1000
+    points = history.series(("app", "D", "/x"))["points"]
+    assert len(points) == 39
+    assert {(each["rate"], each["queued"]) for each in points} == {(2.0, 3)}
+    assert (points[0]["ago_s"], points[-1]["ago_s"]) == (190.0, 0.0)
+    assert history.recent()[NAME]["rate"] == [2.0] * 24
+
+
+def test_a_replica_that_is_replaced_takes_nothing_away_and_a_silent_process_adds_nothing() -> None:
+    history = History()
+    history.add(0.0, [(1, counted(100)), (2, counted(100))])
+    history.add(5.0, [(1, counted(110)), (2, counted(110))])
+    history.add(10.0, [(1, counted(7, replica="1"))])  # the other process does not answer
+    history.add(15.0, [(1, counted(7, replica="1")), (2, counted(110))])
+    rates, span_s = history.window()
+
+    assert rates["app", "D", ""]["rate"] * span_s == pytest.approx(27)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [((0, 10), 0.5, 1.5), ((10,), 0.99, 0.99), ((), 0.5, None)],
+    ids=["in the middle of a bucket", "in the first bucket", "without a value"],
+)
+def test_a_percentile_lies_in_its_bucket(
+    values: tuple[int, ...], share: float, expected: float | None
+) -> None:
+    buckets = values + (0,) * (len(LATENCY_BUCKETS_MS) + 1 - len(values))
+
+    assert percentile(buckets, share) == expected
+
+
+def test_a_value_beyond_the_last_bucket_is_that_buckets_end() -> None:
+    buckets = (0,) * len(LATENCY_BUCKETS_MS) + (1,)
+
+    assert percentile(buckets, 0.5) == LATENCY_BUCKETS_MS[-1]
