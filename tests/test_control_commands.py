@@ -170,7 +170,7 @@ def test_a_server_is_found_scaled_and_stopped(
         server.wait_for("Ctrl-C to stop")
 
         control_commands.status(as_json=True)
-        (told,) = json.loads(capsys.readouterr().out)
+        told = json.loads(capsys.readouterr().out)
         assert (told["pid"], told["url"]) == (pid, server.url)
         assert [*told["applications"]] == ["one", "two", "auto"]
 

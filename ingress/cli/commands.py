@@ -29,6 +29,7 @@ from ingress.cli.target import AppDir, Target
 from ingress.cli.target import load as _load
 from ingress.cli.target import refusal as _error
 from ingress.cli.terminal import LOGGING, Output, console, write
+from ingress.cli.top_command import top
 from ingress.cli.trace_command import Session, TraceError
 from ingress.exceptions import RayServeException
 from ingress.inspection import Level, explain
@@ -67,6 +68,7 @@ def _main(
 app.command()(run)
 app.command("build")(build_command)
 app.command()(status)
+app.command()(top)
 app.command()(stop)
 app.command()(scale)
 app.command()(reload)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ingress.cli import cluster_commands
+from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import Address
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.serving import read_settings
@@ -35,38 +35,79 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def status(
     name: Name = None, pid: Pid = None, address: Address = None, as_json: AsJSON = False
 ) -> None:
-    """Print the applications that run on this machine, or on a Ray cluster.
+    """Print the applications that run on this machine, or on a Ray cluster, and what is wrong.
 
     [dim]ingress status[/dim]
     [dim]ingress status --address 10.0.0.1:6379[/dim]
 
     On this machine: those of `ingress run`. On a cluster, which RAY_ADDRESS may name too:
-    all, their deployers, and what replicas wait for.
+    all, their deployers, and what replicas wait for. Rates, and latencies in ms, are those
+    of the last minute.
+
+    Exits with 0 if all is healthy, else with 1. `--json` has the shape of Ray's ServeStatus.
     """
     if name is None and pid is None and (address or read_settings().ray_address):
         cluster_commands.status(address, as_json)
         return
-    servers, stale = _servers()
-    found = [
-        (server, answer)
-        for server, answer in servers
-        if (pid is None or server.pid == pid) and (name is None or name in _names(answer))
-    ]
-    if as_json:
-        typer.echo(json.dumps([answer for _, answer in found], indent=2))
-        return
+    servers, stale = _servers("view")
+    found = _matching(servers, name, pid)
     for path in stale:
         typer.echo(f"removed the stale socket {path}: its server was killed", err=True)
+    if as_json:
+        if len(found) > 1:
+            raise refusal(_several(found))
+        typer.echo(json.dumps(_as_ray(found[0][1] if found else None), indent=2))
+    else:
+        for server, view in found:
+            _show(server.pid, view)
     if not found:
         typer.echo("no server runs", err=True)
-    for _, answer in found:
-        _show(answer)
+    if not found or not all(view and view["is_healthy"] for _, view in found):
+        raise typer.Exit(1)
+
+
+def _show(pid: int, view: Any) -> None:
+    """Print a server; without a view it does not answer."""
+    if view is None:
+        typer.echo(f"server {pid} does not answer")
+        return
+    console.print(status_tables.headline(view), soft_wrap=True)
+    for each in view["applications"]:
+        at = f" at {each['route_prefix']}" if each["route_prefix"] else ""
+        typer.echo(f"application {each['name']}{at}: {each['status']}")
+    console.print(status_tables.deployments(view))
+    for line in status_tables.problems(view):
+        console.print(line, soft_wrap=True)
+
+
+def _as_ray(view: Any) -> dict[str, Any]:
+    """Return a view in the shape of Ray Serve's `ServeStatus`, with more keys."""
+    if view is None:
+        return {"proxies": {}, "applications": {}, "target_capacity": None, "is_healthy": False}
+    return {
+        "proxies": {view["url"]: "HEALTHY"} if view["url"] else {},
+        "applications": {
+            each["name"]: {
+                "status": each["status"],
+                "message": each["message"],
+                "last_deployed_time_s": each["deployed_at_s"],
+                "route_prefix": each["route_prefix"],
+                "deployments": {
+                    one["name"]: {key: value for key, value in one.items() if key != "recent"}
+                    for one in each["deployments"]
+                },
+            }
+            for each in view["applications"]
+        },
+        "target_capacity": None,
+        **{key: view[key] for key in ("pid", "url", "workers", "silent", "is_healthy", "problems")},
+    }
 
 
 def stop(name: Name = None, pid: Pid = None) -> None:
     """Stop a server as SIGTERM does: requests in flight may end, new ones are refused."""
-    server = _chosen(name, pid)
-    _ask(server, "stop")
+    server = chosen(name, pid)
+    ask_server(server, "stop")
     typer.echo(f"server {server.pid} stops")
 
 
@@ -89,8 +130,8 @@ def scale(
     workers change or none. A file that is applied later keeps the number, unless its own changes.
     """
     wanted = [_scaling(each) for each in targets]
-    server = _chosen(name, pid)
-    status = _ask(server, "status", ASK_S)
+    server = chosen(name, pid)
+    status = ask_server(server, "status", ASK_S)
     replicas: dict[str, dict[str, int]] = {}
     for application, deployment, count in wanted:
         there = [
@@ -108,7 +149,7 @@ def scale(
             problem = "several applications have" if there else "no application has"
             raise refusal(f"{problem} {what}; name one of {known}")
         replicas.setdefault(there[0], {})[deployment] = count
-    done = _ask(server, "scale", replicas=replicas)
+    done = ask_server(server, "scale", replicas=replicas)
     if as_json:
         typer.echo(json.dumps(done, indent=2))
         return
@@ -125,7 +166,7 @@ def reload(name: Name = None, pid: Pid = None, as_json: AsJSON = False) -> None:
     replaces the workers one after another; without --workers it is refused. A wrong file
     changes nothing.
     """
-    done = _ask(_chosen(name, pid), "reload")
+    done = ask_server(chosen(name, pid), "reload")
     if as_json:
         typer.echo(json.dumps(done, indent=2))
         return
@@ -143,42 +184,59 @@ def _scaling(text: str) -> tuple[str | None, str, int]:
 
 
 def _names(answer: Any) -> list[str]:
-    return [] if answer is None else list(answer["applications"])
+    """Return the applications of a status, which are a dict, or of a view."""
+    found = [] if answer is None else answer["applications"]
+    return [each if isinstance(each, str) else each["name"] for each in found]
 
 
-def _servers() -> tuple[list[tuple[RunningServer, Any]], list[Any]]:
-    """Return each server with its status, `None` if it does not answer, and the stale sockets."""
+def _matching(
+    servers: Iterable[tuple[RunningServer, Any]], name: str | None, pid: int | None
+) -> list[tuple[RunningServer, Any]]:
+    return [
+        (server, answer)
+        for server, answer in servers
+        if (pid is None or server.pid == pid) and (name is None or name in _names(answer))
+    ]
+
+
+def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], list[Any]]:
+    """Return each server with its answer, `None` if it does not answer, and the stale sockets."""
     if sys.platform == "win32":
         raise refusal("there are no control sockets on Windows")
     running, stale = running_servers()
     found = []
     for server in running:
         try:
-            found.append((server, server.ask("status", ASK_S)))
+            found.append((server, server.ask(command, ASK_S)))
         except (CommandError, OSError):
             found.append((server, None))
     return found, stale
 
 
-def _chosen(name: str | None, pid: int | None) -> RunningServer:
+def chosen(name: str | None, pid: int | None) -> RunningServer:
     """Return the server that is meant. Ends the program if none is, or several are."""
     servers, _ = _servers()
-    found = [
-        server
-        for server, answer in servers
-        if (pid is None or server.pid == pid) and (name is None or name in _names(answer))
-    ]
+    found = _matching(servers, name, pid)
     if len(found) == 1:
-        return found[0]
-    there = "; ".join(
-        f"--pid {server.pid} has {', '.join(_names(answer)) or 'no application yet'}"
-        for server, answer in servers
-    )
+        return found[0][0]
     if not servers:
         raise refusal("no server runs on this machine; start one with `ingress run`")
     if not found:
-        raise refusal(f"no server is the one with {_given(name, pid)}; there: {there}")
-    raise refusal(f"{len(found)} servers run; choose one with --name or --pid: {there}")
+        problem = f"no server is the one with {_given(name, pid)}"
+        raise refusal(f"{problem}; there: {_there(servers)}")
+    raise refusal(_several(servers))
+
+
+def _several(servers: Sequence[tuple[RunningServer, Any]]) -> str:
+    there = _there(servers)
+    return f"{len(servers)} servers run; choose one with --name or --pid: {there}"
+
+
+def _there(servers: Iterable[tuple[RunningServer, Any]]) -> str:
+    return "; ".join(
+        f"--pid {server.pid} has {', '.join(_names(answer)) or 'no application yet'}"
+        for server, answer in servers
+    )
 
 
 def _given(name: str | None, pid: int | None) -> str:
@@ -186,45 +244,13 @@ def _given(name: str | None, pid: int | None) -> str:
     return " and ".join(given)
 
 
-def _ask(server: RunningServer, command: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Any:
+def ask_server(
+    server: RunningServer, command: str, timeout_s: float = ANSWER_S, **arguments: Any
+) -> Any:
+    """Return a server's answer. Ends the program if it refuses, or does not answer."""
     try:
         return server.ask(command, timeout_s, **arguments)
     except CommandError as error:
         raise refusal(str(error)) from None
     except OSError as error:
         raise refusal(f"server {server.pid} does not answer: {error}") from None
-
-
-def _show(answer: Any) -> None:
-    if answer is None:
-        typer.echo("a server does not answer")
-        return
-    workers = answer["workers"]
-    several = f", {len(workers)} workers" if len(workers) > 1 else ""
-    typer.echo(f"server {answer['pid']}{several}{_at(answer['url'])}")
-    table = Table("application", "deployment", "status", "replicas", "ongoing", "queued")
-    table.box, table.pad_edge = None, False
-    for name, application in answer["applications"].items():
-        table.add_row(name, "", application["status"], "", "", "")
-        for deployment, each in application["deployments"].items():
-            states = ", ".join(f"{n} {state}" for state, n in each["replica_states"].items())
-            per_worker = each.get("per_worker")
-            if per_worker:
-                states += f" ({' + '.join(map(str, per_worker))})"
-            table.add_row(
-                *("", deployment, each["status"], states),
-                *(str(each["ongoing"]), str(each["queued"])),
-            )
-    console.print(table)
-    for name, application in answer["applications"].items():
-        for message in (application["message"], *_messages(application)):
-            if message:
-                typer.echo(f"{name}: {message}")
-
-
-def _messages(application: Any) -> list[str]:
-    return [each["message"] for each in application["deployments"].values()]
-
-
-def _at(url: str | None) -> str:
-    return "" if url is None else f" at {url}"

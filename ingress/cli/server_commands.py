@@ -12,14 +12,27 @@ from ingress.cli.sd_notify import notify
 from ingress.cli.snapshot import snapshot
 from ingress.control import changes
 from ingress.engines import local_engine
+from ingress.live.observer import Observer
+from ingress.live.part import count_part, part
 
 Changes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Options to change, by application and deployment."""
 
 
-def commands_of_one_process() -> dict[str, Command]:
+def commands_of_one_process(observer: Observer) -> dict[str, Command]:
     """Return the commands of a server that is one process."""
-    return {"livez": livez, "status": _status, "stop": stop, "scale": scale}
+    return {
+        "livez": livez,
+        "status": _status,
+        "view": lambda arguments: observer.view(),
+        "stop": stop,
+        "scale": scale,
+    }
+
+
+def observe_this_process(what: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the state of this process, for its observer."""
+    return [part() if what == "part" else count_part()], []
 
 
 def commands_of_a_worker() -> dict[str, Command]:
@@ -27,6 +40,8 @@ def commands_of_a_worker() -> dict[str, Command]:
     return {
         "status": _status,
         "snapshot": lambda arguments: local_engine().snapshot(),
+        "part": lambda arguments: part(),
+        "counts": lambda arguments: count_part(),
         "check": lambda arguments: check(**arguments),
         "change": lambda arguments: change(**arguments),
     }

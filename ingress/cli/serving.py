@@ -31,7 +31,7 @@ from ingress.cli.reloading import (
     reload_workers,
 )
 from ingress.cli.sd_notify import notify
-from ingress.cli.server_commands import commands_of_one_process
+from ingress.cli.server_commands import commands_of_one_process, observe_this_process
 from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
@@ -49,6 +49,7 @@ from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
+from ingress.live.observer import Observer
 from ingress.snapshot import Snapshot
 
 READY = "READY=1"  # systemd's word
@@ -117,13 +118,16 @@ def serve_until_ctrl_c(
     reloads = Reloads(reload, state.file if state is not None and watches else None)
     # On Ray, the applications are the cluster's: `ingress status --address`.
     is_local = engine == "local"
-    commands = {**commands_of_one_process(), "reload": command_of(reload)} if is_local else None
+    observer = Observer(observe_this_process)
+    commands = None
+    if is_local:
+        commands = {**commands_of_one_process(observer), "reload": command_of(reload)}
     hang_up = reloads.ask if is_local else None
     try:
         # The socket outlives the drain, which takes place when the last context ends.
         # So does the admin listener, for the last scrape.
         with (
-            controlled(commands),
+            controlled(commands, observer),
             _admin(local_engine().snapshot, resolved(served.server.admin)) as admin,
             reloads.running(),
             api.serving_until_signal(hang_up),
@@ -140,7 +144,7 @@ def serve_until_ctrl_c(
 
 
 @contextmanager
-def controlled(commands: Mapping[str, Command] | None) -> Iterator[None]:
+def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> Iterator[None]:
     """Answer the commands of a control socket, if there are any, and print its path."""
     if commands is None:
         yield
@@ -149,7 +153,11 @@ def controlled(commands: Mapping[str, Command] | None) -> Iterator[None]:
         if control.path is not None:
             line = f"[dim]control socket {control.path}[/dim]"
             console.print(line, highlight=False, soft_wrap=True)
-        yield
+        observer.start()
+        try:
+            yield
+        finally:
+            observer.stop()
 
 
 @contextmanager
@@ -286,9 +294,10 @@ def _supervise(
     served = replace(served, server=replace(served.server, admin=options))
     supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
     commands = WorkersCommands(supervisor, url)
+    table = {**commands.table(), "reload": command_of(reload)}
     make = partial(snapshot_of_workers, supervisor, url)
     with (
-        controlled({**commands.table(), "reload": command_of(reload)}),
+        controlled(table, commands.observer),
         _admin(make, options) as admin,
         reloads.running(),
     ):

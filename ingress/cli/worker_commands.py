@@ -17,10 +17,15 @@ from ingress.cli.server_commands import Changes, livez, scaling, stop
 from ingress.cli.snapshot import summed
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
+from ingress.live.observer import Observer
 
 STATUS_S = 3.0  # for the status of a worker, which may stall
 APPLY_S = 60.0
 RETRY_S = 0.1
+
+
+READS = ("status", "part", "counts")
+"""Commands that change nothing: they are sent to those workers that serve."""
 
 
 class Asked:
@@ -138,15 +143,26 @@ class WorkersCommands:
         self.url = url
         self._workers = workers
         self._changing = threading.Lock()  # one change at a time
+        self.observer = Observer(self._answers, lambda: self.url)
 
     def table(self) -> dict[str, Command]:
-        return {"livez": livez, "status": self.status, "stop": stop, "scale": self.scale}
+        return {
+            "livez": livez,
+            "status": self.status,
+            "view": lambda arguments: self.observer.view(),
+            "stop": stop,
+            "scale": self.scale,
+        }
 
     def status(self, arguments: Mapping[str, Any]) -> Any:
-        asked = _asked(self._workers, "status", STATUS_S, {})
-        found = [each for each in dict(asked.answers).values() if not isinstance(each, Failed)]
-        whole = summed(self._workers.pid, self.url, found)
-        return {**whole, "silent": sorted(asked.waits_for)}
+        found, silent = self._answers("status")
+        return {**summed(self._workers.pid, self.url, found), "silent": silent}
+
+    def _answers(self, command: str) -> tuple[list[Any], list[int]]:
+        """Return the answers of the workers, and the ids of those that are silent."""
+        asked = _asked(self._workers, command, STATUS_S, {})
+        answers = [each for each in dict(asked.answers).values() if not isinstance(each, Failed)]
+        return answers, sorted(asked.waits_for)
 
     def scale(self, arguments: Mapping[str, Any]) -> list[str]:
         return self.change(scaling(arguments), is_scaling=True)

@@ -29,7 +29,6 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
-from ingress.calls.notable import NOTABLE
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -82,6 +81,7 @@ class Exchange(Call):
         "_is_closed",
         "_is_ended",
         "_kind",
+        "_method",
         "_news",
         "_outbound",
         "_receive",
@@ -90,7 +90,6 @@ class Exchange(Call):
         "_task",
         "_template",
         "_thread",
-        "_title",
         "attempts",
         "body",
         "cut_by",
@@ -142,7 +141,7 @@ class Exchange(Call):
         self._stopped_by: RayServeException | None = None
         self._news: Runner | tuple[Message, Message] | Channel | None = None
         self._is_ended = self._is_closed = False
-        self._template = self._kind = self._title = ""
+        self._template = self._kind = self._method = ""
         self.streamed_at = 0.0
         self._event: asyncio.Future[None] | None = None
         self._client_reader: ClientReader | None = None
@@ -307,9 +306,9 @@ class Exchange(Call):
 
     def title(self) -> str:
         """Return the HTTP method and the template as far as it is known. Thread-safe."""
-        scope = self.scope  # empty once user code has ended
-        method = scope.get("method", "WS")
-        return self._title or f"{method if scope else ''} {self.current_route()}".strip()
+        if self._method:  # user code has ended, and the scope is gone
+            return f"{self._method} {self.route}"
+        return f"{self.scope.get('method', 'WS')} {self.current_route()}"
 
     def disconnect(self, code: int) -> None:
         """Tell user code that its client is gone, because the application stops. Thread-safe.
@@ -544,9 +543,9 @@ class Exchange(Call):
             return
         # For the counts of the replica and of the server.
         self.route = self.router.templates.label(self.scope, self.metadata.route)
-        is_slow = monotonic() - self.started_at >= NOTABLE.least_s
-        if is_slow or failure is not None or self.is_interrupted:
-            self._title = f"{self.scope.get('method', 'WS')} {self.current_route()}"
+        self._method = self.scope.get("method", "WS")
+        if failure is not None or self.is_interrupted:
+            self.current_route()  # kept for the log record
         if self.metadata.deadline is not None:
             self.kind()  # kept for the estimate of later calls of this kind
         self.scope = {}

@@ -21,7 +21,7 @@ class Observer:
 
     __slots__ = ("_ask", "_history", "_is_over", "_lock", "_thread", "_url", "_view", "_viewed_at")
 
-    def __init__(self, ask: Ask, url: str | None = None) -> None:
+    def __init__(self, ask: Ask, url: Callable[[], str | None] = lambda: None) -> None:
         self._ask = ask
         self._url = url
         self._history = History()
@@ -62,7 +62,7 @@ class Observer:
             self._history.add(monotonic(), _counts(parts))
             rates, span_s = self._history.window()
             recent = self._history.recent()
-            self._view = view_of(parts, silent, rates, span_s, recent, self._url)
+            self._view = view_of(parts, silent, rates, span_s, recent, self._url())
             self._viewed_at = monotonic()
             return self._view
 

@@ -433,6 +433,7 @@ class Replica:
                 latency.errors += 1
                 self._count_error(call.route, type(failure).__name__)
                 note_end(call, self.replica_id, begin, ended, failure)
+                failure = None  # else it would be in a cycle with this frame, by its traceback
             elif ended - call.started_at >= NOTABLE.least_s:
                 note_end(call, self.replica_id, begin, ended, None)
             del self._calls[call]
