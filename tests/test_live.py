@@ -16,9 +16,10 @@ from fastapi.responses import StreamingResponse
 import ingress as serve
 from ingress.base.counters import LATENCY_BUCKETS_MS
 from ingress.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
+from ingress.engines import local_engine
 from ingress.live.history import STEP_S, History, percentile
 from ingress.live.observer import Observer
-from ingress.live.part import count_part, part
+from ingress.live.part import parts_of
 from ingress.testing import Latch
 from tests.fakes import together
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
@@ -98,7 +99,7 @@ def place() -> Iterator[Place]:
 
 @pytest.fixture
 def observer() -> Observer:
-    return Observer(lambda what: ([part() if what == "part" else count_part()], []))
+    return Observer(partial(parts_of, local_engine()))
 
 
 class Requests:
@@ -250,7 +251,7 @@ def test_the_observer_looks_for_the_rates_by_itself_and_ends(place: Place) -> No
 
     def ask(what: str) -> Any:
         looked.count_down()
-        return [part() if what == "part" else count_part()], []
+        return parts_of(local_engine(), what)
 
     observer = Observer(ask)
     observer.start()

@@ -49,9 +49,9 @@ def routes(source: Source) -> Sequence[BaseRoute]:
     return [Route("/metrics", metrics), Route("/api/snapshot", snapshot)]
 
 
-def admin_app(source: Source, options: AdminOptions) -> ASGIApp:
-    """Return the app, with its guard."""
-    return Guard(Starlette(routes=list(routes(source))), options)
+def admin_app(source: Source, options: AdminOptions, more: Sequence[BaseRoute] = ()) -> ASGIApp:
+    """Return the app, with its guard. `more` are the routes of the page."""
+    return Guard(Starlette(routes=[*routes(source), *more]), options)
 
 
 class Guard:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from starlette.routing import BaseRoute
 
 from ingress.admin.address import AdminOptions
 from ingress.admin.app import admin_app
@@ -32,12 +34,17 @@ class AdminListener:
 
     __slots__ = ("_address", "_home", "_server", "_serving", "_socket", "options", "url")
 
-    def __init__(self, make: Callable[[], Snapshot], options: AdminOptions) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Snapshot],
+        options: AdminOptions,
+        more: Sequence[BaseRoute] = (),
+    ) -> None:
         self.options = options
         self._address, self._socket = options.listen()
         self.url = url_of(self._socket, is_tls=False)
         self._home = EventLoopThread("ingress-admin")
-        self._server = _uvicorn(Source(make), options)
+        self._server = _uvicorn(Source(make), options, more)
         self._serving = start_on(self._home.loop, self._server.serve(sockets=[self._socket]))
 
     def stop(self) -> None:
@@ -57,14 +64,14 @@ class AdminListener:
             await asyncio.wait([serving], timeout=STOP_S)
 
 
-def _uvicorn(source: Source, options: AdminOptions) -> uvicorn.Server:
+def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -> uvicorn.Server:
     import uvicorn
 
     from ingress.http.connections import Connections  # imports uvicorn
 
     return uvicorn.Server(
         uvicorn.Config(
-            admin_app(source, options),
+            admin_app(source, options, more),
             interface="asgi3",
             lifespan="off",
             ws="none",

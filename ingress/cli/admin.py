@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from ingress.admin.address import OFF, AdminOptions
 from ingress.base.settings import admin_settings
 from ingress.engines import local_engine
+from ingress.live.observer import Observer
+from ingress.live.page import routes
 from ingress.snapshot import Snapshot
 
 
@@ -34,7 +36,9 @@ def resolved(options: AdminOptions | None) -> AdminOptions:
 
 
 @contextmanager
-def admin_listening(make: Callable[[], Snapshot], options: AdminOptions) -> Iterator[str]:
+def admin_listening(
+    make: Callable[[], Snapshot], options: AdminOptions, observer: Observer
+) -> Iterator[str]:
     """Have an admin listener in this context, and yield a line that names it, "" if it is off.
 
     Raises `RuntimeError` if its address is busy.
@@ -44,8 +48,8 @@ def admin_listening(make: Callable[[], Snapshot], options: AdminOptions) -> Iter
         return
     from ingress.admin.listener import AdminListener
 
-    listener = AdminListener(make, options)
+    listener = AdminListener(make, options, routes(observer))
     try:
-        yield f"Metrics at {listener.url}/metrics"
+        yield f"Dashboard at {listener.url}, metrics at {listener.url}/metrics"
     finally:
         listener.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ingress.cli.control_socket import Command, CommandError
@@ -13,7 +14,7 @@ from ingress.cli.snapshot import snapshot
 from ingress.control import changes
 from ingress.engines import local_engine
 from ingress.live.observer import Observer
-from ingress.live.part import count_part, part
+from ingress.live.part import WHAT
 
 Changes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Options to change, by application and deployment."""
@@ -30,18 +31,12 @@ def commands_of_one_process(observer: Observer) -> dict[str, Command]:
     }
 
 
-def observe_this_process(what: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the state of this process, for its observer."""
-    return [part() if what == "part" else count_part()], []
-
-
 def commands_of_a_worker() -> dict[str, Command]:
     """Return the commands that the supervisor passes on to each worker."""
     return {
         "status": _status,
         "snapshot": lambda arguments: local_engine().snapshot(),
-        "part": lambda arguments: part(),
-        "counts": lambda arguments: count_part(),
+        **{what: partial(_part, what) for what in WHAT},
         "check": lambda arguments: check(**arguments),
         "change": lambda arguments: change(**arguments),
     }
@@ -105,6 +100,10 @@ def change(wanted: Changes, *, is_scaling: bool = False) -> list[str]:
     for name, options in wanted.items():
         done += [f"{name}: {each}" for each in local_engine().change(name, options)]
     return done
+
+
+def _part(what: str, arguments: Mapping[str, Any]) -> Any:
+    return WHAT[what](local_engine(), arguments.get("argument", 0.0))
 
 
 def _status(arguments: Mapping[str, Any]) -> Any:

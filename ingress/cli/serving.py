@@ -31,7 +31,7 @@ from ingress.cli.reloading import (
     reload_workers,
 )
 from ingress.cli.sd_notify import notify
-from ingress.cli.server_commands import commands_of_one_process, observe_this_process
+from ingress.cli.server_commands import commands_of_one_process
 from ingress.cli.target import mistake, refusal
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
@@ -50,6 +50,7 @@ from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
 from ingress.live.observer import Observer
+from ingress.live.part import parts_of
 from ingress.snapshot import Snapshot
 
 READY = "READY=1"  # systemd's word
@@ -118,7 +119,7 @@ def serve_until_ctrl_c(
     reloads = Reloads(reload, state.file if state is not None and watches else None)
     # On Ray, the applications are the cluster's: `ingress status --address`.
     is_local = engine == "local"
-    observer = Observer(observe_this_process)
+    observer = Observer(partial(parts_of, local_engine()))
     commands = None
     if is_local:
         commands = {**commands_of_one_process(observer), "reload": command_of(reload)}
@@ -128,7 +129,7 @@ def serve_until_ctrl_c(
         # So does the admin listener, for the last scrape.
         with (
             controlled(commands, observer),
-            _admin(local_engine().snapshot, resolved(served.server.admin)) as admin,
+            _admin(local_engine().snapshot, resolved(served.server.admin), observer) as admin,
             reloads.running(),
             api.serving_until_signal(hang_up),
         ):
@@ -153,19 +154,18 @@ def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> It
         if control.path is not None:
             line = f"[dim]control socket {control.path}[/dim]"
             console.print(line, highlight=False, soft_wrap=True)
-        observer.start()
-        try:
+        with observer:
             yield
-        finally:
-            observer.stop()
 
 
 @contextmanager
-def _admin(make: Callable[[], Snapshot], options: AdminOptions) -> Iterator[str]:
+def _admin(
+    make: Callable[[], Snapshot], options: AdminOptions, observer: Observer
+) -> Iterator[str]:
     """Have an admin listener, and yield the line that names it. Ends the program if it is busy."""
     with ExitStack() as stack:
         try:
-            line = stack.enter_context(admin_listening(make, options))
+            line = stack.enter_context(admin_listening(make, options, observer))
         except RuntimeError as error:
             raise refusal(f"--admin: {error}") from None
         yield line
@@ -298,7 +298,7 @@ def _supervise(
     make = partial(snapshot_of_workers, supervisor, url)
     with (
         controlled(table, commands.observer),
-        _admin(make, options) as admin,
+        _admin(make, options, commands.observer) as admin,
         reloads.running(),
     ):
         return supervisor.run()

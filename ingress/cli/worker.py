@@ -57,6 +57,8 @@ from ingress.http.address import url_of
 from ingress.http.server_options import ServerOptions
 from ingress.http.shared_port import SharedPort
 from ingress.http.uvicorn_server import UvicornServer
+from ingress.live.observer import Observer
+from ingress.live.part import parts_of
 from ingress.logs.process import ProcessLogs
 from ingress.snapshot import Snapshot
 
@@ -331,21 +333,27 @@ def work_until_reloaded(
         sys.exit(f"Error: {error}")
     except Exception as error:
         sys.exit(format_mistake(error))
-    commands = _commands_of_the_reloaded(url_of(sockets[0], is_tls=config.is_ssl))
+    url = url_of(sockets[0], is_tls=config.is_ssl)
+    observer = Observer(partial(parts_of, local_engine()), lambda: url)
+    commands = _commands_of_the_reloaded(observer, url)
     control = ControlSocket(commands, os.getppid())
     try:
-        with admin_listening(local_engine().snapshot, resolved(served.server.admin)) as admin:
+        options = resolved(served.server.admin)
+        with observer, admin_listening(local_engine().snapshot, options, observer) as admin:
             ReloadedServer(config, "\n".join(filter(None, (line, admin))), control).run(sockets)
     except RuntimeError as error:
         sys.exit(f"Error: {error}")
 
 
-def _commands_of_the_reloaded(url: str) -> dict[str, Command]:
+def _commands_of_the_reloaded(observer: Observer, url: str) -> dict[str, Command]:
     """Return the commands of the control socket, which has the command's process id: that stays."""
-    of_this_process = commands_of_one_process()
+    of_this_process = commands_of_one_process(observer)
 
     def status(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {**of_this_process["status"](arguments), "pid": os.getppid(), "url": url}
+
+    def view(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {**observer.view(), "pid": os.getppid()}
 
     def reload(arguments: Mapping[str, Any]) -> None:
         raise CommandError(
@@ -355,7 +363,7 @@ def _commands_of_the_reloaded(url: str) -> dict[str, Command]:
     def stop(arguments: Mapping[str, Any]) -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
-    return {**of_this_process, "reload": reload, "status": status, "stop": stop}
+    return {**of_this_process, "reload": reload, "status": status, "stop": stop, "view": view}
 
 
 def _outlive_no_parent(config: uvicorn.Config) -> None:

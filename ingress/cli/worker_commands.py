@@ -18,13 +18,14 @@ from ingress.cli.snapshot import summed
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
 from ingress.live.observer import Observer
+from ingress.live.part import WHAT
 
 STATUS_S = 3.0  # for the status of a worker, which may stall
 APPLY_S = 60.0
 RETRY_S = 0.1
 
 
-READS = ("status", "part", "counts")
+READS = ("status", *WHAT)
 """Commands that change nothing: they are sent to those workers that serve."""
 
 
@@ -158,9 +159,9 @@ class WorkersCommands:
         found, silent = self._answers("status")
         return {**summed(self._workers.pid, self.url, found), "silent": silent}
 
-    def _answers(self, command: str) -> tuple[list[Any], list[int]]:
+    def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], list[int]]:
         """Return the answers of the workers, and the ids of those that are silent."""
-        asked = _asked(self._workers, command, STATUS_S, {})
+        asked = _asked(self._workers, command, STATUS_S + argument, {"argument": argument})
         answers = [each for each in dict(asked.answers).values() if not isinstance(each, Failed)]
         return answers, sorted(asked.waits_for)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ingress.admin.address import AdminOptions
 from ingress.base.settings import ADMIN, admin_settings
-from ingress.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ingress.admin.listener import AdminListener
+    from ingress.engines.local import LocalEngine
+    from ingress.live.observer import Observer
 
 logger = logging.getLogger("ingress")
 
@@ -22,11 +23,12 @@ class EngineAdmin:
     `options` are those of the user's code, `None` if it gives none.
     """
 
-    __slots__ = ("_listener", "options")
+    __slots__ = ("_listener", "_observer", "options")
 
     def __init__(self) -> None:
         self.options: AdminOptions | None = None
         self._listener: AdminListener | None = None
+        self._observer: Observer | None = None
 
     @property
     def url(self) -> str | None:
@@ -34,25 +36,31 @@ class EngineAdmin:
         listener = self._listener
         return None if listener is None else listener.url
 
-    def start(self, make: Callable[[], Snapshot], options: AdminOptions) -> None:
+    def start(self, engine: LocalEngine, options: AdminOptions) -> None:
         """Start the listener, unless it runs already. Raises `RuntimeError` if it is busy."""
         if self._listener is not None or options.is_off:
             return
         from ingress.admin.listener import AdminListener  # not for a process without a listener
+        from ingress.live.observer import Observer
+        from ingress.live.page import routes
+        from ingress.live.part import parts_of
 
-        self._listener = AdminListener(make, options)
+        observer = Observer(partial(parts_of, engine))
+        self._listener = AdminListener(engine.snapshot, options, routes(observer))
+        self._observer = observer
+        observer.start()
         # Under uvicorn's own command only uvicorn's loggers print at this level.
         servers = logging.getLogger("uvicorn.error")
         told = logger if logger.isEnabledFor(logging.INFO) else servers
         told.info("admin listener at %s", self._listener.url)
 
-    def start_by_environment(self, make: Callable[[], Snapshot]) -> None:
+    def start_by_environment(self, engine: LocalEngine) -> None:
         """Start the listener if INGRESS_ADMIN says so. A failure is logged: requests are served."""
         address, token = admin_settings()
         if address is None:
             return
         try:
-            self.start(make, AdminOptions(address, token, takes_next_port=True))
+            self.start(engine, AdminOptions(address, token, takes_next_port=True))
         except (RuntimeError, ValueError) as error:
             logger.warning("no admin listener: %s (%s=%s)", error, ADMIN, address)
 
@@ -62,3 +70,6 @@ class EngineAdmin:
         self.options = None
         if listener is not None:
             listener.stop()
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.stop()

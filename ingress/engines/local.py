@@ -92,6 +92,12 @@ class LocalEngine:
         assert self._threads is not None, "the caller holds an `acquire`"
         return self._threads
 
+    @property
+    def settings(self) -> Settings:
+        """The settings of the threads, or of the environment while there are none."""
+        threads = self._threads
+        return Settings.from_environment() if threads is None else threads.settings
+
     def acquire(self) -> EngineThreads:
         """Count one more user of the threads; the first one starts them."""
         with self._lock:
@@ -112,7 +118,7 @@ class LocalEngine:
                     lambda: self.factories,
                 )
                 if self.http.command_line.admin is None and self.admin.options is None:
-                    self.admin.start_by_environment(self.snapshot)
+                    self.admin.start_by_environment(self)
             self._users += 1
             return self._threads
 
@@ -217,13 +223,13 @@ class LocalEngine:
                 admin = None
             if http.is_kept or not http.command_line.has_own_server:
                 if admin is not None:
-                    self.admin.start(self.snapshot, admin)
+                    self.admin.start(self, admin)
                 return
             threads = self.acquire()
             try:
                 http.start(threads)
                 if admin is not None:
-                    self.admin.start(self.snapshot, admin)
+                    self.admin.start(self, admin)
             except BaseException:
                 http.options = previous
                 http.stop_if_unused(threads)

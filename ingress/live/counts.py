@@ -1,7 +1,8 @@
-"""The counters of the replicas that run, as plain values.
+"""The counters of the deployments that run, as plain values.
 
-They are read from their owners, see `base.counters`. A replica that is replaced begins at 0, so
-`history` compares each replica with itself.
+They are read from their owners, see `base.counters`. A deployment that gets HTTP requests has those
+of its router, from the arrival to the last byte; another one those of its replicas. A replica that
+is replaced begins at 0, so `history` compares each replica with itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ingress.control.running import RunningApplication
+from ingress.replicas.replica import Replica
+from ingress.replicas.router import Router
 
 Sums = tuple[int, int, float, tuple[int, ...]]
 """Calls that have ended, those of them that failed, their duration in ms, and its buckets."""
@@ -18,20 +21,41 @@ Deployment = tuple[str, str]
 """An application and one of its deployments."""
 
 
+def _of_requests(router: Router) -> dict[tuple[str, str], Sums]:
+    """Return the HTTP requests: their whole times, and as errors those answered 5xx.
+
+    Without WebSockets, which last as long as their clients like.
+    """
+    found: dict[tuple[str, str], Sums] = {}
+    for (route, method, status), each in router.http.summed().items():
+        if method != "WS":
+            buckets = tuple(each.buckets)
+            count = sum(buckets)
+            errors = count if status >= 500 else 0
+            found[f"{method} {status}", route] = count, errors, each.total_ms, buckets
+    return found
+
+
+def _of_calls(replicas: Iterable[Replica]) -> dict[tuple[str, str], Sums]:
+    """Return the calls by handle: the times that they ran."""
+    found: dict[tuple[str, str], Sums] = {}
+    for replica in replicas:
+        tag = replica.replica_id.unique_id
+        # A copy: the user loop adds a route at any time.
+        for route, each in replica.latencies.copy().items():
+            buckets = tuple(each.buckets)
+            found[tag, route] = sum(buckets), each.errors, each.total_ms, buckets
+    return found
+
+
 def counts(applications: Iterable[RunningApplication]) -> dict[Deployment, dict[str, Any]]:
-    """Return the counters of each deployment. `routes` is by replica and route."""
+    """Return the counters of each deployment. `routes` is by source and route."""
     found: dict[Deployment, dict[str, Any]] = {}
     for application in applications:
         for name, deployment in list(application.deployments.items()):
-            routes: dict[tuple[str, str], Sums] = {}
-            ongoing = 0
-            for replica in deployment.replicas:
-                ongoing += replica.ongoing
-                tag = replica.replica_id.unique_id
-                # A copy: the user loop adds a route at any time.
-                for route, each in replica.latencies.copy().items():
-                    sums = each.count, each.errors, each.total_ms, tuple(each.buckets)
-                    routes[tag, route] = sums
+            replicas = deployment.replicas
+            ongoing = sum(each.ongoing for each in replicas)
+            routes = _of_requests(deployment.router) or _of_calls(replicas)
             found[application.name, name] = {
                 "queued": deployment.router.num_queued,
                 "ongoing": ongoing,

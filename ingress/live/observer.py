@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 from ingress.live.history import STEP_S, History
+from ingress.live.recording import merged_traces
 from ingress.live.view import view_of
 
+JOIN_S = 1.0
 FRESH_S = 0.4  # a view this old is shown again: two viewers cost as much as one
 
-Ask = Callable[[str], tuple[list[dict[str, Any]], list[int]]]
-"""`ask("part")` returns the parts of the processes, and the ids of those that are silent."""
+Ask = Callable[..., tuple[list[dict[str, Any]], list[int]]]
+"""`ask(what, argument)` returns the parts of the processes, and the ids of the silent ones."""
 
 
 class Observer:
@@ -31,13 +33,22 @@ class Observer:
         self._viewed_at = 0.0
         self._thread = threading.Thread(target=self._main, name="ingress-history", daemon=True)
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self) -> None:
         """Begin to look every 5 s, for the rates of the last minutes."""
         self._thread.start()
 
     def stop(self) -> None:
+        """End the looks."""
         self._is_over.set()
-        self._thread.join(1.0)
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
 
     def _main(self) -> None:
         while not self._is_over.is_set():
@@ -65,6 +76,16 @@ class Observer:
             self._view = view_of(parts, silent, rates, span_s, recent, self._url())
             self._viewed_at = monotonic()
             return self._view
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the options, and the callables that the flag would move, of one process."""
+        parts, _ = self._ask("configuration")
+        return parts[0] if parts else {"flag": None, "moves": [], "options": []}
+
+    def record(self, seconds: float) -> str | None:
+        """Return a recording of all processes; `None` if one is being made. It blocks."""
+        parts, _ = self._ask("record", seconds)
+        return merged_traces(parts)
 
     def series(self, application: str, deployment: str, route: str) -> dict[str, Any]:
         """Return the last 15 minutes of a route, or of all routes of a deployment."""

@@ -4,39 +4,59 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
+from ingress.base.settings import Settings
 from ingress.calls.notable import NOTABLE
 from ingress.control.running import RunningApplication
-from ingress.engines import local_engine
+from ingress.live.configuration import configuration_of
 from ingress.live.counts import counts
+from ingress.live.recording import record
 from ingress.live.running import Running
+from ingress.replicas.replica import Replica
+from ingress.schema import ServeStatus
 
 _RUNNING = Running()
 _LOOKING = threading.Lock()  # `_RUNNING` is for one thread at a time
 
 
-def count_part() -> dict[str, Any]:
+class Server(Protocol):
+    """The engine of this process, as its observer sees it."""
+
+    @property
+    def applications(self) -> Mapping[str, RunningApplication]: ...
+
+    def url(self) -> str | None: ...
+
+    def status(self) -> ServeStatus: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+
+def parts_of(
+    server: Server, what: str, argument: float = 0.0
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the state of this process as its `Observer` asks for it: no process is silent."""
+    return [WHAT[what](server, argument)], []
+
+
+def count_part(server: Server, argument: float = 0.0) -> dict[str, Any]:
     """Return the counters of this process, and nothing else: cheap."""
-    return {"pid": os.getpid(), "counts": counts(list(local_engine().applications.values()))}
+    return {"pid": os.getpid(), "counts": counts(list(server.applications.values()))}
 
 
-def part() -> dict[str, Any]:
+def part(server: Server, argument: float = 0.0) -> dict[str, Any]:
     """Return the state of this process. Callable in any thread."""
-    engine = local_engine()
-    running = dict(engine.applications)
-    replicas = [
-        replica
-        for application in running.values()
-        for deployment in list(application.deployments.values())
-        for replica in deployment.replicas
-    ]
+    running = dict(server.applications)
+    replicas = _replicas(running)
     slowest, failed = NOTABLE.recent()
     with _LOOKING:
         seen = _RUNNING.look(replicas, {name: each.deployed_at_s for name, each in running.items()})
     return {
-        **count_part(),
-        "url": engine.url(),
+        **count_part(server),
+        "url": server.url(),
         "applications": {
             name: {
                 "status": each.status.value,
@@ -54,12 +74,32 @@ def part() -> dict[str, Any]:
                     for deployment, one in each.deployments.items()
                 },
             }
-            for name, each in engine.apps.overviews().items()
+            for name, each in server.status().applications.items()
         },
         "replicas": seen,
         "slowest": [each.as_json() for each in slowest],
         "failed": [each.as_json() for each in failed],
     }
+
+
+def configuration(server: Server, argument: float = 0.0) -> dict[str, Any]:
+    """Return the options of this process, and the callables that the flag would move."""
+    applications = list(server.applications.values())
+    return {"pid": os.getpid(), **configuration_of(applications, server.settings)}
+
+
+def recording(server: Server, seconds: float) -> dict[str, Any]:
+    """Return a recording of some seconds. It blocks."""
+    return {"pid": os.getpid(), "trace": record(_replicas(dict(server.applications)), seconds)}
+
+
+def _replicas(running: Mapping[str, RunningApplication]) -> list[Replica]:
+    return [
+        replica
+        for application in running.values()
+        for deployment in list(application.deployments.values())
+        for replica in deployment.replicas
+    ]
 
 
 def _links(application: RunningApplication | None) -> dict[str, str | None]:
@@ -73,3 +113,12 @@ def _links(application: RunningApplication | None) -> dict[str, str | None]:
         "route_prefix": prefix,
         "docs": None if docs is None else prefix.rstrip("/") + docs,
     }
+
+
+WHAT: Mapping[str, Callable[[Server, float], dict[str, Any]]] = {
+    "part": part,
+    "counts": count_part,
+    "configuration": configuration,
+    "record": recording,
+}
+"""The questions of an observer."""

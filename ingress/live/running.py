@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import linecache
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from time import monotonic
@@ -122,7 +123,7 @@ class _Look:
             "deployment": replica.context.deployment,
             "replica": replica.context.replica_tag,
             "state": replica.state.value,
-            "pid": getattr(replica, "pid", None),  # of a process of its own
+            "pid": replica.pid if replica.pid not in (0, os.getpid()) else None,
             "slots": replica.slots.max_ongoing,
             "ongoing": replica.ongoing,
             "loop": loop,

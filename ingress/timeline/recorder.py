@@ -228,7 +228,7 @@ class Recorder:
         whole.sort(key=lambda run: run.began_at)
         tracks = dict.fromkeys(run.track for run in whole)
         tracks |= dict.fromkeys(each.loop for each in journeys.values() if each.loop is not None)
-        standstills = self._standstills([*tracks], whole, [*journeys.values()])
+        standstills = standstills_of([*tracks], whole, [*journeys.values()])
         tracks |= dict.fromkeys(each.track for each in standstills)
         in_order = sorted(journeys.values(), key=lambda each: each.arrived_at)
         return Timeline(
@@ -240,31 +240,32 @@ class Recorder:
             now,
         )
 
-    def _standstills(
-        self, tracks: list[Track], runs: list[Run], journeys: list[Journey]
-    ) -> list[Standstill]:
-        """Return the watchdog's stalls while there were requests, on the tracks of their loops."""
-        if not journeys:
-            return []
-        first_at = min(each.arrived_at for each in journeys)
-        last_at = max(each.ended_at for each in journeys)
-        # The watchdog has Unix times. The system clock was not set since, as a rule.
-        offset_s = time() - monotonic()
-        found = []
-        for stall in WATCHDOG.stalls():
-            began_at = stall.began_at_s - offset_s
-            ended_at = began_at + stall.duration_ms / 1e3
-            if ended_at < first_at or began_at > last_at:
-                continue
-            ran = {run.track for run in runs if run.began_at < ended_at and run.ended_at > began_at}
-            named = loops_of(stall, tracks, journeys)
-            # Applications may have deployments of the same name: take the one that ran then.
-            track = next((each for each in named if each in ran), None)
-            if track is None:
-                track = named[0] if named else Track(stall.loop, is_loop=True)
-                tracks.append(track)
-            found.append(Standstill(track, began_at, ended_at, stall))
-        return found
+
+def standstills_of(
+    tracks: list[Track], runs: list[Run], journeys: list[Journey]
+) -> list[Standstill]:
+    """Return the watchdog's stalls while there were requests, on the tracks of their loops."""
+    if not journeys:
+        return []
+    first_at = min(each.arrived_at for each in journeys)
+    last_at = max(each.ended_at for each in journeys)
+    # The watchdog has Unix times. The system clock was not set since, as a rule.
+    offset_s = time() - monotonic()
+    found = []
+    for stall in WATCHDOG.stalls():
+        began_at = stall.began_at_s - offset_s
+        ended_at = began_at + stall.duration_ms / 1e3
+        if ended_at < first_at or began_at > last_at:
+            continue
+        ran = {run.track for run in runs if run.began_at < ended_at and run.ended_at > began_at}
+        named = loops_of(stall, tracks, journeys)
+        # Applications may have deployments of the same name: take the one that ran then.
+        track = next((each for each in named if each in ran), None)
+        if track is None:
+            track = named[0] if named else Track(stall.loop, is_loop=True)
+            tracks.append(track)
+        found.append(Standstill(track, began_at, ended_at, stall))
+    return found
 
 
 def _copied(items: deque[T]) -> list[T]:
