@@ -91,7 +91,9 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             return PlainTextResponse("Requests from other sites are not allowed.", 403)
-        if self._token is not None and not _has_token(headers, self._token):
+        # The page itself has no data: it asks its reader for the token, and sends it.
+        token = None if scope["path"] == "/" else self._token
+        if token is not None and not _has_token(headers, token):
             return PlainTextResponse(
                 "A token is required: Authorization: Bearer TOKEN.",
                 401,

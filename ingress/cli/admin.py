@@ -50,6 +50,6 @@ def admin_listening(
 
     listener = AdminListener(make, options, routes(observer))
     try:
-        yield f"Dashboard at {listener.url}, metrics at {listener.url}/metrics"
+        yield f"Metrics at {listener.url}/metrics, page at {listener.url}/"
     finally:
         listener.stop()

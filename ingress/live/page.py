@@ -30,7 +30,7 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
     """Return the routes of the page. Those that block are `def`: they run in threads."""
     viewers = Viewers(observer.view)
 
-    async def page(request: Request) -> Response:
+    def page(request: Request) -> Response:
         text, policy = _page()
         headers = {"content-security-policy": policy}
         return Response(text, headers=headers, media_type="text/html; charset=utf-8")

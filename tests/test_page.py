@@ -1,0 +1,301 @@
+"""The page of the admin listener, without a browser: its file, its events, and its other data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+import ingress as serve
+from ingress.admin.address import AdminOptions
+from ingress.admin.listener import AdminListener
+from ingress.engines import local_engine
+from ingress.live.observer import Observer
+from ingress.live.page import routes
+from ingress.live.part import parts_of
+from ingress.live.viewers import MOST, PAUSE_S
+from ingress.snapshot import Snapshot
+from ingress.testing import Latch
+from tests.servers import (
+    INGRESS,
+    PATIENCE_S,
+    Connection,
+    bind,
+    environment,
+    get,
+    process,
+    served,
+    wait_until,
+    write_module,
+)
+
+PAGE = Path(serve.__file__).with_name("live") / "page.html"
+EMPTY: dict[str, Any] = {
+    "pid": 1, "counts": {}, "url": None, "applications": {}, "replicas": [], "slowest": [],
+    "failed": [],
+}  # fmt: skip
+EVENTS = "/api/events"
+BAD_ROUTE = "/<script>alert(1)</script>"
+
+
+@contextmanager
+def listening(ask: Callable[..., Any], options: AdminOptions | None = None) -> Iterator[int]:
+    """Serve the page for what `ask` returns, and yield its port."""
+    observer = Observer(ask)
+    snapshot = partial(Snapshot, 0.0, 1)
+    options = options or AdminOptions("127.0.0.1:0")
+    listener = AdminListener(snapshot, options, routes(observer))
+    try:
+        yield int(listener.url.rpartition(":")[2])
+    finally:
+        listener.stop()
+
+
+class Asked:
+    """A server that has nothing, and counts how often it is asked."""
+
+    def __init__(self, **values: Any) -> None:
+        self.counts: Counter[str] = Counter()
+        self._part = {**EMPTY, **values}
+
+    def __call__(self, what: str, argument: float = 0.0) -> Any:
+        self.counts[what] += 1
+        return [self._part], []
+
+
+@contextmanager
+def viewing(port: int, receive_buffer: int | None = None) -> Iterator[Connection]:
+    with Connection(port, receive_buffer=receive_buffer) as viewer:
+        viewer.request(EVENTS, headers="")
+        yield viewer
+
+
+def event(viewer: Connection) -> Any:
+    """Return the next event of a viewer."""
+    received = viewer.receive_until(b"\n\n\r\n")
+    begin, end = received.index(b"data: ") + 6, received.index(b"\n\n\r\n")
+    viewer.received = received[end + 5 :]
+    return json.loads(received[begin:end])
+
+
+def test_the_page_is_one_small_file_whose_own_code_alone_may_run() -> None:
+    with listening(Asked()) as port:
+        answer = get(port, "/")
+    text = answer.body.decode()
+    policy = answer.headers["content-security-policy"]
+
+    assert answer.status == 200
+    assert len(answer.body) <= 150_000
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
+    for tag in ("script", "style"):
+        (code,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}';" in policy
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert re.findall(r"<[^>]*\s(on\w+|style)=", text) == []
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text) == []
+
+
+def test_a_viewer_gets_at_most_two_views_a_second_and_nothing_is_made_without_one() -> None:
+    asked = Asked()
+    with listening(asked) as port:
+        get(port, "/")
+        assert asked.counts["part"] == 0
+        with viewing(port) as first, viewing(port) as second:
+            times = [event(first)["at"] for _ in range(3)]
+            assert event(second)["is_healthy"]
+            assert min(b - a for a, b in pairwise(times)) > 0.8 * PAUSE_S
+
+        # Both have left: a third one is the first again, after a while without views.
+        def looks() -> int:
+            return asked.counts["part"]
+
+        wait_until(lambda: is_quiet(looks))
+
+
+def is_quiet(count: Callable[[], int]) -> bool:
+    """Return whether a count stands for three pauses."""
+    before, until = count(), monotonic() + 3 * PAUSE_S
+    wait_until(lambda: count() != before or monotonic() > until)
+    return count() == before
+
+
+def test_a_viewer_that_does_not_read_delays_no_other() -> None:
+    big = [{"level": "bad", "text": "x" * 1000}] * 2000
+    asked = Asked(applications={"app": {
+        "status": "RUNNING", "message": json.dumps(big), "deployed_at_s": 0.0, "route_prefix": "/",
+        "docs": None, "deployments": {},
+    }})  # fmt: skip
+    with listening(asked) as port, viewing(port, receive_buffer=4096) as slow:
+        slow.receive_until(b"HTTP/1.1 200")
+        with viewing(port) as other:
+            assert [len(event(other)["applications"]) for _ in range(3)] == [1, 1, 1]
+
+
+def test_more_streams_than_there_may_be_are_refused_in_words() -> None:
+    with listening(Asked()) as port, ExitStack() as stack:
+        viewers = [stack.enter_context(viewing(port)) for _ in range(MOST)]
+        for each in viewers:
+            each.receive_until(b"data: ")
+        refused = [get(port, EVENTS) for _ in range(100)]
+        assert {each.status for each in refused} == {503}
+        assert f"{MOST} viewers are connected already" in refused[0].body.decode()
+        assert get(port, "/").status == 200
+        viewers[0].reset()
+        wait_until(lambda: _is_taken(port))
+
+
+def _is_taken(port: int) -> bool:
+    with viewing(port) as viewer:
+        return b" 200 " in viewer.receive_until(b"\r\n\r\n")
+
+
+def test_a_server_that_does_not_answer_is_said_and_asked_again() -> None:
+    answers = iter([RuntimeError("no worker answers")] * 2)
+
+    def ask(what: str, argument: float = 0.0) -> Any:
+        error = next(answers, None)
+        if error is not None:
+            raise error
+        return [EMPTY], []
+
+    with listening(ask) as port, viewing(port) as viewer:
+        assert event(viewer) == {"error": "RuntimeError: no worker answers"}
+        found = [event(viewer), event(viewer)]
+        assert "is_healthy" in found[-1]
+
+
+def test_the_page_needs_no_token_and_its_data_does() -> None:
+    options = AdminOptions("127.0.0.1:0", "secret")
+    with listening(Asked(), options) as port:
+        assert get(port, "/").status == 200
+        for path in (EVENTS, "/api/series", "/api/configuration", "/api/record"):
+            assert get(port, path).status == 401
+        token = "Authorization: Bearer secret\r\n"
+        assert get(port, "/api/series", token).status == 200
+
+
+@pytest.fixture
+def go() -> Iterator[Latch]:
+    made = Latch(timeout_s=PATIENCE_S)
+    yield made
+    made.count_down()
+    serve.shutdown()
+
+
+@pytest.fixture
+def port(go: Latch) -> int:
+    api = FastAPI()
+
+    @serve.deployment(name="Api", max_ongoing_requests=7)
+    @serve.ingress(api)
+    class Api:
+        @api.get(BAD_ROUTE)
+        async def bad(self) -> str:
+            raise ValueError("</script><img src=x>")
+
+        @api.get("/wait")
+        async def wait(self) -> str:
+            await go
+            return "x"
+
+        def work(self) -> str:
+            return "x"
+
+    return served(bind(Api))
+
+
+def test_hostile_names_are_data_in_one_line(port: int) -> None:
+    assert get(port, "/%3Cscript%3Ealert(1)%3C/script%3E").status == 500
+    with listening(partial(parts_of, local_engine())) as admin:
+        with viewing(admin) as viewer:
+            view = event(viewer)
+        while not view["failed"]:
+            with viewing(admin) as viewer:
+                view = event(viewer)
+        assert view["failed"][0]["name"] == f"GET {BAD_ROUTE}"
+        assert view["failed"][0]["error"] == "ValueError: </script><img src=x>"
+
+
+def test_the_series_of_a_deployment_and_its_options_are_there(port: int) -> None:
+    with listening(partial(parts_of, local_engine())) as admin:
+        series = json.loads(get(admin, "/api/series?application=default&deployment=Api").body)
+        found = json.loads(get(admin, "/api/configuration").body)
+
+    assert series["step_s"] == 5
+    options = {each["where"]: each for each in found["options"]}
+    assert options["default:Api.max_ongoing_requests"] == {
+        "where": "default:Api.max_ongoing_requests", "value": 7, "origin": "code, file or command",
+    }  # fmt: skip
+    assert options["default:Api.max_queued_requests"]["origin"] == "default"
+    assert options["settings.max_retries"]["value"] == 10
+    assert found["flag"] == {"name": "RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "value": "0"}
+    moves = [(each["name"], each["from"], each["to"]) for each in found["moves"]]
+    assert moves == [("Api.work", "event loop", "threadpool")]
+
+
+def test_a_recording_has_the_requests_that_ran_meanwhile(port: int, go: Latch) -> None:
+    with listening(partial(parts_of, local_engine())) as admin:
+        for wrong in ("0", "-1", "nan", "61", "x"):
+            assert get(admin, f"/api/record?seconds={wrong}").status == 400
+        asked = threading.Thread(target=get, args=(port, "/wait"))
+        asked.start()
+        found: list[Any] = []
+
+        def record() -> None:
+            # Also while one of the attempts below is a recording.
+            while (answer := get(admin, "/api/record?seconds=1")).status == 409:
+                pass
+            found.append(answer)
+
+        recorder = threading.Thread(target=record)
+        recorder.start()
+        wait_until(lambda: get(admin, "/api/record?seconds=0.01").status == 409)
+        go.count_down()
+        asked.join(PATIENCE_S)
+        recorder.join(PATIENCE_S)
+
+    events = json.loads(found[0].body)["traceEvents"]
+    names = [each["name"] for each in events if each["ph"] == "b"]
+    assert "GET /wait" in names
+    assert {each["cat"] for each in events if each["ph"] == "b"} == {"request"}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(180)
+def test_the_view_of_workers_has_each_process(tmp_path: Path) -> None:
+    write_module(
+        tmp_path,
+        "app",
+        "import ingress as serve\n\n@serve.deployment\nclass Model:\n"
+        "    async def __call__(self, request):\n        return 'x'\n\nhello = Model.bind()\n",
+    )
+    command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2", "--admin"]
+    with process([*command, "127.0.0.1:0"], tmp_path, environment(tmp_path)) as server:
+        server.wait_for("Ctrl-C to stop")
+        admin = int(server.wait_for(r"page at http://127\.0\.0\.1:(\d+)/")[1])
+        for _ in range(20):
+            assert get(server.port, "/").status == 200
+        with viewing(admin) as viewer:
+            while len((view := event(viewer))["workers"]) < 2:
+                pass
+        assert {each["process"] for each in view["replicas"]} == set(view["workers"])
+        assert view["pid"] == server.process.pid
+        assert view["url"] == server.url
+        (deployment,) = view["applications"][0]["deployments"]
+        assert deployment["replica_states"] == {"RUNNING": 2}
+        assert deployment["requests"] == 20
