@@ -1,4 +1,4 @@
-"""What a running server is doing now, for `ingress status`, `ingress top` and the page.
+"""The present state of a running server, for `ingress status`, `ingress top` and the page.
 
     running     each replica: its loop, lanes, threads and process, and the calls on each
     counts      how many calls of each route have ended, and how long they took

@@ -1,4 +1,4 @@
-"""What is wrong with a server, in words.
+"""The problems of a server, in words.
 
 Each problem is "bad" or "warn", and names its application and deployment; the texts are for people.
 """
@@ -24,7 +24,7 @@ def problems_of(
     applications: Sequence[Mapping[str, Any]],
     replicas: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return what is wrong, in words: the gravest first."""
+    """Return the problems in words, the gravest first."""
     found = [_problem("bad", "", "", f"worker {pid} does not answer") for pid in silent]
     for application in applications:
         name, status = application["name"], application["status"]
@@ -45,7 +45,7 @@ def problems_of(
 def _words(
     deployment: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with one deployment."""
+    """Return the level and the text of each problem of one deployment."""
     found: list[tuple[str, str]] = []
     status, message = deployment["status"], deployment["message"]
     if status in BAD or message:
