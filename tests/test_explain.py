@@ -669,7 +669,8 @@ def test_json_has_each_row(folder: Path) -> None:
     told = json.loads(result.stdout)
     call, predict = told["rows"]
     assert told["flags"] == {SYNC_IN_THREADPOOL: 0, USER_CODE_IN_SEPARATE_THREAD: 1}
-    assert told["deployments"] == [{"name": "Model", "replicas": 1, "max_ongoing_requests": 100}]
+    deployment = {"name": "Model", "replicas": 1, "max_ongoing_requests": 100, "place": "thread"}
+    assert told["deployments"] == [deployment]
     assert (call["name"], call["kind"], call["line"], call["moves"]) == (
         "Model.__call__",
         "def",

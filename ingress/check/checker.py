@@ -11,6 +11,7 @@ from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.findings import Report, shown
 from ingress.check.loop_sharing import shared_objects
 from ingress.check.migration import migration_findings
+from ingress.check.processes import findings_of_processes
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
 from ingress.declaration.build import build
@@ -30,6 +31,7 @@ def check_application(
     report = _check(sources, subjects + dependencies, settings, migrate=migrate)
     if settings.run_user_code_in_separate_thread:  # else all user code is on the server's loop
         report.add([*shared_objects(deployments, sources)])
+    report.add([*findings_of_processes(deployments, sources, settings)])
     return report
 
 

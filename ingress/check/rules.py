@@ -107,5 +107,15 @@ RULES = {
             "Object of one event loop that replicas share",
             'make it in __init__ or the lifespan, or declare it: @serve.deployment(loop="shared")',
         ),
+        Rule(
+            "IG112",
+            "Global that replicas in processes do not share",
+            "keep it in a deployment of its own, in a database, or on the instance",
+        ),
+        Rule(
+            "IG113",
+            "Argument that cannot be sent to a process",
+            "make it in the constructor",
+        ),
     )
 }

@@ -18,7 +18,7 @@ from ingress.check.calls import parameters
 from ingress.check.sources import AnyDef, Function, Sources, names_in
 from ingress.check.state import State, state_around
 
-_MUTATORS = {
+MUTATORS = {
     *("add", "append", "appendleft", "clear", "extend", "insert", "move_to_end", "pop"),
     *("popitem", "popleft", "remove", "update"),
 }
@@ -63,7 +63,7 @@ class _Walk:
         self._function = function
         self._sources = sources
         self._state = state_around(function.file, function.cls, sources)
-        self._locals = _local_names(function)
+        self._locals = local_names(function)
         self._copies: dict[str, set[str]] = {}
 
     def unsafe(self, statements: list[ast.stmt]) -> Iterator[Access]:
@@ -150,7 +150,7 @@ class _Walk:
         # `pop(key, None)` is one atomic step, and works even if another thread was first.
         is_step = node.func.attr == "pop" and len(node.args) == 2
         is_container = self._place(node.func.value) in self._state.containers
-        return node.func.attr in _MUTATORS and not is_step and is_container
+        return node.func.attr in MUTATORS and not is_step and is_container
 
     def _place(self, expression: ast.AST) -> str:
         """Return the shared place that an expression names, "" if it names none."""
@@ -197,7 +197,7 @@ def _target(node: ast.AST) -> ast.AST:
     return node
 
 
-def _local_names(function: Function) -> set[str]:
+def local_names(function: Function) -> set[str]:
     """Return the local names of a function and of its enclosing functions."""
     found: set[str] = set()
     scope: Function | None = function

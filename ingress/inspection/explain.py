@@ -16,6 +16,7 @@ from typing import Any
 
 from ingress.asgi import Part
 from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.config import DeploymentConfig
 from ingress.declaration.build import BuiltDeployment, build
 from ingress.declaration.declaration import Application
 from ingress.execution import execution
@@ -134,13 +135,19 @@ def rows_of(deployments: Sequence[BuiltDeployment], settings: Settings) -> tuple
     return tuple(rows)
 
 
+def has_own_loop(config: DeploymentConfig, settings: Settings) -> bool:
+    """Return whether each replica has an event loop of its own, or the server's."""
+    return settings.run_user_code_in_separate_thread or config.isolation == "process"
+
+
 def _anyio_limit(
     each: BuiltDeployment, everyone: Iterable[BuiltDeployment], settings: Settings
 ) -> int:
     """Return the number of AnyIO's threads for a replica's loop."""
-    if settings.run_user_code_in_separate_thread:
+    if has_own_loop(each.deployment.config, settings):
         return each.deployment.config.max_ongoing_requests + ANYIO_RESERVE
-    configs = [one.deployment.config for one in everyone]  # they all share the borrowed loop
+    every = [one.deployment.config for one in everyone]
+    configs = [c for c in every if not has_own_loop(c, settings)]  # they share the borrowed loop
     shares = (c.replica_count * (c.max_ongoing_requests + ANYIO_RESERVE) for c in configs)
     return _ANYIO_DEFAULT + sum(shares)
 
@@ -240,7 +247,7 @@ class _Planner:
     def _place(self, plan: ExecutionPlan, part: Part) -> Place:
         threads = plan.limit
         if plan.mode is ExecutionMode.EVENT_LOOP:
-            is_own = self._settings.run_user_code_in_separate_thread
+            is_own = has_own_loop(self._built.deployment.config, self._settings)
             thread, threads = (f"{self._name}#N" if is_own else "the server's"), 1
         elif plan.mode is ExecutionMode.ANYIO:
             thread = "AnyIO worker thread"

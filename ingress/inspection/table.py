@@ -15,7 +15,7 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
 )
 from ingress.declaration.build import BuiltDeployment
-from ingress.inspection.explain import Explanation, Finding, Level, Place, Row
+from ingress.inspection.explain import Explanation, Finding, Level, Place, Row, has_own_loop
 
 READABLE = 100
 """Longest line of prose, in characters."""
@@ -65,6 +65,7 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
                 "name": each.name,
                 "replicas": each.deployment.config.replica_count,
                 "max_ongoing_requests": each.deployment.config.max_ongoing_requests,
+                "place": each.deployment.config.isolation,
             }
             for each in explanation.deployments
         ],
@@ -161,8 +162,10 @@ def _where(place: Place) -> Text:
 def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     config = each.deployment.config
     replicas = config.replica_count
-    is_own = explanation.settings.run_user_code_in_separate_thread
+    is_own = has_own_loop(config, explanation.settings)
     loop = f"event loop {each.name}#N" if is_own else "the server's event loop"
+    if config.isolation == "process":
+        loop = f"each in a process, {loop}"
     many = f"{_count(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
     return Text(each.name, "bold") + f"  {many}, {loop}"
 

@@ -1,0 +1,79 @@
+"""IG112 and IG113: code that does not work as intended with `isolation="process"`.
+
+COUNTS[key] = 1      a global of the module: each process has one of its own    IG112
+Model.bind(lock)     an argument that no process can be sent                     IG113
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ingress.base.settings import Settings
+from ingress.check.findings import Finding
+from ingress.check.rules import RULES
+from ingress.check.sharing import MUTATORS, local_names
+from ingress.check.sources import Function, Sources, dotted, own_nodes
+from ingress.check.state import State, state_around
+from ingress.check.subjects import subjects_of
+from ingress.declaration.build import BuiltDeployment
+from ingress.processes.code import pickled_arguments
+
+
+def findings_of_processes(
+    deployments: Iterable[BuiltDeployment], sources: Sources, settings: Settings
+) -> Iterator[Finding]:
+    """Yield the findings of the deployments whose replicas are processes."""
+    for built in deployments:
+        if built.deployment.config.isolation == "process":
+            yield from _arguments(built, sources)
+            for subject in subjects_of([built], sources, settings):
+                yield from _globals(subject.function, built.name, sources)
+
+
+def _arguments(built: BuiltDeployment, sources: Sources) -> Iterator[Finding]:
+    target: Any = built.deployment.func_or_class
+    try:
+        pickled_arguments(built)
+    except TypeError as error:
+        path = Path(inspect.getsourcefile(target) or "").resolve()
+        line = inspect.getsourcelines(target)[1]
+        file = sources.files.get(path)
+        if file is not None and not file.allows("IG113", line):
+            yield Finding(RULES["IG113"], path, line, 1, str(error), (built.name,))
+
+
+def _globals(function: Function, deployment: str, sources: Sources) -> Iterator[Finding]:
+    file, state = function.file, state_around(function.file, function.cls, sources)
+    local = local_names(function)
+    for each in own_nodes(function.node):
+        node: Any = each
+        for name in _written(node, state):
+            if name in local or not sources.is_global(name, file):
+                continue
+            if not file.allows("IG112", node.lineno):
+                message = (
+                    f"{name} is a global, and each replica of {deployment} is a process with a "
+                    f"{name} of its own: the others do not see this"
+                )
+                names = (f"{function.cls}.{function.name}" if function.cls else function.name,)
+                column = node.col_offset + 1
+                yield Finding(RULES["IG112"], file.path, node.lineno, column, message, names, name)
+
+
+def _written(node: Any, state: State) -> Iterator[str]:
+    """Yield the names that a statement or an expression assigns to, or whose value it changes."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+        several: list[Any] = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        for target in several:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                inner = each.value if isinstance(each, ast.Subscript) else each
+                if isinstance(inner, ast.Name):
+                    yield inner.id
+    elif isinstance(node, ast.Call):
+        owner, _, method = dotted(node.func).rpartition(".")
+        if method in MUTATORS and owner in state.containers:
+            yield owner
