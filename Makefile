@@ -19,7 +19,7 @@ export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all coverage test-python test-reliability test-processes test-ray test-ray-nodes test-ecosystem \
-	check bench bench-handles \
+	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
@@ -87,6 +87,9 @@ bench: .venv/.test ## Compare with plain FastAPI, side by side in one run: 7 min
 
 bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000 replicas
 	@$(BIN)/python -m benchmarks.handles $(ARGS)
+
+bench-processes: .venv/.test ## Measure replicas in processes against threads and plain FastAPI (needs wrk)
+	@$(BIN)/python -m benchmarks.processes $(ARGS)
 
 bench-peers: .venv/.test $(PEERS:%=.venv-peers/%/.made) ## Compare with Ray Serve, LitServe and BentoML
 	@$(BIN)/python -m benchmarks.peers $(ARGS)

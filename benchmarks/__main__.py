@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -36,9 +37,8 @@ def one_run(row: Row, server: Server, connections: int, seconds: int) -> Sample:
     return load.client(row.client, server, connections, seconds)
 
 
-def measure(options: Namespace) -> command.Results:
-    """Yield the results, one pair of servers at a time."""
-    chosen = [row for row in ROWS if row.name in options.rows]
+def side_by_side(chosen: Sequence[Row], options: Namespace) -> command.Results:
+    """Yield the results of rows, one pair of servers at a time."""
     for (baseline, ours), group in groupby(chosen, lambda row: (row.baseline, row.ours)):
         rows = list(group)
         first = rows[0].request
@@ -57,6 +57,11 @@ def measure(options: Namespace) -> command.Results:
                     )
                     many = f"{connections} connection{'s' if connections > 1 else ''}"
                     yield Result(row.name, many, row.setup, runs, baseline.label, baseline_runs)
+
+
+def measure(options: Namespace) -> command.Results:
+    """Yield the results of the rows asked for."""
+    yield from side_by_side([row for row in ROWS if row.name in options.rows], options)
     yield from slices.measure(set(options.rows), options.pairs)
     yield from starts.measure(set(options.rows), options.pairs)
 

@@ -15,7 +15,7 @@ from benchmarks import charts, report, scaling_page, targets
 from benchmarks.charts import Bar, Chart
 from benchmarks.report import COLUMNS, cells, label, shown, title
 from benchmarks.results import FOLDER, Report, Result
-from benchmarks.rows import ROWS
+from benchmarks.rows import PROCESS_ROWS, ROWS
 from benchmarks.servers import ROOT
 from benchmarks.slices import SLICES
 from benchmarks.starts import STARTS
@@ -58,6 +58,12 @@ have on one machine, where each replica is a process: the ensemble with one repl
 no-op on 8 replicas. They are called by handle, 4 clients x 20 requests.
 """
 
+PROCESSES = """\
+Replicas with `isolation="process"`: one in a process against plain FastAPI and against one in a
+thread, two that compute against one thread, calls by handle, and an array of 10 MB.
+[When to use them](../processes.md).
+"""
+
 OVERLOAD = """\
 A deployment that can answer 200 requests a second, each with a deadline of one second, is asked for
 more than that. The [overload policy](../timeouts.md#under-overload) is compared with the commit
@@ -72,7 +78,13 @@ def pages(reports: Mapping[str, Report], readme: str) -> Pages:
     """Return the text of each page; `reports`, by name, may be incomplete."""
     made: Pages = {}
     text = ["# Benchmarks", HOW, _not_met(reports)]
-    sections = {"http": _http, "handles": _handles, "peers": _peers, "overload": _overload}
+    sections = {
+        "http": _http,
+        "handles": _handles,
+        "processes": _processes,
+        "peers": _peers,
+        "overload": _overload,
+    }
     for name, section in sections.items():
         if found := reports.get(name):
             parts, drawn = section(found)
@@ -123,6 +135,14 @@ def _handles(found: Report) -> tuple[list[str], Charts]:
     drawn = {"handles": Chart("Calls by handle", "calls per second", bars, _form("calls_per_s"))}
     where = _from(found, "make bench-handles")
     return ["## In one process", where, IN_PROCESS, *_section(found.results, drawn)], _there(drawn)
+
+
+def _processes(found: Report) -> tuple[list[str], Charts]:
+    rates = [each for each in found.results if each.baseline and each.main.endswith("_per_s")]
+    drawn = {"processes": _ratios("Throughput of replicas in processes", rates, "theirs")}
+    where = _from(found, "make bench-processes")
+    text = ["## Replicas in processes", where, PROCESSES, *_section(found.results, drawn)]
+    return text, _there(drawn)
 
 
 def _peers(found: Report) -> tuple[list[str], Charts]:
@@ -214,7 +234,7 @@ def _from(found: Report, command: str) -> str:
 
 
 def _whats() -> dict[str, str]:
-    return {row.name: row.what for row in reversed(ROWS)} | SLICES | STARTS
+    return {row.name: row.what for row in reversed((*ROWS, *PROCESS_ROWS))} | SLICES | STARTS
 
 
 def _not_met(reports: Mapping[str, Report]) -> str:
@@ -236,7 +256,7 @@ def read() -> dict[str, Report]:
     """Return the stored reports."""
     paths = {
         name: FOLDER / f"{name}.json"
-        for name in ("http", "handles", "peers", "overload", "scaling")
+        for name in ("http", "handles", "processes", "peers", "overload", "scaling")
     }
     return {name: Report.read(path) for name, path in paths.items() if path.exists()}
 

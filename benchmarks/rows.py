@@ -188,3 +188,34 @@ ROWS = (
         Served("ingress", ONE_WORKER.app, workers=2),
     ),
 )
+
+THREAD = Served("a thread", METHODS.app)
+PROCESS = Served("ingress", "ours:process_methods")
+COMPUTE = Request("/compute", b'"hello"')
+PROCESS_ROWS = (
+    Row(
+        "process",
+        "`async`, one replica in a process",
+        ASYNC,
+        FASTAPI,
+        PROCESS,
+        connections=(1, 32),
+    ),
+    Row("process-thread", "the same, against a replica in a thread", ASYNC, THREAD, PROCESS),
+    Row(
+        "process-stream",
+        "100 chunks of 1 KiB, from a process against from a thread",
+        stream("/stream", CHUNK),
+        Served("a thread", "ours:streams"),
+        Served("ingress", "ours:process_streams"),
+        connections=FEW,
+    ),
+    Row(
+        "process-compute-2",
+        "a `def` that computes for 5 ms, on 2 processes against one thread",
+        COMPUTE,
+        Served("a thread", "ours:computing"),
+        Served("ingress", "ours:process_computing_2"),
+    ),
+)
+"""The comparisons of `python -m benchmarks.processes`."""

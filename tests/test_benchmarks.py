@@ -26,7 +26,7 @@ from benchmarks.charts import Bar, Chart
 from benchmarks.comparison import in_turn
 from benchmarks.peers.__main__ import Peer, installed
 from benchmarks.results import FOLDER, Figure, Report, Result, Sample
-from benchmarks.rows import FASTAPI, FASTAPI_CLIENTS, ROWS, STAY, Row, Served, ours
+from benchmarks.rows import FASTAPI, FASTAPI_CLIENTS, PROCESS_ROWS, ROWS, STAY, Row, Served, ours
 from benchmarks.scaling_page import Model
 from benchmarks.servers import ROOT, BenchmarkError, Program, Request, Server
 from benchmarks.slices import SLICES
@@ -66,7 +66,9 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 @pytest.mark.parametrize("side", ["baseline", "ours"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{row.setup}".strip("-"))
+@pytest.mark.parametrize(
+    "row", [*ROWS, *PROCESS_ROWS], ids=lambda row: f"{row.name}-{row.setup}".strip("-")
+)
 def test_both_sides_of_a_row_answer_alike(
     row: Row, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,11 +98,11 @@ def test_the_plain_side_does_not_import_ours() -> None:
 def test_every_target_of_a_row_over_http_is_measured() -> None:
     measured = {
         (row.name, f"{count} connection{'s' if count > 1 else ''}", row.setup)
-        for row in ROWS
+        for row in (*ROWS, *PROCESS_ROWS)
         for count in row.connections
     } | {(name, "fresh process", "") for name in STARTS}
     measured |= {(name, f"{slices.CONNECTIONS} connections", "") for name in SLICES}
-    names = {row.name for row in ROWS} | set(SLICES) | set(STARTS)
+    names = {row.name for row in (*ROWS, *PROCESS_ROWS)} | set(SLICES) | set(STARTS)
     asked = {
         (target.row, target.load, target.setup)
         for target in targets.TARGETS

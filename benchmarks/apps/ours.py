@@ -46,6 +46,7 @@ add_others(methods_app, 4, 1)
 methods, methods_2, methods_8 = (
     serve.deployment(num_replicas=replicas)(Methods).bind() for replicas in (1, 2, 8)
 )
+process_methods = serve.deployment(isolation="process")(Methods).bind()
 
 streams_app = FastAPI()
 add_others(streams_app, 0, 3)
@@ -72,6 +73,7 @@ class Streams:
 
 add_others(streams_app, 3, 3)
 streams = serve.deployment(Streams).bind()
+process_streams = serve.deployment(isolation="process")(Streams).bind()
 
 clients_app = FastAPI()
 add_others(clients_app, 0, 4)
@@ -125,6 +127,7 @@ class Computing:
 
 add_others(compute_app, 5, 4)
 computing = serve.deployment(Computing).bind()
+process_computing_2 = serve.deployment(isolation="process", num_replicas=2)(Computing).bind()
 
 
 class Last:
