@@ -38,6 +38,7 @@ from ingress.exceptions import (
     RequestTimeoutError,
     UserCodeExit,
 )
+from ingress.schema import ApplicationStatus
 from tests.engines import ray_app
 from tests.engines.ray_processes import (
     PATIENCE_S,
@@ -462,6 +463,7 @@ def test_a_replica_that_dies_is_told_to_its_caller_and_made_again(it: Served) ->
 def test_the_flags_are_in_the_workers_environment(it: Served) -> None:
     assert it.child.flags.remote().result() == {
         "INGRESS_ENGINE": "ray",
+        "INGRESS_TRACING": "0",
         "INGRESS_STALL_THRESHOLD_MS": "100",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
         "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "0",
@@ -519,7 +521,9 @@ def test_an_application_that_is_deleted_is_gone_for_those_who_have_its_handle(it
         serve.get_deployment_handle("plain_http", "brief")
 
 
-def test_a_constructor_that_fails_fails_the_start_and_leaves_nothing(it: Served) -> None:
+def test_a_constructor_that_fails_fails_the_start_which_is_listed_until_it_is_deleted(
+    it: Served,
+) -> None:
     message = (
         r"Deploying application 'fails' failed: deployment 'Fails' failed to start: "
         r"ValueError: no model$"
@@ -527,6 +531,11 @@ def test_a_constructor_that_fails_fails_the_start_and_leaves_nothing(it: Served)
     with pytest.raises(RuntimeError, match=message):
         serve.run(ray_app.fails.bind(), name="fails", route_prefix="/fails")
 
+    assert serve.status().applications["fails"].status is ApplicationStatus.DEPLOY_FAILED
+    handle = serve.get_app_handle("fails")
+    with pytest.raises(DeploymentUnavailableError, match="because it failed to deploy"):
+        handle.remote().result()
+    serve.delete("fails")
     assert "fails" not in serve.status().applications
 
 

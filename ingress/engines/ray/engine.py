@@ -48,6 +48,7 @@ from ingress.schema import (
 
 logger = logging.getLogger("ingress")
 
+_FAILED = ApplicationStatus.DEPLOY_FAILED.value
 _START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")
 
 
@@ -207,7 +208,9 @@ class RayEngine:
                     )
             except BaseException as error:
                 told = _failed_to_deploy(name, error) if isinstance(error, Exception) else error
-                if is_new:
+                if is_new and self._is_listed_as_failed(name):
+                    self._applications[name] = built  # `shutdown` deletes it
+                elif is_new:
                     self.delete(name)
                 if told is error:
                     raise
@@ -215,6 +218,11 @@ class RayEngine:
             self._applications[name] = built
             self.directory.forget(name)
             return self.directory.handle(DeploymentID(built.ingress.name, name))
+
+    def _is_listed_as_failed(self, name: str) -> bool:
+        """Return whether Ray lists an application of this process whose start failed."""
+        found = ray_serve.status().applications.get(name)
+        return found is not None and found.status.value == _FAILED and self._owns(name)
 
     def _check_owner(self, name: str) -> bool:
         """Return whether there is no such application yet.
@@ -347,10 +355,19 @@ class RayEngine:
 
 
 def _find_handle(deployment_id: DeploymentID) -> Any:
-    # Checked here, because Ray keeps handles, and a call to a deleted deployment waits forever.
-    if deployment_id not in _running():
+    # Checked here, because Ray keeps handles, and a call to a deployment that is deleted, or whose
+    # start failed, waits forever.
+    application = ray_serve.status().applications.get(deployment_id.app_name)
+    found = None if application is None else application.deployments.get(deployment_id.name)
+    if application is None or found is None:
         raise DeploymentUnavailableError(
             f"{deployment_id} is unavailable because it is not deployed."
+        )
+    serves = any(str(getattr(state, "value", state)) == "RUNNING" and count
+                 for state, count in found.replica_states.items())  # fmt: skip
+    if application.status.value == _FAILED and not serves:
+        raise DeploymentUnavailableError(
+            f"{deployment_id} is unavailable because it failed to deploy."
         )
     return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
 

@@ -5,7 +5,7 @@ from typing import Any
 from tests.engines.api import serve
 from tests.engines.client import Client, outcome
 from tests.engines.probe import hold, hold_blocking, is_open, open_gate, wait_for_notes, wait_until
-from tests.engines.suite import Deviation, scenario
+from tests.engines.suite import scenario
 
 STATUSES = "Statuses over time"
 
@@ -58,11 +58,7 @@ def an_application_that_starts_is_deploying_and_then_running(it: Client) -> Any:
     return [[_words(each), each.message] for each in (before, after)]
 
 
-@scenario(
-    STATUSES,
-    None,
-    Deviation("a failed start leaves nothing on the cluster", columns=("ray",)),
-)
+@scenario(STATUSES, None)
 def an_application_that_failed_is_listed_until_it_is_deleted(it: Client) -> Any:
     prefix = f"/failed{it.suffix}"
     limited = serve.deployment(max_constructor_retry_count=1)
