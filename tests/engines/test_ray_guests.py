@@ -268,3 +268,37 @@ def test_a_cluster_that_another_person_uses_ends_when_that_person_leaves(tmp_pat
         it.end(guest)
 
         assert owner.wait(PATIENCE_S) == 0
+
+
+SCRIPT = """
+import ingress as serve
+
+@serve.deployment
+class Hello:
+    async def __call__(self):
+        return "hello"
+
+serve.start({{"port": {port}}}, engine="ray")
+print(serve.run(Hello.bind(), route_prefix=None).remote().result())
+serve.shutdown()
+print("over")
+"""
+
+
+def test_a_script_that_shuts_down_prints_nothing_of_tasks_to_be_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(port=free_port()))
+    ran = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path, RAY_ADDRESS="local"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 0, output
+    assert {"hello", "over"} <= {*ran.stdout.splitlines()}
+    assert "retries remaining" not in output
+    assert "LongPollHost errored" not in output

@@ -8,6 +8,7 @@ started by another tool    both         stay
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import logging
 import socket
@@ -22,6 +23,7 @@ import ray
 from ray import serve as ray_serve
 from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import RayActorError
+from ray.serve._private.long_poll import LongPollClient
 from ray.serve.context import _get_global_client, _set_global_client
 
 from ingress.engines.ray import SUPPORTED
@@ -38,6 +40,7 @@ logger = logging.getLogger("ingress")
 REACH_S = 5.0  # timeout for a cluster to answer at its address
 OTHERS_S = 0.5  # between two looks at the other users of a cluster that is to end
 END_OF_SERVE_S = 30.0  # as in Ray
+END_OF_POLLS_S = 2.0
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 
 
@@ -193,15 +196,43 @@ def _others() -> list[str]:
 def _end_serve() -> None:
     """End Serve as `ray.serve.shutdown` does.
 
-    That waits for a task of the controller, which Ray then reports as one that it will retry.
+    That leaves tasks of the controller unfinished, which Ray then reports as tasks that it will
+    retry: the one that ends it, and those that wait for news.
     """
     client = _get_global_client()
     client.shutdown_cached_handles()
-    ended = client._controller.graceful_shutdown.options(max_task_retries=0).remote()
-    with contextlib.suppress(RayActorError):
-        ray.get(ended, timeout=END_OF_SERVE_S)
+    theirs = logging.getLogger("ray.serve")
+    theirs.addFilter(_is_no_cancelled_poll)
+    try:
+        _cancel_polls()
+        ended = client._controller.graceful_shutdown.options(max_task_retries=0).remote()
+        with contextlib.suppress(RayActorError):
+            ray.get(ended, timeout=END_OF_SERVE_S)
+    finally:
+        theirs.removeFilter(_is_no_cancelled_poll)
     client._shutdown = True
     _set_global_client(None)
+
+
+def _cancel_polls() -> None:
+    """End the tasks in which the routers of this process wait for news of the controller.
+
+    No name leads to them: Ray caches some by their event loops. Source: Ray 2.60.0, long_poll.py.
+    """
+    clients = [each for each in gc.get_objects() if type(each) is LongPollClient]
+    waiting = []
+    for each in clients:
+        each.stop()
+        task = getattr(each, "_current_ref", None)
+        if task is not None:
+            waiting.append(task)
+            ray.cancel(task)
+    if waiting:
+        ray.wait(waiting, num_returns=len(waiting), timeout=END_OF_POLLS_S)
+
+
+def _is_no_cancelled_poll(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.msg, str) and record.msg.startswith("LongPollHost errored"))
 
 
 def environment_of_connection() -> dict[str, str]:
