@@ -274,7 +274,7 @@ class EventLoopThread:
     thread then logs that and runs the loop again. Only `stop` ends it.
     """
 
-    __slots__ = ("_stopping", "_thread", "loop", "mailbox", "name")
+    __slots__ = ("_has_ended", "_stopping", "_thread", "loop", "mailbox", "name")
 
     def __init__(
         self,
@@ -285,8 +285,8 @@ class EventLoopThread:
         self.name = name
         self.loop = new_loop()
         self.mailbox = Mailbox(self.loop, on_dead)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._stopping = self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -299,7 +299,8 @@ class EventLoopThread:
     @property
     def has_ended(self) -> bool:
         """Return whether the thread has ended, or the loop was closed in its place. Thread-safe."""
-        return not self._thread.is_alive() or self.loop.is_closed()
+        # A flag: `Thread.is_alive` takes a lock, and the control loop asks each replica.
+        return self._has_ended or self.loop.is_closed()
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
@@ -321,6 +322,12 @@ class EventLoopThread:
                 self.mailbox.close()
                 return False
         return True
+
+    def _run(self) -> None:
+        try:
+            self._main()
+        finally:
+            self._has_ended = True
 
     def _main(self) -> None:
         # A loop that user code stopped and closed cannot run again: its replica is replaced.

@@ -83,8 +83,8 @@ class Reconciler:
                 try:
                     if is_time and not is_late:
                         observe(deployment, now, self._settings.wedged_after_s)
-                    self._scale(deployment, now)
-                    self.look(deployment)
+                    if self._scale(deployment, now) or is_time:
+                        self.look(deployment)
                 except Exception:  # one deployment must not end the look at all others
                     logger.exception("the control plane failed at %s", deployment.built.name)
             pause_s = SCALE_S if any(each.scaler for each in self._deployments) else LOOK_S
@@ -92,21 +92,23 @@ class Reconciler:
             await asyncio.sleep(pause_s)
         self._looking = None
 
-    def _scale(self, deployment: RunningDeployment, now: float) -> None:
-        """Have a deployment desire the number of replicas that its load needs."""
+    def _scale(self, deployment: RunningDeployment, now: float) -> bool:
+        """Have a deployment desire as many replicas as its load needs. Returns False if it does."""
         scaler = deployment.scaler
         if scaler is None or not deployment.has_started or deployment.is_stopping:
-            return
+            return False
         live = [each for each in deployment.members if each.phase in (Phase.SERVING, Phase.AWAY)]
         queued = deployment.router.num_queued
         scaler.note(now, queued + sum(each.replica.ongoing for each in live), queued)
         target = deployment.desired.count
         running = [each.replica.replica_id for each in live]
         count = scaler.decide(now, deployment.router.deployment_id, running, target)
-        if count != target:
-            logger.info("%s: %d replicas -> %d", deployment.router.deployment_id, target, count)
-            deployment.desire(count=count)
-            deployment.note_change()
+        if count == target:
+            return False
+        logger.info("%s: %d replicas -> %d", deployment.router.deployment_id, target, count)
+        deployment.desire(count=count)
+        deployment.note_change()
+        return True
 
     def look(self, deployment: RunningDeployment) -> None:
         """Decide about a deployment, and act."""
