@@ -69,8 +69,9 @@ check: .venv/.dev ## Lint, format, types and floors
 test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes docs/reliability.md
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
-test-processes: .venv/.test ## Replicas in child processes, the thorough tests too
+test-processes: .venv/.test ## Replicas in child processes: all scenarios, and 1,000 kills under load; half an hour
 	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py tests/test_process_scenarios.py $(ARGS)
+	@$(BIN)/python -m tests.process_kills 1000
 
 test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
 	@$(RAY) -m pytest -q tests/engines tests/test_ray.py

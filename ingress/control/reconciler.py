@@ -16,7 +16,7 @@ from typing import Any
 
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
-from ingress.calls.loops import reserve_descriptors
+from ingress.calls.loops import mailbox_of, reserve_descriptors
 from ingress.control.health import TELL_S, observe
 from ingress.control.plan import Kind, Phase, decide
 from ingress.control.running import FAILED_CHECKS, Member, RunningDeployment
@@ -168,10 +168,12 @@ class Reconciler:
         deployment.next_number += 1
         make_replica = deployment.factories.replica
         if config.isolation == "process":
+            control = mailbox_of(asyncio.get_running_loop())
             make_replica = partial(
                 deployment.factories.process_replica,
                 built=deployment.built,
                 make_handle=self._make_handle,
+                on_lost=partial(control.post, self.look, deployment),
             )
         replica = make_replica(
             ReplicaID(str(number), router.deployment_id),

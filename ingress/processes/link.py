@@ -170,6 +170,7 @@ class Link:
 
     end        the description of the process's end, "" while it runs
     model_ids  the ids of the models that the child has or is loading
+    on_lost    is called when the process has ended, unless it was stopped
     on_news    is called with the counters of the child
     mark       tells log records from other lines of its output
     """
@@ -177,7 +178,7 @@ class Link:
     __slots__ = (
         "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle",
         "_output", "_page", "_replica_id", "_started", "_works", "end", "mark", "model_ids",
-        "on_news",
+        "on_lost", "on_news",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
@@ -192,6 +193,7 @@ class Link:
         self._is_stopping = False
         self._last = 0
         self._works: dict[int, RemoteWork] = {}
+        self.on_lost: Callable[[], None] = lambda: None
         self.on_news: Callable[[News], None] = lambda news: None
         self.mark = token_hex(8)
         self._output = Output(self.mark)
@@ -348,3 +350,4 @@ class Link:
             self._ended.set_result(None)
         if not self._is_stopping:
             logger.error("%s: %s", self._replica_id, self.end)
+            self.on_lost()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ from ingress.watchdog import WATCHDOG
 class ProcessReplica(Replica):
     """A replica in a child process.
 
-    `built` is its deployment; `make_handle` returns the handles for the calls that the child makes.
+    `built` is its deployment; `make_handle` returns the handles for the calls that the child makes;
+    `on_lost()` is called, on the loop of the frames, when the process has ended by itself.
 
     The loop that it borrows is that of its frames, at best the one that requests arrive on.
     """
@@ -47,6 +48,7 @@ class ProcessReplica(Replica):
         *args: Any,
         built: BuiltDeployment,
         make_handle: MakeHandle,
+        on_lost: Callable[[], None],
         stall_threshold_s: float | None,
         factories: ReplicaFactories,
         **options: Any,
@@ -69,6 +71,7 @@ class ProcessReplica(Replica):
         )
         self._model_counts = 0, 0
         self._code.link.on_news = self._take_news
+        self._code.link.on_lost = on_lost
         # For the names of its methods: there is no instance in this process.
         self.context.servable_object = built.deployment.func_or_class
 
