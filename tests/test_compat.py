@@ -10,7 +10,7 @@ import fastapi
 import pytest
 from starlette.types import Message
 
-from ingress.http.uvicorn_connection import send_chunks
+from ingress.http.uvicorn_connection import send_chunks, shorten
 from tests.servers import ROOT
 
 # Imported before: the libraries themselves still have the names that they have imported. An older
@@ -206,3 +206,28 @@ def test_chunks_are_messages_on_a_uvicorn_that_has_renamed_what_frames_them(miss
     asyncio.run(send_chunks(Cycle().send, [b"one", b"two"]))
 
     assert sent == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("missing", ["queue", "read_paused", "transport"])
+def test_messages_of_a_websocket_go_by_receive_on_a_uvicorn_that_has_renamed_what_passes_them_on(
+    missing: str,
+) -> None:
+    class Protocol:
+        read_paused = False
+        transport = None
+
+        def __init__(self) -> None:
+            self.queue: asyncio.Queue[Message] = asyncio.Queue()
+
+        async def receive(self) -> Message:
+            return await self.queue.get()
+
+    Protocol.__module__ = "uvicorn.protocols.websockets.websockets_sansio_impl"
+    protocol = Protocol()
+    queue = protocol.queue
+    delattr(protocol if missing == "queue" else Protocol, missing)
+    before = dict(protocol.__dict__)
+    shorten(protocol.receive, lambda message: True)
+
+    assert protocol.__dict__ == before
+    assert queue.empty()

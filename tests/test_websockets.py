@@ -31,6 +31,7 @@ from tests.servers import (
     served,
     set_flags,
     steady,
+    uvicorn_in_a_thread,
     wait_until,
     write_module,
 )
@@ -328,6 +329,47 @@ def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, ki
     asyncio.run(main())
 
     assert got == [size] * 100
+
+
+@pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
+def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementation: str) -> None:
+    may_receive = Latch(timeout_s=PATIENCE_S)
+    sent, got = [0], list[int]()
+    padding = "x" * 10_000
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Slow:
+        @app.websocket("/")
+        async def socket(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            await websocket.send_text("ready")
+            await may_receive
+            async for text in websocket.iter_text():
+                got.append(int(text.split()[0]))
+                if len(got) % 100 == 0:
+                    await websocket.send_text(text)
+
+    def flood(client: ClientConnection) -> None:
+        for number in range(3_000):  # more than the kernel holds for a connection
+            client.send(f"{number} {padding}")
+            sent[0] += 1
+
+    with uvicorn_in_a_thread(bind(Slow), {"ws": implementation}) as port:
+        # Without compression, which leaves nothing of them.
+        with connect(f"ws://127.0.0.1:{port}/", proxy=None, compression=None) as client:
+            assert client.recv(timeout=PATIENCE_S) == "ready"
+            flooding = threading.Thread(target=flood, args=(client,))
+            flooding.start()
+            assert steady(lambda: sent[0], pause_s=0.3) < 2_500
+            may_receive.count_down()
+            for number in range(99, 3_000, 100):
+                assert str(client.recv(timeout=PATIENCE_S)).split()[0] == str(number)
+            flooding.join(PATIENCE_S)
+        wait_until(lambda: ongoing() == 0)
+
+    assert got == list(range(3_000))
 
 
 @pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])

@@ -75,7 +75,9 @@ class ReplicaApp:
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:
-            await self._context.asgi_app(scope, receive, answer.send)
+            # A WebSocket has no response that could be cut off in the middle.
+            watched = send if scope["type"] == "websocket" else answer.send
+            await self._context.asgi_app(scope, receive, watched)
         except BaseException as error:
             contain(error, "the ASGI app")
             raise

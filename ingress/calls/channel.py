@@ -89,10 +89,16 @@ class Channel:
         if self._puts % YIELD_EVERY == 0:
             await asyncio.sleep(0)
         wakeup: Wakeup | None = None
-        while not self._try_put(item, size, wakeup.wake if wakeup is not None else None):
-            if wakeup is not None:
+        while not self._try_put(item, size, None if wakeup is None else wakeup.wake):
+            if wakeup is None:
+                wakeup = Wakeup(asyncio.get_running_loop())
+            else:
                 await wakeup.wait()
-            wakeup = Wakeup(asyncio.get_running_loop())
+                wakeup = None
+
+    def put_nowait(self, item: Any, size: int = 0) -> bool:
+        """Add an item, if there is room. Returns False if there is none."""
+        return self._try_put(item, size, None)
 
     def put_blocking(self, item: Any, size: int = 0) -> None:
         """Add an item from a thread without a loop, as `put`."""
@@ -146,14 +152,14 @@ class Channel:
         self._gets += 1
         if self._gets % YIELD_EVERY == 0:
             await asyncio.sleep(0)
-        wakeup: Wakeup | None = None
         while True:
-            items = self._try_get(1, wakeup.wake if wakeup is not None else None)
+            # Made only if it will be needed: a wake-up costs more than the rest of this.
+            wakeup = None if self._items else Wakeup(asyncio.get_running_loop())
+            items = self._try_get(1, None if wakeup is None else wakeup.wake)
             if items:
                 return items[0]
             if wakeup is not None:
                 await wakeup.wait()
-            wakeup = Wakeup(asyncio.get_running_loop())
 
     async def get_many(self) -> list[Any]:
         """Take all items, at least one, as `get`.
@@ -163,14 +169,14 @@ class Channel:
         self._gets += 1
         if self._gets % YIELD_EVERY == 0:
             await asyncio.sleep(0)
-        wakeup: Wakeup | None = None
         while True:
-            items = self._try_get(0, wakeup.wake if wakeup is not None else None)
+            # Made only if it will be needed: a wake-up costs more than the rest of this.
+            wakeup = None if self._items else Wakeup(asyncio.get_running_loop())
+            items = self._try_get(0, None if wakeup is None else wakeup.wake)
             if items:
                 return items
             if wakeup is not None:
                 await wakeup.wait()
-            wakeup = Wakeup(asyncio.get_running_loop())
 
     def get_blocking(self, timeout_s: float | None = None) -> Any:
         """Take the next item from a thread without a loop, as `get`, or raise `TimeoutError`."""

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive
 
 from ingress.calls.channel import EndOfStream
 from ingress.http.messages import channel_for, size_of
-from ingress.http.uvicorn_connection import has_left
+from ingress.http.uvicorn_connection import Shortcut, has_left, shorten
 
 
 class ClientReader:
@@ -32,6 +32,7 @@ class ClientReader:
         "_on_gone",
         "_passes_on",
         "_receive",
+        "_shortcut",
         "_task",
     )
 
@@ -49,6 +50,7 @@ class ClientReader:
         self._on_gone = on_gone
         self._inbound = channel_for(is_http=is_http)
         self._task: asyncio.Task[None] | None = None
+        self._shortcut: Shortcut | None = None
         self._is_blocked = False  # user code has not taken the messages that are there
         self._goodbye: Message | None = None  # a WebSocket's last message
         self._is_ended = False
@@ -64,6 +66,8 @@ class ClientReader:
         """Begin to read from the server. Idempotent."""
         if self._task is None and not self._is_ended:
             self._task = asyncio.get_running_loop().create_task(self._listen())
+            if not self._is_http:
+                self._shortcut = shorten(self._receive, self._pass_on)
 
     async def _listen(self) -> None:
         """Pass on the client's messages, as fast as user code takes them."""
@@ -71,13 +75,17 @@ class ClientReader:
             message = await self._receive()
             if message["type"].endswith(".disconnect"):
                 break
-            if self._passes_on:
+            if self._passes_on and not self._pass_on(message):
                 self._is_blocked = True
                 await self._inbound.put(message, size_of(message))
                 self._is_blocked = False
         self._goodbye = message
         self._inbound.finish()
         self._on_gone()
+
+    def _pass_on(self, message: Message) -> bool:
+        """Pass a message on. Returns False if user code has not taken those before it."""
+        return not self._is_blocked and self._inbound.put_nowait(message, size_of(message))
 
     async def take(self) -> Message:
         """Return the next message; after the last, always the disconnect."""
@@ -107,6 +115,9 @@ class ClientReader:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
+        shortcut, self._shortcut = self._shortcut, None
+        if shortcut is not None:
+            shortcut.end()
 
 
 def _ignore() -> None:

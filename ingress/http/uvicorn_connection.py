@@ -8,6 +8,7 @@
                         the server gets the errors that it raises
     is_answer_complete  the whole response has been given to the server
     send_chunks         several chunks of a body by one write; in ASGI a message is a chunk
+    shorten             have a WebSocket's messages passed on as they arrive, without a task
 
 None of it is part of ASGI: uvicorn's `receive` is a method of the object that holds the transport.
 For any other `receive`, or a wrapped one, the answer is no.
@@ -18,14 +19,16 @@ from __future__ import annotations
 import asyncio
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; POLLHUP and POLLERR need not be asked for
 _HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
 _NAMES = ("chunked_encoding", "disconnected", "flow", "scope", "transport")
+_SANSIO = "uvicorn.protocols.websockets.websockets_sansio_impl"
+_WEBSOCKET_NAMES = ("queue", "read_paused", "transport")
 FLUSH_S = 0.1  # for data that is being sent when a connection is cut
 
 
@@ -113,6 +116,60 @@ def _frames_chunks(cycle: Any) -> bool:
     Otherwise each chunk is a message: slower, and as right.
     """
     return type(cycle).__module__ == _HTTPTOOLS and all(hasattr(cycle, name) for name in _NAMES)
+
+
+class Shortcut:
+    """The queue of one WebSocket of uvicorn's, and a way past it. Owned by the HTTP loop.
+
+    uvicorn stops reading after each message, and its `receive` reads on. A message that `take`
+    takes needs neither: uvicorn then believes that it has stopped.
+    """
+
+    __slots__ = ("_pretends", "_protocol", "_queue", "_take")
+
+    def __init__(self, protocol: Any, take: Callable[[Message], bool]) -> None:
+        self._protocol = protocol
+        self._queue: asyncio.Queue[Message] = protocol.queue
+        self._take = take
+        self._pretends = False  # to have stopped reading
+        protocol.queue = self
+
+    def put_nowait(self, message: Message) -> None:
+        if (
+            message["type"] != "websocket.receive"
+            or not self._queue.empty()
+            or not self._take(message)
+        ):
+            self._stop_pretending()
+            self._queue.put_nowait(message)
+        elif not self._protocol.read_paused:
+            self._protocol.read_paused = self._pretends = True
+
+    def _stop_pretending(self) -> None:
+        if self._pretends:
+            self._protocol.read_paused = self._pretends = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def end(self) -> None:
+        """Give uvicorn its queue back."""
+        self._stop_pretending()
+        self._protocol.queue = self._queue
+
+
+def shorten(receive: Any, take: Callable[[Message], bool]) -> Shortcut | None:
+    """Have `take(message)` called with the messages of a WebSocket as they arrive, in order.
+
+    If it returns False, the message waits for `receive`, as do those that have arrived already and
+    the disconnect; meanwhile `take` is not called. It must return False until the code that called
+    `receive` has passed the message on. Returns `None` with another server, and with a uvicorn
+    that has renamed the names that are used here: then all messages wait for `receive`.
+    """
+    protocol: Any = getattr(receive, "__self__", None)
+    if type(protocol).__module__ == _SANSIO and all(hasattr(protocol, n) for n in _WEBSOCKET_NAMES):
+        return Shortcut(protocol, take)
+    return None
 
 
 def transport_of(receive: Any) -> Any:

@@ -71,7 +71,8 @@ class WebSocketExchange(Exchange):
 
     async def deliver(self, messages: list[Message]) -> None:
         try:
-            await super().deliver(messages)
+            for each in messages:
+                await self.pass_on(each)
         except OSError:
             self._on_disconnect()  # its handler notices when it sends or receives
 
