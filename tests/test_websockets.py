@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -370,6 +371,58 @@ def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementa
         wait_until(lambda: ongoing() == 0)
 
     assert got == list(range(3_000))
+
+
+@pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
+def test_messages_arrive_in_order_at_a_client_that_reads_now_and_then(
+    implementation: str, switch_interval: None
+) -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Numbers:
+        @app.websocket("/")
+        async def socket(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            for number in range(3_000):  # some alone, some together, some more than a buffer holds
+                if number % 7 == 0:
+                    await asyncio.sleep(0)
+                padding = b"x" * (100_000 if number % 50 == 0 else 10)
+                await websocket.send_bytes(b"%d %b" % (number, padding))
+
+    with (
+        uvicorn_in_a_thread(bind(Numbers), {"ws": implementation}) as port,
+        connect(f"ws://127.0.0.1:{port}/", proxy=None, compression=None, max_queue=1) as client,
+    ):
+        for number in range(3_000):
+            if number % 500 == 0:
+                time.sleep(0.05)  # for the server to fill the buffers of the connection
+            message = client.recv(timeout=PATIENCE_S)
+            assert isinstance(message, bytes)
+            assert int(message.split()[0]) == number
+        assert close_code(client) == 1000
+
+
+def test_a_message_that_the_server_cannot_send_ends_the_connection_after_those_before_it() -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Careless:
+        @app.websocket("/")
+        async def socket(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            for content in ("one", "two", 3, "four"):
+                await websocket.send({"type": "websocket.send", "text": content})
+            await asyncio.sleep(PATIENCE_S)
+
+    with open_socket(served(bind(Careless)), "/") as client:
+        assert client.recv(timeout=PATIENCE_S) == "one"
+        assert client.recv(timeout=PATIENCE_S) == "two"
+        with pytest.raises(ConnectionClosed):
+            client.recv(timeout=PATIENCE_S)
+    wait_until(lambda: ongoing() == 0)
 
 
 @pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])

@@ -178,6 +178,13 @@ class Channel:
             if wakeup is not None:
                 await wakeup.wait()
 
+    def get_nowait(self, wake: Callable[[], Any]) -> list[Any]:
+        """Take all items, as `get_many`. If there are none, `wake()` is called for the next.
+
+        It is called once, in the producer's thread, or in that of `finish`.
+        """
+        return self._try_get(0, wake)
+
     def get_blocking(self, timeout_s: float | None = None) -> Any:
         """Take the next item from a thread without a loop, as `get`, or raise `TimeoutError`."""
         event = threading.Event()

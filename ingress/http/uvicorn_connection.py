@@ -9,6 +9,7 @@
     is_answer_complete  the whole response has been given to the server
     send_chunks         several chunks of a body by one write; in ASGI a message is a chunk
     shorten             have a WebSocket's messages passed on as they arrive, without a task
+    send_messages       send messages of a WebSocket by one write, without a task
 
 None of it is part of ASGI: uvicorn's `receive` is a method of the object that holds the transport.
 For any other `receive`, or a wrapped one, the answer is no.
@@ -29,6 +30,10 @@ _HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
 _NAMES = ("chunked_encoding", "disconnected", "flow", "scope", "transport")
 _SANSIO = "uvicorn.protocols.websockets.websockets_sansio_impl"
 _WEBSOCKET_NAMES = ("queue", "read_paused", "transport")
+_SENDING_NAMES = (
+    "close_sent", "conn", "disconnected", "handshake_complete", "initial_response", "transport",
+    "writable",
+)  # fmt: skip
 FLUSH_S = 0.1  # for data that is being sent when a connection is cut
 
 
@@ -170,6 +175,48 @@ def shorten(receive: Any, take: Callable[[Message], bool]) -> Shortcut | None:
     if type(protocol).__module__ == _SANSIO and all(hasattr(protocol, n) for n in _WEBSOCKET_NAMES):
         return Shortcut(protocol, take)
     return None
+
+
+def websocket_of(send: Send) -> Any:
+    """Return uvicorn's WebSocket that this `send` belongs to, for `send_messages`, or `None`."""
+    protocol: Any = getattr(send, "__self__", None)
+    is_known = type(protocol).__module__ == _SANSIO and all(
+        hasattr(protocol, name) for name in _SENDING_NAMES
+    )
+    return protocol if is_known else None
+
+
+def send_messages(protocol: Any, messages: list[Message]) -> list[Message]:
+    """Send messages as uvicorn's `send` does. Returns those that only `send` can send.
+
+    These are all of them while the connection has unsent data, and from the first that is not
+    data, or that `send` raises for.
+    """
+    if (
+        not protocol.writable.is_set()
+        or not protocol.handshake_complete
+        or protocol.disconnected
+        or protocol.close_sent
+        or protocol.initial_response is not None
+    ):
+        return messages
+    connection = protocol.conn
+    count = 0
+    try:
+        for message in messages:
+            if message["type"] != "websocket.send":
+                break
+            data = message.get("bytes")
+            if data is not None:
+                connection.send_binary(data)
+            else:
+                connection.send_text(message["text"].encode())
+            count += 1
+    except Exception:
+        pass  # `send` raises it again
+    if count:
+        protocol.transport.write(b"".join(connection.data_to_send()))
+    return messages[count:]
 
 
 def transport_of(receive: Any) -> Any:

@@ -16,11 +16,13 @@ from typing import Any
 
 from starlette.types import Message
 
+from ingress.calls.channel import YIELD_EVERY, Channel, EndOfStream
+from ingress.calls.loops import mailbox_of
 from ingress.exceptions import is_cancellation
 from ingress.http.exchange import Exchange
 from ingress.http.exchange_state import COMPLETE, GONE, STARTED, ExchangeState
 from ingress.http.messages import INTERNAL_ERROR, NORMAL
-from ingress.http.uvicorn_connection import transport_of
+from ingress.http.uvicorn_connection import send_messages, transport_of, websocket_of
 
 # For a handler whose client is gone, to notice and to clean up.
 HEARING_S = 0.25
@@ -31,12 +33,15 @@ FLUSHING_S = 1.0  # for data that is being sent when the server closes the conne
 class WebSocketExchange(Exchange):
     """The exchange of one WebSocket. Owned by the HTTP loop."""
 
-    __slots__ = ("_flushes_until", "_is_accepted")
+    __slots__ = ("_flushes_until", "_is_accepted", "_is_direct", "_unsent", "_websocket")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_accepted = False
         self._flushes_until: float | None = None
+        self._websocket = websocket_of(self._send)
+        self._is_direct = False  # messages are sent without the server's task
+        self._unsent: list[Message] = []
 
     @property
     def deadline(self) -> float | None:
@@ -68,6 +73,53 @@ class WebSocketExchange(Exchange):
         elif message["type"] == "websocket.close" and self.state is STARTED:
             self.state = COMPLETE
         await self._send(message)
+
+    async def _forward(self, outbound: Channel) -> None:
+        """Send the messages of user code: without this task, while the server takes them at once.
+
+        Otherwise each would have to wake this task.
+        """
+        while True:
+            if self._websocket is not None and not self._send_directly():
+                self._is_direct = True
+                self._event = self.loop.create_future()
+                try:
+                    await self._event
+                finally:
+                    self._is_direct = False
+            messages, self._unsent = self._unsent, []
+            try:
+                await self.deliver(messages or await outbound.get_many())
+            except EndOfStream:
+                return
+
+    def _news_of_user_code(self) -> None:
+        self._post(self._send_what_came)
+
+    def _send_what_came(self) -> None:
+        # Posted, and meanwhile the server's task may have begun to send what came before.
+        if self._is_direct and self._send_directly():
+            self._is_direct = False
+            self._wake()
+
+    def _send_directly(self) -> bool:
+        """Send the messages that are there. Returns whether the server's task must go on.
+
+        If not, this is done again when there are more.
+        """
+        assert self._outbound is not None
+        for _ in range(YIELD_EVERY):
+            try:
+                messages = self._outbound.get_nowait(self._news_of_user_code)
+            except Exception:  # the end, which the task will get too
+                return True
+            if not messages:
+                return False
+            self._unsent = send_messages(self._websocket, messages)
+            if self._unsent:
+                return True
+        mailbox_of(self.loop).post(self._send_what_came)
+        return False
 
     async def deliver(self, messages: list[Message]) -> None:
         try:
