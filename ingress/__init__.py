@@ -2,6 +2,7 @@
 
 from ingress import autoscaling_policy as autoscaling_policy
 from ingress import exceptions
+from ingress import metrics as metrics
 from ingress.api import (
     RunTarget,
     delete,

@@ -249,7 +249,7 @@ def merged(parts: Sequence[Snapshot], left: Snapshot | None = None) -> Snapshot:
         {name: _application(name, everything, len(parts)) for name in names},
         _http(part.unrouted for part in everything),
         sorted((each for part in parts for each in part.stalls), key=lambda each: each.began_at_s),
-        _user_metrics(everything),
+        merged_metrics(each.metrics for each in everything),
     )
 
 
@@ -364,12 +364,12 @@ def _http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
     return list(found.values())
 
 
-def _user_metrics(parts: Sequence[Snapshot]) -> list[UserMetric]:
+def merged_metrics(parts: Iterable[list[UserMetric]]) -> list[UserMetric]:
     """Return the users' metrics of all processes: counters and gauges of one series are added."""
     found: dict[str, UserMetric] = {}
     series: dict[tuple[str, ...], UserSeries] = {}
     for part in parts:
-        for each in part.metrics:
+        for each in part:
             metric = found.setdefault(each.name, replace(each, series=[]))
             if (metric.kind, metric.label_names, metric.boundaries) != (
                 each.kind, each.label_names, each.boundaries

@@ -44,7 +44,6 @@ NAMES: Mapping[str, str] = {
     "gradio_integrations": "mount the Gradio app: gradio.mount_gradio_app(app, blocks, path='/')",
     "grpc_util": NO_GRPC,
     "llm": "write a deployment that calls the model; @serve.batch collects its requests",
-    "metrics": "read serve.status(), or count with a metrics library in your own code",
     "multiplex": "use serve.multiplexed and serve.get_multiplexed_model_id",
     "scripts": "the command is `ingress`: ingress run module:app",
     "task_consumer": NO_TASKS,

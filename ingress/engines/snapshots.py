@@ -12,7 +12,8 @@ from ingress.control.snapshots import (
     http_counts,
     process_snapshot,
 )
-from ingress.snapshot import Snapshot, StallSnapshot
+from ingress.metrics import user_metrics
+from ingress.snapshot import Snapshot, StallSnapshot, UserMetric
 from ingress.watchdog import WATCHDOG, Stall
 from ingress.watchdog.pressure import GIL_PRESSURE
 
@@ -36,10 +37,28 @@ def snapshot_of(engine: LocalEngine) -> Snapshot:
         found.applications[each] = application_snapshot(overview, application, name)
         if application is not None:
             found.processes += child_processes(application)
+    found.metrics = _metrics(found)
     for proxy in dict.fromkeys(engine.proxies()):
         found.unrouted += http_counts(proxy.unrouted)
     found.stalls = [_stall(each) for each in WATCHDOG.stalls()[-STALLS:]]
     return found
+
+
+def _metrics(found: Snapshot) -> list[UserMetric]:
+    """Return the users' metrics, without the gauges of replicas that have ended."""
+    live = {
+        (app, name, replica.replica_id)
+        for app, application in found.applications.items()
+        for name, deployment in application.deployments.items()
+        for replica in deployment.replicas
+    }
+    metrics = user_metrics.collected()
+    for each in metrics:
+        if each.kind == "gauge":
+            each.series = [
+                one for one in each.series if not one.labels[2] or tuple(one.labels[:3]) in live
+            ]
+    return metrics
 
 
 def _stall(stall: Stall) -> StallSnapshot:

@@ -16,6 +16,7 @@ from typing import Any
 from ingress.calls.call import Call
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
+from ingress.metrics import user_metrics
 from ingress.processes.directory import ServerDirectory, Waits
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
@@ -50,7 +51,7 @@ class Host:
         self._calls: dict[int, HostedCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: frozenset[str] = frozenset()
-        self._news = dumps(({}, {}, (0, 0), {}, {}, []))  # the last that the parent knows
+        self._news = dumps(({}, {}, (0, 0), {}, {}, [], []))  # the last that the parent knows
         self._last_stall: Stall | None = None
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
@@ -65,6 +66,7 @@ class Host:
         elif kind == Kind.ASK:
             self._own(self._answer(number, *loads(content)), Context())
         elif kind == Kind.STOP:
+            self._tell_news()  # the last
             self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
             self._on_message(kind, call, content, buffers)
@@ -80,7 +82,10 @@ class Host:
         new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
         replica = self.replica
         pools = replica.pools.loads(), replica.pools.waits()
-        counts = replica.stalls, replica.context.batch_counts, replica.model_counts, *pools
+        counts = (
+            *(replica.stalls, replica.context.batch_counts, replica.model_counts, *pools),
+            user_metrics.collected(),
+        )
         news = dumps((*counts, new))
         if news != self._news:
             self.frames.post(Kind.NEWS, 0, news)

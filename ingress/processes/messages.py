@@ -42,6 +42,7 @@ from starlette.types import Message, Scope
 from ingress.base.counters import BatchCount, LaneLoad, Latency
 from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.processes.frames import Buffers, Content, decode, encode, outside
+from ingress.snapshot import UserMetric
 from ingress.watchdog import Stall
 
 UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
@@ -106,6 +107,7 @@ class News(NamedTuple):
     models: tuple[int, int]
     lanes: dict[str, LaneLoad]
     thread_waits: dict[str, Latency]
+    metrics: list[UserMetric]
     new_stalls: list[Stall]
 
 

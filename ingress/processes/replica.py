@@ -20,6 +20,7 @@ from ingress.calls.retries import NotBegunError
 from ingress.context import ReplicaRuntime
 from ingress.declaration.build import BuiltDeployment
 from ingress.exceptions import ReplicaUnavailableError
+from ingress.metrics import user_metrics
 from ingress.processes.code import ByPath, accept_main, pickled_arguments, reference_to
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
@@ -138,6 +139,8 @@ class ProcessReplica(Replica):
         self.context.batch_counts.update(news.batches)
         self._model_counts = news.models
         self.pools.told = news.lanes, news.thread_waits
+        source = f"{self.replica_id.deployment_id.app_name}/{self.replica_id}/{self.pid}"
+        user_metrics.take(source, news.metrics)
         WATCHDOG.note(news.new_stalls)
 
     def add_threads(self, max_ongoing: int) -> None:

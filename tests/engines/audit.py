@@ -51,7 +51,6 @@ RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
 MISSING = {
     *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_TASKS, REPLICAS, STATE, NAMES["llm"]),
-    NAMES["metrics"],
 }
 """The advice for features without a counterpart; other absent names are absent on purpose."""
 WITHOUT_EFFECT = {

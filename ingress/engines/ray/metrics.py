@@ -92,3 +92,9 @@ _DESCRIPTIONS = {
     "serve_multiplexed_models_unload_counter": "Models that were unloaded.",
     "serve_lane_calls": "Calls in a lane, by their state.",
 }
+
+
+def make_rays(kind: str, name: str, **arguments: Any) -> Any:
+    """Return Ray's own metric of `serve.metrics`, with the tags of the replica that Ray runs."""
+    made = {"counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram}
+    return made[kind](name, **arguments)

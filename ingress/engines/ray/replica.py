@@ -31,7 +31,7 @@ from ingress.declaration.build import fill
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
-from ingress.engines.ray.metrics import ReplicaMetrics
+from ingress.engines.ray.metrics import ReplicaMetrics, make_rays
 from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.loop_executor import lend_executor
@@ -41,6 +41,7 @@ from ingress.http.exchange import Exchange
 from ingress.http.in_flight import InFlight
 from ingress.http.request_head import REQUEST_ID_HEADER, read_head, request_metadata
 from ingress.http.websocket import WebSocketExchange
+from ingress.metrics.user_metrics import use_theirs
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 
@@ -70,6 +71,7 @@ class RayReplica:
             self._find_handle, self._find_methods, self._is_of_our_application
         )
         use_here(self._directory)
+        use_theirs(make_rays)
         _log_where_ray_does()
         try:
             await self._start(ReplicaID(context.replica_tag, self._deployment))

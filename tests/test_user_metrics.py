@@ -1,0 +1,181 @@
+"""`serve.metrics`: counters, gauges and histograms of user code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ingress as serve
+from ingress.metrics.user_metrics import MAX_SERIES, collected
+from ingress.snapshot import UserMetric
+from tests.servers import bind, get, served, wait_until, write_module
+from tests.test_admin import admin_port, serving
+from tests.test_metrics import samples, value
+
+APP = """
+import os
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+class Api:
+    def __init__(self):
+        self.calls = serve.metrics.Counter("my_calls", "Calls.", ("model", "route"))
+        self.calls.set_default_tags({"model": "small"})
+        self.size = serve.metrics.Gauge("my_size")
+        self.time = serve.metrics.Histogram("my_time", boundaries=[1, 10])
+
+    @app.get("/items/{number}")
+    async def item(self, number: int):
+        self.calls.inc()
+        self.calls.inc(2, tags={"model": "large"})
+        self.size.set(number)
+        self.time.observe(number)
+        return os.getpid()
+
+hello = serve.deployment(serve.ingress(app)(Api)).bind()
+far = serve.deployment(isolation="process")(serve.ingress(app)(Api)).bind()
+"""
+
+OF_REPLICA = {"application": "default", "deployment": "Api", "replica": "0"}
+ROUTE = "/items/{number}"
+
+
+def found(name: str) -> UserMetric:
+    return next(each for each in collected() if each.name == name)
+
+
+@pytest.mark.parametrize("app", ["hello", "far"])
+def test_a_replicas_metrics_have_its_tags_and_rays_names(tmp_path: Path, app: str) -> None:
+    write_module(tmp_path, "app", APP)
+    with serving(tmp_path, "--admin", "127.0.0.1:0", app=app) as server:
+        port = admin_port(server)
+        for number in (0, 5, 50):
+            get(server.port, f"/items/{number}")
+
+        def scraped() -> Any:
+            return samples(get(port, "/metrics").body.decode())
+
+        calls = "ray_my_calls_total"
+        small = {**OF_REPLICA, "model": "small", "route": ROUTE}
+        wait_until(lambda: value(scraped(), "ray_my_size", **OF_REPLICA) == 50
+                   if "ray_my_size" in str(scraped()) else False)  # fmt: skip
+        now = scraped()
+        assert value(now, calls, **small) == 3
+        assert value(now, calls, **{**small, "model": "large"}) == 6
+        assert value(now, "ray_my_time_bucket", **OF_REPLICA, le="1.0") == 1
+        assert value(now, "ray_my_time_bucket", **OF_REPLICA, le="10.0") == 2
+        assert value(now, "ray_my_time_sum", **OF_REPLICA) == 55
+        if app == "far":  # a killed process keeps its counters, and has no gauges any more
+            os.kill(int(get(server.port, "/items/1").body), signal.SIGKILL)
+            wait_until(lambda: ("ray_my_size", tuple(OF_REPLICA.items())) not in scraped())
+            assert value(scraped(), calls, **small) >= 3
+
+
+def test_replicas_of_one_process_share_a_metric_and_differ_in_their_tags() -> None:
+    @serve.deployment(num_replicas=2)
+    class Shared:
+        def __init__(self) -> None:
+            self.calls = serve.metrics.Counter("shared_calls")
+
+        async def __call__(self, request: Any) -> str:
+            self.calls.inc()
+            return "answer"
+
+    port = served(bind(Shared))
+    for _ in range(20):
+        assert get(port, "/").status == 200
+    series = found("shared_calls").series
+    serve.shutdown()
+
+    assert {tuple(each.labels[:2]) for each in series} == {("default", "Shared")}
+    assert sum(each.value for each in series) == 20
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: serve.metrics.Counter(""), "Invalid metric name: ''"),
+        (lambda: serve.metrics.Counter("my-calls"), "Invalid metric name: 'my-calls'"),
+        (lambda: serve.metrics.Counter("serve_num_http_requests"), "Serve's own"),
+        (lambda: serve.metrics.Counter("c1", tag_keys=("replica",)), "'replica' tag is reserved"),
+        (lambda: serve.metrics.Counter("c2", tag_keys=("a-b",)), "Invalid tag key 'a-b'"),
+        (lambda: serve.metrics.Counter("c3", tag_keys=("a", "a")), "must be different"),
+        (lambda: serve.metrics.Histogram("h1"), "boundaries argument should be provided"),
+        (lambda: serve.metrics.Histogram("h2", boundaries=[2, 1]), "ascending order"),
+        (lambda: serve.metrics.Histogram("h3", boundaries=[1], tag_keys=("le",)), "'le'"),
+        (lambda: serve.metrics.Counter("c4").inc(0), "value must be >0, got 0"),
+        (lambda: serve.metrics.Counter("c5", tag_keys=("a",)).inc(), "Missing value for tag key"),
+        (lambda: serve.metrics.Gauge("g1").set(1, {"b": "c"}), "Unrecognized tag key 'b'"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_it(make: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        make()
+
+
+def test_a_name_has_one_kind_and_one_set_of_tags_while_it_is_used() -> None:
+    first = serve.metrics.Counter("clashing", tag_keys=("a",))
+    with pytest.raises(ValueError, match="'clashing' is a counter with the tags"):
+        serve.metrics.Counter("clashing", tag_keys=("b",))
+    with pytest.raises(ValueError, match="cannot be a gauge"):
+        serve.metrics.Gauge("clashing", tag_keys=("a",))
+    first.inc(tags={"a": "x"})
+    del first  # the application was replaced by a version with other tags
+
+    serve.metrics.Counter("clashing", tag_keys=("b",)).inc(tags={"b": "y"})
+    assert [each.labels[3:] for each in found("clashing").series] == [["y"]]
+
+
+def test_a_tag_with_too_many_values_is_capped_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counter = serve.metrics.Counter("by_user", tag_keys=("user",))
+    for number in range(MAX_SERIES + 50):
+        counter.inc(tags={"user": str(number)})
+    values = {each.labels[3]: each.value for each in found("by_user").series}
+
+    assert len(values) == MAX_SERIES + 1
+    assert values["other"] == 50
+    assert [each.levelname for each in caplog.records if "by_user" in each.message] == ["WARNING"]
+
+
+def test_a_metric_can_be_pickled() -> None:
+    histogram = serve.metrics.Histogram("pickled", "d", [1.0, 2.0], ("a",))
+
+    copied = pickle.loads(pickle.dumps(histogram))
+    assert copied.info == histogram.info
+
+
+def test_threads_lose_no_count() -> None:
+    import sys
+    from threading import Barrier, Thread
+
+    counter = serve.metrics.Counter("by_threads")
+    barrier = Barrier(4)
+
+    def count() -> None:
+        barrier.wait()
+        for _ in range(2000):
+            counter.inc()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=count) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+
+    assert [each.value for each in found("by_threads").series] == [8000]
