@@ -42,7 +42,8 @@ from ingress.base.unsupported import teller
 
 NOT_ACTED_ON: frozenset[str] = frozenset()
 """Deployment options without effect in this process; none at the moment. Of `ray_actor_options`
-only `num_cpus` has an effect: `options_not_acted_on` covers the others too."""
+only `num_cpus` has an effect, and `num_gpus` and `env_vars` where replicas have processes of their
+own: `options_not_acted_on` covers the others too."""
 
 
 DEFAULT_POLICY = "ingress.autoscaling_policy:default_autoscaling_policy"
@@ -302,6 +303,18 @@ class DeploymentConfig(Options):
         return self
 
     @model_validator(mode="after")
+    def _gpus_are_whole_or_a_part(self) -> Self:
+        gpus = self.ray_actor_options.get("num_gpus", 0)
+        if self.isolation == "process" and not (
+            is_number(gpus) and gpus >= 0 and (gpus <= 1 or gpus == int(gpus))
+        ):
+            raise ValueError(
+                "ray_actor_options['num_gpus'] must be a whole number, or a part of one GPU below "
+                f"1, got {gpus!r}; leave it out for none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _variables_are_text(self) -> Self:
         if self.isolation == "process":
             for name, value in self.env_vars.items():
@@ -355,6 +368,11 @@ class DeploymentConfig(Options):
     def num_cpus(self) -> float:
         """The CPUs a replica may use: `ray_actor_options["num_cpus"]`, default 1 as in Ray."""
         return float(self.ray_actor_options.get("num_cpus", 1))
+
+    @property
+    def num_gpus(self) -> float:
+        """The GPUs of a replica with a process of its own: whole ones, or a part of one."""
+        return float(self.ray_actor_options.get("num_gpus", 0))
 
     def with_options(self, **options: Any) -> DeploymentConfig:
         """Return a config with these options changed. Raises as the constructor."""
@@ -417,8 +435,10 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
     changed = config.changed()
     silent = {name: value for name, value in changed.items() if name in NOT_ACTED_ON}
     others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
-    if config.isolation == "process" and others.get("runtime_env", {}).keys() <= {"env_vars"}:
-        others.pop("runtime_env", None)
+    if config.isolation == "process":
+        others.pop("num_gpus", None)
+        if others.get("runtime_env", {}).keys() <= {"env_vars"}:
+            others.pop("runtime_env", None)
     if others:
         silent["ray_actor_options"] = others
     return [f"{name}={value!r}" for name, value in silent.items()]

@@ -136,6 +136,9 @@ class Model:
     async def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    async def variable_here(self, name: str) -> tuple[int, str | None]:
+        return os.getpid(), os.environ.get(name)
+
     async def seen(self) -> list[str]:
         return self.events
 

@@ -19,6 +19,7 @@
     page          the few numbers that a child leaves behind even if it is killed
     segments      shared memory, through which large contents cross
     window        how much may be on its way, in each direction
+    resources     the environment of a child: variables, native threads, GPUs
     spawning      the operating system's side: start a process, wait for its end
 
 A child runs the same `Replica` as the server's process does for a replica in a thread: lanes,

@@ -35,6 +35,7 @@ from ingress.processes.messages import (
 )
 from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
+from ingress.processes.resources import EnvironmentOf
 from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Taken, Window
 
@@ -226,26 +227,35 @@ class Link:
             return 0.0
         return monotonic() - turned_at if turned_at else 0.0
 
-    async def start(self, specification: bytes, env_vars: Mapping[str, str]) -> None:
+    async def start(self, specification: bytes, environment_of: EnvironmentOf) -> None:
         """Start the process, and return once its replica serves. Raises the error of its start."""
         loop = asyncio.get_running_loop()
         started, self._ended = loop.create_future(), loop.create_future()
         self._started = started
+        env_vars, give_back = environment_of()
+        try:
+            self._start(specification, env_vars, give_back)
+        except BaseException:  # there is no child, which would do so at its end
+            give_back()
+            raise
+        await started
+
+    def _start(
+        self, specification: bytes, env_vars: Mapping[str, str], give_back: Callable[[], None]
+    ) -> None:
+        mailbox = mailbox_of(asyncio.get_running_loop())
+
+        def on_exit() -> None:
+            give_back()  # before the replacement starts
+            mailbox.post(self._on_exit)
+
         ours, theirs = socket.socketpair()
         page = self._page = SharedPage()
         frames = self._frames = Frames(ours, self._on_frame, self._on_lost)
         self._errands = Errands(frames, self._make_handle, self._call_of)
         frames.post_inline(Kind.START, specification)
-        mailbox = mailbox_of(loop)
-        self._child = ChildProcess(
-            str(self._replica_id),
-            theirs,
-            page,
-            env_vars,
-            self._output,
-            lambda: mailbox.post(self._on_exit),
-        )
-        await started
+        name = str(self._replica_id)
+        self._child = ChildProcess(name, theirs, page, env_vars, self._output, on_exit)
 
     async def stop(self) -> None:
         """Have the child run the user's shutdown code, and wait for its end."""

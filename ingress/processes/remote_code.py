@@ -30,6 +30,7 @@ from ingress.processes.messages import (
     message_as_sent,
     scope_as_sent,
 )
+from ingress.processes.resources import EnvironmentOf
 
 
 class RemoteCode:
@@ -38,18 +39,18 @@ class RemoteCode:
     Owned by the loop of its frames. `specification` is set before the start.
     """
 
-    __slots__ = ("_env_vars", "_templates", "link", "specification")
+    __slots__ = ("_environment_of", "_templates", "link", "specification")
 
     def __init__(
         self,
         replica_id: ReplicaID,
         app: BoundApp | None,
         make_handle: MakeHandle,
-        env_vars: Mapping[str, str],
+        environment_of: EnvironmentOf,
     ) -> None:
         self.link = Link(replica_id, make_handle)
         self._templates = None if app is None else app.templates()
-        self._env_vars = env_vars
+        self._environment_of = environment_of
         self.specification = b""
 
     async def start(
@@ -59,7 +60,7 @@ class RemoteCode:
 
         The arguments are in the specification: a child makes handles of its own.
         """
-        await self.link.start(self.specification, self._env_vars)
+        await self.link.start(self.specification, self._environment_of)
 
     async def stop(self) -> None:
         """Have the child shut down, and wait for its end."""

@@ -28,6 +28,7 @@ from ingress.processes.frames import dumps
 from ingress.processes.messages import News, ReplicaSpec
 from ingress.processes.output import levels
 from ingress.processes.remote_code import RemoteCode
+from ingress.processes.resources import environment_of
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.watchdog import WATCHDOG
@@ -55,7 +56,7 @@ class ProcessReplica(Replica):
         **options: Any,
     ) -> None:
         def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
-            env_vars = built.deployment.config.env_vars
+            env_vars = partial(environment_of, built.deployment.config, built.name)
             return RemoteCode(context.replica_id, app, make_handle, env_vars)
 
         super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
