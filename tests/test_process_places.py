@@ -1,4 +1,4 @@
-"""`isolation="process"` in a config file, with worker processes, with --reload, in a `TestClient`."""
+"""`isolation="process"` in a config file, with worker processes, with --reload, in `TestClient`."""
 
 from __future__ import annotations
 

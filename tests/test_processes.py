@@ -48,6 +48,13 @@ def url() -> Iterator[str]:
 # Calls by handle.
 
 
+class Locked:
+    """An object with a part that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
 def test_user_code_runs_in_a_process_of_its_own(model: DeploymentHandle) -> None:
     assert model.remote(14).result() == 42
     assert [model.pid.remote().result()] == pids("Model", "model") != [os.getpid()]
@@ -66,12 +73,16 @@ def test_an_error_crosses_as_it_is_with_its_traceback(model: DeploymentHandle) -
 
 
 def test_an_argument_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> None:
-    with pytest.raises(RayServeException, match=r"arguments\[0\]\['a'\] cannot be sent"):
+    with pytest.raises(
+        RayServeException, match=r"args\[0\]\['a'\], of a call of deployment 'Model'"
+    ):
         model.remote({"a": threading.Lock()}).result()
+    with pytest.raises(RayServeException, match=r"kwargs\['number'\]\.lock, of .*; send plain"):
+        model.remote(number=Locked()).result()
 
 
 def test_a_result_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> None:
-    with pytest.raises(RayServeException, match=r"the result of 'lock'\['model'\]\[0\]"):
+    with pytest.raises(RayServeException, match=r"result\['model'\]\[0\], of a call of .* 'M"):
         model.lock.remote().result()
 
 

@@ -191,6 +191,5 @@ class ServerRouter(CallTasks):
         try:
             return self._directory.send(call, kind, *head, number_of(call._parent))
         except Exception as problem:
-            given: dict[Any, Any] = dict(enumerate(args))
-            given.update(kwargs)
-            raise unsendable("arguments", given, problem) from problem
+            name = self._deployment_id.name
+            raise unsendable(name, problem, args=args, kwargs=kwargs) from problem

@@ -119,7 +119,7 @@ class Errands:
                 self._frames.post(Kind.DONE, number, b"" if value is None else encode(value))
                 return
             except Exception as problem:
-                error = unsendable("the result", call.value, problem)
+                error = unsendable(call.deployment_name, problem, result=call.value)
         self._frames.post(Kind.FAILED, number, pickled_error(error))
 
     async def _pump(self, number: int, items: DeploymentResponseGenerator) -> None:
@@ -130,7 +130,8 @@ class Errands:
                 try:
                     content = encode(item)
                 except Exception as problem:
-                    raise unsendable("an item of the stream", item, problem) from problem
+                    name = items._call.deployment_name
+                    raise unsendable(name, problem, item=item) from problem
                 await window.take(size_of_content(content))
                 self._frames.post(Kind.ITEM, number, content)
         except Exception as error:

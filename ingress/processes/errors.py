@@ -40,12 +40,17 @@ def unpickled_error(content: memoryview) -> BaseException:
     return error  # type: ignore[no-any-return]
 
 
-def unsendable(what: str, value: Any, problem: Exception) -> RayServeException:
-    """Return the error of a value that cannot be pickled, which names the part at fault."""
-    path = culprit(value, what)
+def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeException:
+    """Return the error of values that cannot be pickled, which names the part at fault.
+
+    `deployment` is the one that gets them or makes them; a value's name begins the path to a part.
+    """
+    paths = (culprit(value, name) for name, value in values.items())
+    path = next(filter(None, paths), next(iter(values)))
     return RayServeException(
-        f"{path} cannot be sent to another process: {described(problem)}; send plain data instead, "
-        'or use isolation="thread"'
+        f"{path}, of a call of deployment {deployment!r}, cannot be sent to another process: "
+        f"{described(problem)}; send plain data instead, make the object where it is needed, or "
+        'use isolation="thread"'
     )
 
 

@@ -76,7 +76,7 @@ class _Items:
         try:
             content = encode(item)
         except Exception as problem:
-            raise unsendable("an item of the stream", item, problem) from problem
+            raise unsendable(self.call.deployment_name, problem, item=item) from problem
         await self.call.window.take(size_of_content(content))
         self.call.frames.post(Kind.ITEM, self.call.number, content)
 

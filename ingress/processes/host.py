@@ -171,7 +171,7 @@ class Host:
                 self.frames.post(*call.last_frame(value))
                 return
             except Exception as problem:
-                error = unsendable(f"the result of {call.metadata.method_name!r}", value, problem)
+                error = unsendable(call.deployment_name, problem, result=value)
         call.flush()
         self.frames.post(Kind.FAILED, call.number, pickled_error(error))
 

@@ -89,12 +89,12 @@ class RemoteCode:
                 await work.leave(sys.exception())
 
     def _begin(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteWork:
+        metadata = CURRENT_CALL.get().metadata
         try:
-            content = encode((envelope_of(CURRENT_CALL.get().metadata), args, kwargs))
+            content = encode((envelope_of(metadata), args, kwargs))
         except Exception as problem:
-            given: dict[Any, Any] = dict(enumerate(args))
-            given.update(kwargs)
-            raise unsendable("arguments", given, problem) from problem
+            name = metadata.deployment.name
+            raise unsendable(name, problem, args=args, kwargs=kwargs) from problem
         return self.link.send(kind, content)
 
     async def stream(
