@@ -5,8 +5,10 @@ No application runs when a test begins.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
 from tests import large_app, process_app
 from tests.process_app import pids
-from tests.servers import environment, process, served, wait_until, write_module
+from tests.servers import PATIENCE_S, environment, process, served, wait_until, write_module
 
 REQUESTS = 24
 
@@ -233,6 +235,50 @@ def test_a_class_of_a_script_runs_in_a_child(tmp_path: Path) -> None:
     with process([sys.executable, "script.py"], tmp_path, environment(tmp_path)) as server:
         server.wait_for("child")
         assert server.wait() == 0
+
+
+NOTEBOOK = """
+import os
+import ingress as serve
+
+class Box:
+    def __init__(self, content): self.content = content
+
+class NoBox(Exception): pass
+
+@serve.deployment(isolation="process")
+class Boxes:
+    def __init__(self, box): self.box = box
+    async def __call__(self, box):
+        if not isinstance(box, Box): raise NoBox(box)
+        return os.getpid(), Box([self.box.content, box.content])
+
+handle = serve.run(Boxes.bind(Box(1)), route_prefix=None)
+pid, box = handle.remote(Box(2)).result()
+assert pid != os.getpid()
+assert type(box) is Box and box.content == [1, 2]
+try:
+    handle.remote(3).result()
+except NoBox as error:
+    assert error.args == (3,)
+    print("as in a module")
+serve.shutdown()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="needs cloudpickle")
+def test_classes_of_a_notebook_cross_in_arguments_results_and_errors(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-"],  # `__main__` has no file, as in a notebook
+        input=NOTEBOOK,
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ran.stdout == "as in a module\n", ran.stderr
 
 
 # Starts that fail.

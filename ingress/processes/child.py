@@ -20,8 +20,15 @@ from ingress.base.types import DeploymentID
 from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
 from ingress.handle import DeploymentHandle, use_here
+from ingress.processes.code import ByValue
 from ingress.processes.errors import pickled_error
-from ingress.processes.frames import Frames, loads, receive_blocking, send_blocking
+from ingress.processes.frames import (
+    Frames,
+    loads,
+    pickle_by_value,
+    receive_blocking,
+    send_blocking,
+)
 from ingress.processes.host import BEAT_S, Host, give_back
 from ingress.processes.messages import Kind, ReplicaSpec
 from ingress.processes.output import LogLines, take_over
@@ -65,6 +72,8 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQue
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a pipe here
     logs = LogLines(spec.log_mark, str(spec.replica_id))
     take_over(logs, spec.log_levels)
+    if isinstance(spec.code, ByValue):
+        pickle_by_value()
     target = spec.code.resolve()
     take_over(logs, spec.log_levels)
     app_spec = getattr(target, "__ingress_spec__", None)

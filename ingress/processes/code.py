@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import os
 import runpy
 import sys
 import threading
@@ -65,7 +66,7 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
     target = built.deployment.func_or_class
     module = sys.modules.get(target.__module__)
     if module is not None:
-        main = (getattr(module, "__file__", None) or "") if module.__name__ == "__main__" else ""
+        main = _script() if module.__name__ == "__main__" else ""
         if main or module.__name__ != "__main__":
             for name in names_of(module, target):
                 return ByPath(module.__name__, name, main)
@@ -104,6 +105,12 @@ def pickled_code(target: Any, cloudpickle: Any) -> bytes:
 
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def _script() -> str:
+    """Return the path of this process's script; "" if it was not started with one."""
+    path = getattr(sys.modules["__main__"], "__file__", None) or ""
+    return path if os.path.isfile(path) else ""  # "<stdin>" is none
 
 
 def import_main(path: str) -> ModuleType:

@@ -24,6 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from importlib import import_module
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -51,9 +52,21 @@ OnFrame = Callable[[int, int, memoryview, Buffers], None]
 OnLost = Callable[[], None]
 
 
+_dumps: Callable[..., bytes] = pickle.dumps
+
+
+def pickle_by_value() -> None:
+    """From now on, pickle by value the classes that no other process can import.
+
+    Those of a notebook, and those made in functions. It needs cloudpickle, which is slower.
+    """
+    global _dumps
+    _dumps = import_module("cloudpickle").dumps
+
+
 def dumps(value: Any) -> bytes:
     """Return the pickle of a value, for the content of a frame."""
-    return pickle.dumps(value, PICKLE)
+    return _dumps(value, PICKLE)
 
 
 def loads(content: bytes | memoryview) -> Any:
@@ -64,7 +77,7 @@ def loads(content: bytes | memoryview) -> Any:
 def encode(value: Any) -> Content:
     """Return a value as a content. The arrays in it are copied once, into the frame."""
     buffers: list[pickle.PickleBuffer] = []
-    content = pickle.dumps(value, PICKLE, buffer_callback=buffers.append)
+    content = _dumps(value, PICKLE, buffer_callback=buffers.append)
     return [content, *(each.raw() for each in buffers)] if buffers else content
 
 

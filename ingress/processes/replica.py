@@ -21,10 +21,10 @@ from ingress.context import ReplicaRuntime
 from ingress.declaration.build import BuiltDeployment
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.metrics import user_metrics
-from ingress.processes.code import ByPath, accept_main, pickled_arguments, reference_to
+from ingress.processes.code import ByPath, ByValue, accept_main, pickled_arguments, reference_to
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
-from ingress.processes.frames import dumps
+from ingress.processes.frames import dumps, pickle_by_value
 from ingress.processes.messages import News, ReplicaSpec
 from ingress.processes.output import levels
 from ingress.processes.remote_code import RemoteCode
@@ -192,4 +192,6 @@ def _specification(built: BuiltDeployment, **options: Any) -> bytes:
     code = reference_to(built)
     if isinstance(code, ByPath) and code.main:
         accept_main()
+    if isinstance(code, ByValue):
+        pickle_by_value()
     return dumps(ReplicaSpec(code=code, arguments=pickled_arguments(built), **options))
