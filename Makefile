@@ -18,7 +18,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all coverage test-python test-reliability test-processes test-ray test-ray-nodes test-ecosystem \
+.PHONY: help run test test-all coverage test-python test-reliability test-processes test-page test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
 .DELETE_ON_ERROR:
@@ -73,6 +73,9 @@ test-processes: .venv/.test ## Replicas in child processes: all scenarios, and 1
 	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py tests/test_process_scenarios.py $(ARGS)
 	@$(BIN)/python -m tests.process_kills 1000
 
+test-page: .venv-page/.made ## The page of the admin listener in Chromium; makes docs/observing/*.png (needs chromium)
+	@INGRESS_SCREENSHOTS=1 .venv-page/bin/python -m pytest -q -s tests/browser $(ARGS)
+
 test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
 	@$(RAY) -m pytest -q tests/engines tests/test_ray.py
 	@$(RAY) -m tests.engines $(ARGS)
@@ -122,7 +125,7 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 		else echo "There is no pre-release of either"; fi
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-ecosystem .ecosystem \
+	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-ecosystem .ecosystem \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it
@@ -163,6 +166,12 @@ clean: ## Remove the environments and caches
 	@$(PYTHON) -m venv .venv-ecosystem
 	@.venv-ecosystem/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" \
 		-r tests/ecosystem/requirements.txt
+	@touch $@
+
+.venv-page/.made: pyproject.toml
+	@echo "Making .venv-page ..."
+	@$(PYTHON) -m venv .venv-page
+	@.venv-page/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" playwright
 	@touch $@
 
 .venv-ray/.made: pyproject.toml

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +24,7 @@ from ingress.live.history import STEP_S, History, percentile
 from ingress.live.observer import Observer
 from ingress.live.part import parts_of
 from ingress.testing import Latch
+from tests import process_app
 from tests.fakes import together
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
@@ -380,3 +384,23 @@ def test_a_value_beyond_the_last_bucket_is_that_buckets_end() -> None:
     buckets = (0,) * len(LATENCY_BUCKETS_MS) + (1,)
 
     assert percentile(buckets, 0.5) == LATENCY_BUCKETS_MS[-1]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform == "win32", reason="needs replicas in processes")
+def test_a_process_whose_loop_stands_is_said_although_it_cannot_tell_the_line(
+    observer: Observer,
+) -> None:
+    serve.run(process_app.caller, name="model", route_prefix=None)
+    pid = next(each["pid"] for each in observer.look()["replicas"] if each["pid"])
+    assert pid != os.getpid()
+
+    def problems() -> str:
+        return str(observer.look()["problems"])
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: f"in process {pid} stands for" in problems())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: "stands for" not in problems())

@@ -114,7 +114,7 @@ def replicas(view: Mapping[str, Any], *, wanted: str = "", most: int | None = No
         table.add_row(
             name.append(f" {process}", "dim") if process else name,
             _busy(each["loop"]),
-            Text(f"{len(each['threads']['runs'])}/{each['threads']['limit']}"),
+            _threads(each),
             Text(" ".join(_lane(lane) for lane in each["lanes"])),
             _runs(each),
             _last_stall(each["stalls"]),
@@ -164,6 +164,12 @@ def _busy(loop: Mapping[str, Any]) -> Text:
     if loop["stands_ms"]:
         return Text(f"STANDS {milliseconds(loop['stands_ms'])}", "bold red")
     return Text("-" if loop["busy"] is None else f"{loop['busy']:.0%}")
+
+
+def _threads(replica: Mapping[str, Any]) -> Text:
+    if replica["pid"]:  # they are in its own process
+        return Text("-")
+    return Text(f"{len(replica['threads']['runs'])}/{replica['threads']['limit']}")
 
 
 def _lane(lane: Mapping[str, Any]) -> str:

@@ -39,6 +39,8 @@ from ingress.watchdog.stacks import (
 CALLS = 20
 """Number of calls of a replica that are listed; the oldest come first."""
 
+STOOD_S = 1.0  # four heartbeats of a child
+
 STALLS = 5
 """Number of recent stalls of a replica that are listed."""
 
@@ -156,12 +158,16 @@ class _Look:
                 stack = read(frame, replica.context)
                 self._at[call] = "loop", stack.place
                 runs = {**self._named(call), "method": stack.method, "line": line_of(stack.place)}
-        stands = [each for each in self._stalls if not each.is_over]
+        stands_ms = max(
+            (each.duration_ms for each in self._stalls if not each.is_over), default=0.0
+        )
+        if replica.stood_s > STOOD_S:  # in a process that cannot tell the line meanwhile
+            stands_ms = replica.stood_s * 1e3
         return {
             "thread": "" if thread is None else thread.name,
             "is_shared": replica.borrows_loop,
             "busy": None if self._busy is None else round(min(1.0, self._busy), 3),
-            "stands_ms": round(max((each.duration_ms for each in stands), default=0.0), 1),
+            "stands_ms": round(stands_ms, 1),
             "runs": runs,
         }
 

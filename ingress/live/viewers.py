@@ -20,7 +20,7 @@ from ingress.http import uvicorn_connection
 
 PAUSE_S = 0.5
 LONGEST_S = 2.0
-SHARE = 0.004
+SHARE = 0.003
 MOST = 100
 SEND_S = 20.0  # for a viewer that does not read
 

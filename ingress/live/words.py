@@ -73,6 +73,10 @@ def _words(
 
 def _standing(replica: Mapping[str, Any]) -> list[str]:
     name = f"{replica['deployment']}#{replica['replica']}"
+    stands_ms = replica["loop"]["stands_ms"]
+    if stands_ms and all(each["is_over"] for each in replica["stalls"]):
+        process = f" in process {replica['pid']}" if replica["pid"] else ""
+        return [f"the event loop of {name}{process} stands for {stands_ms / 1e3:.1f} s now"]
     return [
         f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}"
         for each in replica["stalls"]
