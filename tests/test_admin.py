@@ -350,3 +350,45 @@ def test_serve_start_gives_the_address(caplog: pytest.LogCaptureFixture) -> None
     serve.shutdown()
     with pytest.raises(OSError, match="refused"):
         get(port, "/api/snapshot")
+
+
+INCLUDED = """
+from fastapi import APIRouter, FastAPI
+import ingress as serve
+
+inner = APIRouter()
+
+@inner.get("/{number}")
+async def one(number: int):
+    return number
+
+app = FastAPI()
+app.include_router(inner, prefix="/a")
+app.include_router(inner, prefix="/b")
+sub = FastAPI()
+sub.include_router(inner, prefix="/deep")
+app.mount("/sub", sub)
+
+@serve.deployment
+@serve.ingress(app)
+class Api:
+    pass
+
+hello = Api.bind()
+"""
+
+
+def test_routes_of_included_routers_and_mounts_have_their_whole_template(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", INCLUDED)
+    options = ("--admin", "127.0.0.1:0", "--route-prefix", "/v1")
+    with serving(tmp_path, *options) as server:
+        for path in ("/v1/a/1", "/v1/b/2", "/v1/b/3", "/v1/sub/deep/4", "/v1/other", "/else"):
+            get(server.port, path)
+        assert counted(admin_port(server)) == {
+            ("/v1/a/{number}", "GET", 200): 1,
+            ("/v1/b/{number}", "GET", 200): 2,
+            ("/v1/sub/deep/{number}", "GET", 200): 1,
+            ("/v1", "GET", 404): 1,
+        }
+        [refused] = snapshot(admin_port(server))["unrouted"]
+        assert (refused["route"], refused["status"]) == ("", 404)

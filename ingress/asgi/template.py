@@ -42,7 +42,8 @@ def route_template(scope: Scope) -> str | None:
 class RouteTemplates:
     """The path templates of an app, for lookups before a request is routed, and afterwards.
 
-    Immutable but for `_labels`, a cache: every thread writes the same value, in one step.
+    Immutable but for `_labels`, the labels of one prefix by path: it is replaced as a whole, and
+    every thread puts the same value in, in one step.
     """
 
     __slots__ = ("_labels", "_paths", "_patterns")
@@ -50,7 +51,7 @@ class RouteTemplates:
     def __init__(self, templates: Iterable[str] = ()) -> None:
         self._paths: set[str] = set()
         self._patterns: dict[str, re.Pattern[str]] = {}
-        self._labels: dict[tuple[str, int], tuple[str, Any]] = {}
+        self._labels: tuple[str, dict[str, str]] = ("", {})
         for template in templates:
             if "{" in template:
                 self._patterns.setdefault(template, compile_path(template)[0])
@@ -79,15 +80,17 @@ class RouteTemplates:
             return _join(prefix, self.find(scope))
         if "app_root_path" in scope:  # of a mount
             return _join(prefix, route_template(scope) or "")
-        context = scope.get("fastapi")
-        if context:  # one route may be included under several prefixes
-            route = context.get("effective_route_context") or route
-        known = self._labels.get((prefix, id(route)))
-        if known is not None:
-            return known[0]
-        label = _join(prefix, route_template(scope) or "")
-        if len(self._labels) < MAX_LABELS:
-            self._labels[prefix, id(route)] = label, route  # kept: another object has another id
+        if "fastapi" in scope:  # an included route does not know its prefix
+            included = scope["fastapi"].get("effective_route_context")
+            if getattr(included, "original_route", None) is route:
+                route = included
+        path: str = getattr(route, "path", "")
+        of_prefix, labels = self._labels
+        label = labels.get(path) if prefix == of_prefix else None
+        if label is None:
+            if prefix != of_prefix or len(labels) >= MAX_LABELS:
+                self._labels = prefix, (labels := {})
+            label = labels[path] = _join(prefix, path)
         return label
 
 

@@ -75,28 +75,21 @@ class HTTPCounts:
     Each thread writes its own entries. A thread that reads them adds those of all threads up.
     """
 
-    __slots__ = ("_counts",)
+    __slots__ = ("by_label",)
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, str, str, int], Latency] = {}
+        self.by_label: dict[tuple[int, str, str, int], Latency] = {}
 
-    def add(self, thread: int, route: str, method: str, status: int, latency_ms: float) -> None:
-        """Count a request that is over. `thread` is the current one."""
-        latency = self._counts.get((thread, route, method, status))
-        if latency is None:
-            latency = self._first(thread, route, method, status)
-        latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
-        latency.buckets[bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
-
-    def _first(self, thread: int, route: str, method: str, status: int) -> Latency:
+    def of(self, thread: int, route: str, method: str, status: int) -> Latency:
+        """Return the latencies of the current thread with these labels."""
         method = method if method in METHODS else OTHER_METHOD
-        return self._counts.setdefault((thread, route, method, status), Latency())
+        return self.by_label.setdefault((thread, route, method, status), Latency())
 
     def summed(self) -> dict[tuple[str, str, int], Latency]:
         """Return the requests by route, method and status. Thread-safe."""
         found: dict[tuple[str, str, int], Latency] = {}
-        for key in list(self._counts):
-            found.setdefault(key[1:], Latency()).merge(self._counts[key])
+        for key in list(self.by_label):
+            found.setdefault(key[1:], Latency()).merge(self.by_label[key])
         return found
 
 

@@ -13,6 +13,7 @@ the server's task must be free to answer on time while a worker thread runs on.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable
 from contextvars import copy_context
 from threading import get_ident
@@ -23,13 +24,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ingress.asgi import route_template
 from ingress.asgi.chunks import parts_of
-from ingress.base.counters import CLIENT_LEFT
+from ingress.base.counters import CLIENT_LEFT, LATENCY_BUCKETS_MS
 from ingress.base.settings import HTTPLimits
 from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
-from ingress.calls.notable import NOTABLE, Ended
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -496,37 +496,16 @@ class Exchange(Call):
 
     def count(self, scope: Scope) -> None:
         """Count the request, which is over. `scope` is the server's."""
-        self.router.http.add(
-            self._thread,
-            self.route,
-            scope["method"] if self.is_http else "WS",
-            self.status or CLIENT_LEFT,
-            (monotonic() - self.started_at) * 1e3,
-        )
-        if self.status >= 500 and (self.error is None or self.runner is None):
-            self._note_failure()  # of which the replica does not know
-
-    def _note_failure(self) -> None:
-        """Keep a request that was answered 5xx without an error of user code."""
-        error, deployment = self.error, self.metadata.deployment
-        answered = f"answered {self.status}"
-        ended = monotonic()
-        begins = self.assigned_at or ended
-        NOTABLE.add(
-            Ended(
-                self.title(),
-                self.metadata.request_id,
-                deployment.app_name,
-                deployment.name,
-                "" if self.runner is None else self.runner.context.replica_tag,
-                self.started_at,
-                begins,
-                begins,
-                self.streamed_at,
-                ended,
-                answered if error is None else f"{answered}: {type(error).__name__}: {error}"[:500],
-            )
-        )
+        method, status = scope["method"] if self.is_http else "WS", self.status or CLIENT_LEFT
+        http = self.router.http
+        latency = http.by_label.get((self._thread, self.route, method, status))
+        if latency is None:
+            latency = http.of(self._thread, self.route, method, status)
+        # As `Latency.add`, whose call would cost every request.
+        latency_ms = (monotonic() - self.started_at) * 1e3
+        latency.total_ms += latency_ms
+        bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
+        latency.buckets[bucket] += 1
 
     # Serving on the HTTP loop itself.
 

@@ -161,7 +161,7 @@ class HTTPProxy:
             refused = router.turns_away(deadline)
             if refused is not None:
                 method, status = scope["method"], refused.status_code
-                router.http.add(get_ident(), route.prefix, method, status, 0.0)
+                router.http.of(get_ident(), route.prefix, method, status).add(0.0)
                 return send_refusal(refused, request_id, send)
         metadata = request_metadata(head, request_id, router.deployment_id, route.prefix)
         inner = _inner_scope(scope, request_id, has_id=has_id)
@@ -261,7 +261,7 @@ class HTTPProxy:
             code, status, headers = NORMAL, 404, {}
             text = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
         method, prefix = scope.get("method", "WS"), "" if route is None else route.prefix
-        self.unrouted.add(get_ident(), prefix, method, status, 0.0)
+        self.unrouted.of(get_ident(), prefix, method, status).add(0.0)
         if is_denied:
             await send({"type": "websocket.close", "code": code, "reason": text[:100]})
             return

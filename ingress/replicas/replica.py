@@ -428,7 +428,8 @@ class Replica:
             ended = monotonic()
             latency_ms = (ended - begin) * 1e3
             latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
-            latency.buckets[bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
+            bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
+            latency.buckets[bucket] += 1
             if failure is not None:
                 latency.errors += 1
                 self._count_error(call.route, type(failure).__name__)
