@@ -30,6 +30,7 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call, Runner
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
+from ingress.calls.notable import NOTABLE, Ended
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -506,6 +507,30 @@ class Exchange(Call):
         latency.total_ms += latency_ms
         bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
         latency.buckets[bucket] += 1
+        if self.status >= 500 and (self.error is None or self.runner is None):
+            self._note_failure()  # of which the replica does not know
+
+    def _note_failure(self) -> None:
+        """Keep a request that was answered 5xx without an error of user code."""
+        error, deployment = self.error, self.metadata.deployment
+        answered = f"answered {self.status}"
+        ended = monotonic()
+        begins = self.assigned_at or ended
+        NOTABLE.add(
+            Ended(
+                self.title(),
+                self.metadata.request_id,
+                deployment.app_name,
+                deployment.name,
+                "" if self.runner is None else self.runner.context.replica_tag,
+                self.started_at,
+                begins,
+                begins,
+                self.streamed_at,
+                ended,
+                answered if error is None else f"{answered}: {type(error).__name__}: {error}"[:500],
+            )
+        )
 
     # Serving on the HTTP loop itself.
 
