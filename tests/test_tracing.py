@@ -100,6 +100,13 @@ def test_a_tracer_provider_that_is_set_later_gets_the_spans_of_handle_calls(
         None,
         [],
         "Inner.__call__",
-        [["Outer.__call__", None], ["Inner.__call__", "Outer.__call__"]],
-        ["Inner.__call__", "Outer.__call__"],
+        [
+            ["Outer.__call__", None],
+            ["queue", "Outer.__call__"],
+            ["dispatch", "Outer.__call__"],
+            ["Inner.__call__", "Outer.__call__"],
+            ["queue", "Inner.__call__"],
+            ["dispatch", "Inner.__call__"],
+        ],
+        ["queue", "dispatch", "queue", "dispatch", "Inner.__call__", "Outer.__call__"],
     ]

@@ -39,6 +39,8 @@ from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guard_below, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.asgi.responses import take_over_stream
+from ingress.calls.call import CURRENT_CALL
+from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA
 from ingress.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
 
@@ -153,6 +155,8 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
 
         async def endpoint(**values: Any) -> Any:  # type: ignore[misc]
             plan = REPLICA.get().plans[func]
+            if TRACING.tracer is not None:
+                trace_begin(CURRENT_CALL.get())
             result = await plan.run(**values)
             if isinstance(result, Response):
                 take_over_stream(result, plan.pool)

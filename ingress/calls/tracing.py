@@ -1,7 +1,12 @@
-"""OpenTelemetry's spans of calls by handle and of batches.
+"""OpenTelemetry's spans of calls by handle, of batches, and of the waits of a request.
 
     handle.remote()   a span, a child of the caller's; the parent of the spans of the code called
     a batch           a span of its own trace, with a link to the span of each of its requests
+    queue, dispatch   until the call had a slot; from there until its code began
+    thread wait, run  until a thread took a `def`; from there until it returned
+    load model        the load of a multiplexed model
+
+The spans of waits are made when the wait is over, from times that are measured anyway.
 
 They are made only with `ingress run --tracing`, `INGRESS_TRACING=1` or `serve.start(tracing=True)`,
 and go to the global tracer provider. Otherwise nothing is imported, and a call costs two
@@ -13,8 +18,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
 from functools import partial
+from time import monotonic, monotonic_ns, time_ns
 from typing import Any
 
 from ingress.base.settings import makes_spans
@@ -110,6 +118,78 @@ def _batch_span(tracer: Any, batch: Call, spans: Iterable[Any]) -> Any:
     return span
 
 
+def trace_begin(call: Call) -> None:
+    """Make the spans of a call's waits, if the running code has a span. It begins now."""
+    if call.assigned_at and current_span().is_recording():
+        now = monotonic()
+        attributes = {"ingress.deployment": call.deployment_name}
+        if call.runner is not None:
+            attributes["ingress.replica"] = call.runner.context.replica_id.unique_id
+        _add_past("queue", call.started_at, call.assigned_at, attributes)
+        _add_past("dispatch", call.assigned_at, now, attributes)
+
+
+def trace_thread(made_at: float, began_at: float) -> None:
+    """Make the spans of a `def` that has just returned from a thread."""
+    if current_span().is_recording():
+        _add_past("thread wait", made_at, began_at, {})
+        _add_past("thread run", began_at, monotonic(), {})
+
+
+def _add_past(name: str, begin: float, end: float, attributes: Mapping[str, str]) -> None:
+    """Make a span of a time that has passed, in seconds of `monotonic`, under the current one."""
+    offset = time_ns() - monotonic_ns()
+    tracer = TRACING.tracer
+    try:
+        if tracer is not None:  # it was turned off meanwhile
+            began = int(begin * 1e9) + offset
+            span = tracer.start_span(name, attributes=attributes, start_time=began)
+            span.end(int(end * 1e9) + offset)
+    except Exception:  # of a span processor of the user's
+        logger.exception("the span of a wait could not be made")
+
+
+def trace_load(model_id: str) -> AbstractContextManager[Any]:
+    """Return the context in which a model is loaded: a span, while tracing is on."""
+    tracer = TRACING.tracer
+    if tracer is None:
+        return nullcontext()
+    found: AbstractContextManager[Any] = tracer.start_as_current_span(
+        "load model", attributes={"ingress.model_id": model_id}
+    )
+    return found
+
+
+def note_stall(file: str, line: int, reason: str) -> None:
+    """Add an event to the span of the running code, which blocks its event loop."""
+    if TRACING.tracer is not None and (span := current_span()).is_recording():
+        place = {"code.filepath": file, "code.lineno": line}
+        span.add_event("stall", {**place, "ingress.stall_reason": reason})
+
+
+SpanHeaders = dict[str, str] | None
+"""The W3C headers of a span, for code in another process; `None` without a span."""
+
+
+def span_headers() -> SpanHeaders:
+    """Return the current span as headers, `None` while tracing is off."""
+    if TRACING.tracer is None:
+        return None
+    from opentelemetry import propagate
+
+    found: dict[str, str] = {}
+    propagate.inject(found)
+    return found or None
+
+
+def adopt(headers: SpanHeaders, context: Context) -> None:
+    """Make a span of another process the parent of the spans that are made in a context."""
+    if headers and TRACING.tracer is not None:
+        from opentelemetry import propagate
+
+        context.run(lambda: sys.modules["opentelemetry.context"].attach(propagate.extract(headers)))
+
+
 def note_failure(error: BaseException) -> None:
     """Mark the span of the running batch as failed."""
     if TRACING.tracer is not None:
@@ -159,3 +239,14 @@ def _fail(span: Any, error: BaseException) -> None:
         name = f"{kind.__module__}.{name}"
     span.set_attribute("error.type", name)
     span.set_status(sys.modules["opentelemetry.trace"].StatusCode.ERROR)
+    span.record_exception(error, _line_of(error))
+
+
+def _line_of(error: BaseException) -> dict[str, Any]:
+    """Return the line that raised an error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return {}
+    return {"code.filepath": last.tb_frame.f_code.co_filename, "code.lineno": last.tb_lineno}

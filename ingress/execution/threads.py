@@ -32,6 +32,7 @@ from ingress.calls.compat import (
     threadlocals,
 )
 from ingress.calls.loops import Home, Mailbox
+from ingress.calls.tracing import TRACING, trace_thread
 from ingress.exceptions import StreamClosedError, is_cancellation
 from ingress.execution.unreadable import readable
 
@@ -227,6 +228,8 @@ class WorkerPool:
             raise
         if work.began_at:
             self.waits.add((work.began_at - work.made_at) * 1e3)
+            if TRACING.tracer is not None:
+                trace_thread(work.made_at, work.began_at)
         if work.error is not None:
             try:
                 raise work.error

@@ -145,12 +145,6 @@ def note_exchange(send: Send, exchange: Exchange) -> None:
         send.scope = exchange.scope
 
 
-def note_body_read(send: Send) -> None:
-    """Tell the access line of a request, if it has one, that the request asks for a slot now."""
-    if isinstance(send, AccessLine):
-        send.queued_at = monotonic()
-
-
 def _id_in(start: Message) -> str:
     for name, value in start.get("headers", ()):
         if name == b"x-request-id":

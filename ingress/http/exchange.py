@@ -37,7 +37,7 @@ from ingress.exceptions import (
     RayServeException,
     RequestTimeoutError,
 )
-from ingress.http.access import note_body_read, note_exchange
+from ingress.http.access import AccessLine, note_exchange
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
 from ingress.http.exchange_state import (
@@ -185,7 +185,8 @@ class Exchange(Call):
                 # Before the call takes a slot: a slow upload must not hold one.
                 self._first = await body.read_ahead()
                 self._expects_more = body.is_open
-                note_body_read(self._send)
+                if type(self._send) is AccessLine:
+                    self._send.queued_at = monotonic()
                 if not body.is_open and self.metadata.deadline is None:
                     self._task = None  # the call may run in the server's task
             self.state = CALLED

@@ -17,6 +17,7 @@ from ingress.calls.call import Call
 from ingress.calls.deadlocks import Node
 from ingress.calls.elsewhere import CallTasks, LoopOfHandles
 from ingress.calls.loops import mailbox_of, running_loop
+from ingress.calls.tracing import span_headers
 from ingress.handle import (
     CallRouter,
     DeploymentHandle,
@@ -186,7 +187,8 @@ class ServerRouter(CallTasks):
 
     def _send(self, call: Call, invocation: Invocation) -> RemoteWork:
         args, kwargs = invocation.args, invocation.kwargs
-        head = envelope_of(call.metadata), args, kwargs, self._deployment_id
+        envelope = envelope_of(call.metadata, span_headers())
+        head = envelope, args, kwargs, self._deployment_id
         kind = Kind.CALL if invocation.channel is None else Kind.STREAM
         try:
             return self._directory.send(call, kind, *head, number_of(call._parent))

@@ -14,6 +14,7 @@ from typing import Any
 from ingress.base.types import DeploymentID
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.loops import mailbox_of
+from ingress.calls.tracing import adopt
 from ingress.exceptions import RequestCycleError
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ingress.processes.errors import pickled_error, unsendable
@@ -67,7 +68,9 @@ class Errands:
             stream=kind == Kind.STREAM,
             multiplexed_model_id=envelope[4],
         )
-        response = self._made_in(self._find_call(parent), handle, args, kwargs)
+        context = Context()
+        adopt(envelope[-1], context)
+        response = self._made_in(context, self._find_call(parent), handle, args, kwargs)
         self._responses[number] = response
         if isinstance(response, DeploymentResponseGenerator):
             self._windows[number] = Window()
@@ -99,14 +102,19 @@ class Errands:
             end_wait(self._responses[number]._call, waiting)
 
     def _made_in(
-        self, parent: Call | None, handle: DeploymentHandle, args: Any, kwargs: Any
+        self,
+        context: Context,
+        parent: Call | None,
+        handle: DeploymentHandle,
+        args: Any,
+        kwargs: Any,
     ) -> DeploymentResponse | DeploymentResponseGenerator:
         def make() -> Any:
             if parent is not None:
                 CURRENT_CALL.set(parent)
             return handle.remote(*args, **kwargs)
 
-        return Context().run(make)  # type: ignore[no-any-return]
+        return context.run(make)  # type: ignore[no-any-return]
 
     def _end(self, number: int, call: Call) -> None:
         """Send the outcome of a call."""

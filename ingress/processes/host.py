@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 from ingress.calls.call import Call
+from ingress.calls.tracing import adopt
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
 from ingress.metrics import user_metrics
@@ -120,7 +121,9 @@ class Host:
         envelope, args, kwargs = content
         is_streaming = kind == Kind.STREAM
         metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
-        return hosted_invocation(number, self.frames, metadata, args, kwargs)
+        call = hosted_invocation(number, self.frames, metadata, args, kwargs)
+        adopt(envelope[-1], call.context)
+        return call
 
     def _on_message(
         self, kind: int, call: HostedCall, content: memoryview, buffers: Buffers

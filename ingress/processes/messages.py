@@ -41,6 +41,7 @@ from starlette.types import Message, Scope
 
 from ingress.base.counters import BatchCount, LaneLoad, Latency
 from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
+from ingress.calls.tracing import SpanHeaders
 from ingress.processes.frames import Buffers, Content, decode, encode, outside
 from ingress.snapshot import UserMetric
 from ingress.watchdog import Stall
@@ -111,11 +112,11 @@ class News(NamedTuple):
     new_stalls: list[Stall]
 
 
-Envelope: TypeAlias = tuple[str, str, str, str, str, float | None]
-"""Request id, route, application, method, model id, and seconds until the deadline."""
+Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, SpanHeaders]
+"""Request id, route, application, method, model id, seconds until the deadline, and the span."""
 
 
-def envelope_of(metadata: RequestMetadata) -> Envelope:
+def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
     """Return a call's metadata as it travels. The two processes may have different clocks."""
     deadline = metadata.deadline
     return (
@@ -125,6 +126,7 @@ def envelope_of(metadata: RequestMetadata) -> Envelope:
         metadata.method_name,
         metadata.multiplexed_model_id,
         None if deadline is None else deadline - monotonic(),
+        span,
     )
 
 
@@ -132,7 +134,7 @@ def metadata_of(
     envelope: Envelope, deployment: DeploymentID, *, is_http: bool, is_streaming: bool
 ) -> RequestMetadata:
     """Return the metadata of a call that has arrived, with the deadline on this process's clock."""
-    request_id, route, app_name, method_name, model_id, left_s = envelope
+    request_id, route, app_name, method_name, model_id, left_s, _ = envelope
     deadline = None if left_s is None else monotonic() + left_s
     return RequestMetadata(
         request_id,

@@ -19,6 +19,7 @@ from ingress.asgi.chunks import Chunks
 from ingress.asgi.template import TEMPLATES
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL
+from ingress.calls.tracing import span_headers
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import unsendable
 from ingress.processes.frames import dumps, encode, outside, size_of_content
@@ -91,7 +92,7 @@ class RemoteCode:
     def _begin(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteWork:
         metadata = CURRENT_CALL.get().metadata
         try:
-            content = encode((envelope_of(metadata), args, kwargs))
+            content = encode((envelope_of(metadata, span_headers()), args, kwargs))
         except Exception as problem:
             name = metadata.deployment.name
             raise unsendable(name, problem, args=args, kwargs=kwargs) from problem
@@ -119,7 +120,8 @@ class RemoteCode:
         if is_http:
             first = await receive()
             body, has_more = first.get("body", b""), first.get("more_body", False)
-        head = envelope_of(CURRENT_CALL.get().metadata), scope_as_sent(scope)
+        metadata = CURRENT_CALL.get().metadata
+        head = envelope_of(metadata, span_headers()), scope_as_sent(scope)
         work = self.link.send(Kind.HTTP, encode((*head, outside(bytes(body)), has_more)))
         feeding: asyncio.Task[None] | None = None
         if has_more or not is_http:

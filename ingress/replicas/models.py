@@ -22,6 +22,7 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, current_users, end_wait
 from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import mailbox_of, run_on
+from ingress.calls.tracing import trace_load
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, RequestCycleError
 from ingress.execution.execution import Role
@@ -324,7 +325,8 @@ class _Cache:
             await self._wait_for_room(model)
             if model.has_ended.is_set():
                 return
-            value = await self._plan.run(*self._owner, model.id)
+            with trace_load(model.id):
+                value = await self._plan.run(*self._owner, model.id)
             self._replica.loads += 1
         except Exception as error:
             logger.exception("Failed to load model %.200r with %s", model.id, self._plan.name)

@@ -30,7 +30,7 @@ from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
 from ingress.calls.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
 from ingress.calls.notable import NOTABLE
-from ingress.calls.tracing import TRACING
+from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
 from ingress.execution import execution
@@ -412,6 +412,8 @@ class Replica:
         call_token = CURRENT_CALL.set(call)
         begin = monotonic()
         failure: BaseException | None = None
+        if TRACING.tracer is not None:
+            trace_begin(call)
         try:
             assert call.work is not None
             return await call.work(self.user_code)

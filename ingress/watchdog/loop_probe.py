@@ -98,6 +98,7 @@ class LoopProbe:
         "waited",
         "was_logged",
         "was_reported",
+        "was_traced",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -113,6 +114,7 @@ class LoopProbe:
         self.starved_s = 0.0
         self.see_at = 0.0
         self.was_reported = False
+        self.was_traced = False
         self.was_logged = False
         self.clocks: dict[int, float] = {}
         self._mailbox = mailbox_of(loop)
@@ -134,6 +136,7 @@ class LoopProbe:
         self.starved_s = 0.0
         self.see_at = 0.0
         self.was_reported = False
+        self.was_traced = False
         self.was_logged = False
         self.clocks = clocks
 

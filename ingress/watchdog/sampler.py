@@ -13,6 +13,7 @@ from time import monotonic, thread_time
 from types import FrameType
 
 from ingress.base.counters import Latency
+from ingress.calls.tracing import TRACING, note_stall
 from ingress.context import REPLICA
 from ingress.watchdog import stacks
 from ingress.watchdog.clocks import ENOUGH_WAITS, GILWait, ThreadClocks
@@ -106,6 +107,10 @@ class Sampler:
                     loop.see(frames.get(loop.thread_id))
                     loop.see_at = now + max(_SAMPLE_S, stood_s / 20)
                 self._standing.add(loop)
+                is_stall = stood_s >= self._threshold_s
+                if is_stall and TRACING.tracer is not None and not loop.was_traced:
+                    loop.was_traced = True
+                    self._trace(loop, frames, stood_s)
                 if stood_s >= _LONG * self._threshold_s and not loop.was_reported:
                     loop.was_reported = True
                     self._report(loop, frames, stood_s, is_over=False)
@@ -115,6 +120,12 @@ class Sampler:
         if loop.loop.is_running() and not loop.is_idle(frames.get(loop.thread_id)):
             loop.begin(self._clocks)
             loop.ask()
+
+    def _trace(self, loop: LoopProbe, frames: Frames, stood_s: float) -> None:
+        """Tell the span of the request that blocks the loop of that: later, the span has ended."""
+        stall, best = loop.judge(stood_s, self._runners(frames, loop.clocks, stood_s))
+        if stall is not None and best is not None and best.context is not None:
+            best.context.run(note_stall, stall.place.file, stall.place.line, str(stall.reason))
 
     def _end(self, loop: LoopProbe, frames: Frames, until: float) -> None:
         """End a heartbeat that was answered, or never will be."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gzip
+import itertools
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -289,6 +291,84 @@ def test_a_span_says_what_was_called_where_and_how_it_ended(spans: Any) -> None:
         "ValueError",
     )
     assert left.attributes["error.type"] == "ingress.exceptions.RequestCancelledError"
+    [event] = failed.events
+    assert (event.name, event.attributes["exception.message"]) == ("exception", "broken")
+    line = Path(__file__).read_text().splitlines()[event.attributes["code.lineno"] - 1]
+    assert line.strip() == 'raise ValueError("broken")'
+
+
+waits = FastAPI()
+
+
+@serve.deployment
+@serve.ingress(waits)
+class Waits:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def load(self, model_id: str) -> str:
+        with span("inside the load"):
+            return model_id
+
+    @waits.get("/def")
+    def of_def(self) -> int:
+        return of_call(self.model)
+
+    @waits.get("/model")
+    async def of_model(self) -> str:
+        model: str = await self.load("small")
+        return model
+
+    @waits.get("/stall")
+    async def stall(self) -> int:
+        time.sleep(1)
+        return 1
+
+
+def test_the_waits_of_a_request_are_spans_of_it(spans: Any, placed: None) -> None:
+    port = served(bind(Waits, bind(Model)))
+
+    assert httpx.get(f"http://127.0.0.1:{port}/def", timeout=20).json() == 2
+
+    found = ended(spans, "GET /def", "Model.predict", "thread run", "inner")
+    (call,) = [each for each in found.values() if each.name == "Model.predict"]
+    below: dict[str, Any] = {}
+    named: dict[str, Any] = {}
+    for each in found.values():
+        is_below = each.parent is not None and each.parent.span_id == call.context.span_id
+        (below if is_below else named)[each.name] = each
+    assert {*below} == {"queue", "dispatch", "inner"}
+    assert below["queue"].attributes["ingress.deployment"] == "Model"
+    assert named["queue"].attributes["ingress.deployment"] == "Waits"
+    order = [named[name] for name in ("queue", "dispatch", "thread wait", "thread run")]
+    for earlier, later in itertools.pairwise(order):
+        assert earlier.start_time <= earlier.end_time <= later.end_time
+        assert earlier.start_time <= later.start_time
+    assert ancestors(found, "thread run")[-1] == "GET /def"
+
+
+def test_the_load_of_a_model_is_a_span(spans: Any) -> None:
+    port = served(bind(Waits, bind(Model)))
+
+    assert httpx.get(f"http://127.0.0.1:{port}/model", timeout=20).json() == "small"
+
+    found = ended(spans, "GET /model", "load model", "inside the load")
+    names = ancestors(found, "inside the load")
+    assert names[:2] == ["inside the load", "load model"]
+    assert names[-1] == "GET /model"
+
+
+def test_a_stall_is_an_event_of_the_request_that_blocks_the_loop(spans: Any) -> None:
+    port = served(bind(Waits, bind(Model)))
+
+    assert httpx.get(f"http://127.0.0.1:{port}/stall", timeout=20).json() == 1
+
+    found = ended(spans, "GET /stall")
+    events = [event for each in found.values() for event in each.events if event.name == "stall"]
+    assert events[0].attributes["code.filepath"] == __file__
+    line = events[0].attributes["code.lineno"]
+    assert Path(__file__).read_text().splitlines()[line - 1].strip() == "time.sleep(1)"
 
 
 pool = FastAPI()
@@ -377,12 +457,14 @@ def test_a_span_processor_that_fails_ends_no_call(
 
 MODULE = """
 import ingress as serve
+from opentelemetry import trace
 from fastapi import FastAPI
 
 @serve.deployment
 class Model:
     async def predict(self, number):
-        return number + 1
+        with trace.get_tracer("mine").start_as_current_span("inner"):
+            return number + 1
 
 app = FastAPI()
 
@@ -397,6 +479,18 @@ class Api:
         return await self.model.predict.remote(number)
 
 hello = Api.bind(Model.bind())
+"""
+
+
+PROVIDER = """
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+provider = TracerProvider()
+provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+trace.set_tracer_provider(provider)
 """
 
 
@@ -445,8 +539,13 @@ class Collector(BaseHTTPRequestHandler):
         pass
 
 
-def test_fastapis_variables_turn_the_spans_on(tmp_path: Path) -> None:
-    (tmp_path / "hello.py").write_text(MODULE)
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_fastapis_variables_turn_the_spans_on(tmp_path: Path, isolation: str) -> None:
+    Collector.spans.clear()
+    module = MODULE.replace("@serve.deployment\n", f"@serve.deployment(isolation={isolation!r})\n")
+    if isolation == "process":  # FastAPI sets the provider of processes with an app
+        module = PROVIDER + module
+    (tmp_path / "hello.py").write_text(module)
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
     (session,) = [text for language, text in blocks(PAGE) if language == "console"]
@@ -460,13 +559,15 @@ def test_fastapis_variables_turn_the_spans_on(tmp_path: Path) -> None:
         **environment(tmp_path),
     }
     assert written == "$ ingress run hello:hello --tracing"
+    if isolation == "process":
+        del variables["FASTAPI_OTEL_AUTO_CONFIGURE"]
     try:
         with process(
             [*INGRESS, "run", "hello:hello", "--tracing", "--port", "0"], tmp_path, variables
         ) as run:
             run.wait_for("ready")
             assert httpx.get(f"{run.url}/3").json() == 4
-            names = {"GET /{number}", "Model.predict"}
+            names = {"GET /{number}", "Model.predict", "inner", "queue", "dispatch"}
             wait_until(lambda: names <= {each.name for each in Collector.spans})
     finally:
         collector.shutdown()
@@ -474,4 +575,6 @@ def test_fastapis_variables_turn_the_spans_on(tmp_path: Path) -> None:
 
     (called,) = [each for each in Collector.spans if each.name == "Model.predict"]
     (request,) = [each for each in Collector.spans if each.name == "GET /{number}"]
-    assert called.trace_id == request.trace_id
+    (inner,) = [each for each in Collector.spans if each.name == "inner"]
+    assert inner.parent_span_id == called.span_id
+    assert {each.trace_id for each in Collector.spans} == {request.trace_id}
