@@ -183,6 +183,13 @@ def found_in(application: serve.Application) -> list[Any]:
     return [*loop_objects(built)]
 
 
+def test_a_function_that_no_module_has_is_passed_over(load: Any) -> None:
+    source = "def made(): pass\nmade.__module__ = None\nclient = httpx.AsyncClient()\n"
+    module = load(source + CLASS.format("made, client"))
+
+    assert [each.name for each in found_in(module.A.bind())] == ["client"]
+
+
 @pytest.mark.parametrize("shape", REACHED)
 def test_an_object_that_belongs_to_a_loop_is_found(load: Any, shape: str) -> None:
     source, name, *expected = REACHED[shape]

@@ -164,8 +164,10 @@ class _Walk:
             self._told.add(str(found))
             yield found
 
-    def _is_users(self, module: str) -> bool:
+    def _is_users(self, module: str | None) -> bool:
         """Return whether a module is the user's: of the deployment's package, or no library."""
+        if module is None:  # of a function that was made by `exec`
+            return False
         top = module.partition(".")[0]
         if top == "ingress":
             return False
