@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from ingress.config import LoggingConfig
 from ingress.declaration.build import BuiltApplication, BuiltDeployment, HandleSlot, build, fill
 from ingress.declaration.declaration import Application, deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
@@ -290,17 +289,17 @@ def test_more_than_one_ingress_class_is_refused_in_the_words_of_ray() -> None:
 
 def test_one_warning_lists_every_option_without_effect() -> None:
     child = leaf.options(ray_actor_options={"num_gpus": 1}, max_queued_requests=3).bind()
-    application = Node.options(num_replicas="auto", logging_config={"encoding": "JSON"}).bind(child)
+    options = {"num_cpus": 2, "memory": 9}
+    application = Node.options(num_replicas="auto", ray_actor_options=options).bind(child)
 
     with pytest.warns(OptionNotActedOnWarning) as caught:
         assert [build(application, name).name for name in ("app", "again")] == ["app", "again"]
 
-    config = LoggingConfig(encoding="JSON")
     has = "has options without effect in this process: "
     does = "; leave them out, or run it with engine='ray'"
     assert [str(each.message) for each in caught] == [
         f"deployment 'leaf' {has}ray_actor_options={{'num_gpus': 1}}{does}",
-        f"deployment 'Node' {has}logging_config={config!r}{does}",
+        f"deployment 'Node' {has}ray_actor_options={{'memory': 9}}{does}",
     ]
     assert [(each.filename, each.lineno) for each in caught] == [
         (__file__, inspect.getsourcelines(each)[1]) for each in (leaf.func_or_class, TakesAll)
