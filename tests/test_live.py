@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 
 import ingress as serve
 from ingress.base.counters import LATENCY_BUCKETS_MS
@@ -247,6 +247,19 @@ def test_a_failed_and_a_streamed_request_are_kept_with_their_times(
     streamed = next(each for each in view["slowest"] if each["name"] == "GET /v1/stream")
     assert streamed["stream_ms"] > 0
     assert json.loads(json.dumps(view)) == view
+
+
+def test_a_request_that_was_answered_5xx_without_an_error_is_kept_as_failed(
+    observer: Observer,
+) -> None:
+    @serve.deployment
+    class Busy:
+        async def __call__(self, request: Any) -> PlainTextResponse:
+            return PlainTextResponse("busy", 503)
+
+    assert get(served(bind(Busy)), "/").status == 503
+    wait_until(lambda: observer.look()["failed"])
+    assert [each["error"] for each in observer.look()["failed"]] == ["answered 503"]
 
 
 def test_the_observer_looks_for_the_rates_by_itself_and_ends(place: Place) -> None:
