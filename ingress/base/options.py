@@ -247,3 +247,20 @@ IdempotentMethods = Annotated[
     ),
 ]
 Json = Annotated[Any, AfterValidator(_json_copy)]
+
+
+def plain(value: Any) -> Any:
+    """Return a value as a file has it: options as dicts, classes and functions as paths."""
+    if isinstance(value, Options):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {
+            key if _is_json_scalar(key) else str(key): plain(each) for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return str(value)

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from ingress.base import settings as flags
-from ingress.base.options import Options
+from ingress.base.options import plain
 from ingress.base.settings import Settings
 from ingress.config import DeploymentConfig, HTTPOptions
 from ingress.config_file.loading import ConfigFile, Loaded
@@ -230,18 +230,3 @@ def _from_settings(name: str, settings: Settings, otherwise: Any) -> Any:
     if name == "request_timeout_s":
         return settings.request_timeout_s
     return getattr(settings.http_limits, name, otherwise)
-
-
-def plain(value: Any) -> Any:
-    """Return a value as a file has it: options as dicts, classes and functions as paths."""
-    if isinstance(value, Options):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"
-    return str(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from ingress.base.options import Options
+from ingress.base.options import plain
 from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.control.running import RunningApplication
 from ingress.inspection.explain import rows_of
@@ -52,7 +52,7 @@ def _options(application: RunningApplication) -> Iterator[dict[str, Any]]:
         for option in sorted(type(config).model_fields, key=lambda each: each not in given):
             yield {
                 "where": f"{application.name}:{name}.{option}",
-                "value": _plain(getattr(config, option)),
+                "value": plain(getattr(config, option)),
                 "origin": "code, file or command" if option in given else "default",
             }
 
@@ -66,23 +66,8 @@ def _settings(settings: Settings) -> Iterator[dict[str, Any]]:
         is_set = value != getattr(_DEFAULTS, each.name)
         yield {
             "where": f"settings.{each.name}",
-            "value": _plain(value),
+            "value": plain(value),
             "origin": "environment" if is_set else "default",
         }
     for name, value in settings.native_threads.items():
         yield {"where": name, "value": value, "origin": "environment"}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON."""
-    if isinstance(value, Options):
-        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"
-    return str(value)
