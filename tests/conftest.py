@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
+import ingress as serve
 from ingress import testing
 from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
@@ -18,6 +19,7 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
+from tests.fakes import Gate
 from tests.reliability.figures import Figures, ids_of, write
 from tests.servers import ROUNDS
 
@@ -97,6 +99,20 @@ def switch_interval() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def shutdown() -> Iterator[None]:
+    """End all applications after the test."""
+    yield
+    serve.shutdown()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.go.count_down()
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from ingress.calls.call import Call
 from ingress.context import ReplicaRuntime
 from ingress.declaration.declaration import Application
 from ingress.replicas.slots import Slots
+from ingress.testing import Latch
+from tests.servers import PATIENCE_S
 
 if TYPE_CHECKING:
     from ingress.replicas.router import Router
@@ -126,3 +128,12 @@ def make_call(
         deadline=None if left_s is None else monotonic() + left_s,
     )
     return Call(metadata, None, Context())
+
+
+class Gate:
+    """Calls that wait inside until the test lets them go on. `seen` is the test's own."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.go = Latch(timeout_s=PATIENCE_S)
+        self.seen: list[tuple[str, Any]] = []

@@ -27,6 +27,7 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
 )
 from ingress.declaration.declaration import Application
+from ingress.schema import DeploymentStatusOverview
 
 ROOT = Path(__file__).parent.parent
 INGRESS = [sys.executable, "-c", "from ingress.cli.commands import main; main()"]
@@ -331,3 +332,26 @@ async def turns(count: int = 12) -> None:
     """Let the running loop turn, until all callbacks that are due and their successors have run."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end, in a folder whose modules it can import."""
+    return subprocess.run(
+        [*INGRESS, *arguments],
+        cwd=folder,
+        env={**environment(folder), **environ},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+
+
+def result(response: Any) -> Any:
+    """Return the result of a call by handle."""
+    return response.result(timeout_s=PATIENCE_S)
+
+
+def overview(name: str) -> DeploymentStatusOverview:
+    """Return the status of a deployment of the application "default"."""
+    return serve.status().applications["default"].deployments[name]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,26 +15,15 @@ from ingress.config import AutoscalingConfig, AutoscalingContext
 from ingress.control.scaling import aggregated
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
-from ingress.schema import DeploymentStatusOverview
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, get, served, wait_until
+from tests.fakes import Gate
+from tests.servers import PATIENCE_S, bind, get, overview, result, served, wait_until
 
 SOON: dict[str, Any] = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 0.2}
 SOON["metrics_interval_s"] = 0.1
 
 
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
-
-
-def result(response: Any) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
-
-
-def overview(name: str) -> DeploymentStatusOverview:
-    return serve.status().applications["default"].deployments[name]
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 def running(name: str) -> int:
@@ -81,19 +69,6 @@ def test_a_wish_has_to_last_for_its_delay() -> None:
     assert delayed(6, 2, config, trend, now=105) == (6, STEADY)
     assert delayed(2, 2, config, trend, now=105) == (2, STEADY)
     assert delayed(1, 2, config, trend, now=105) == (2, Trend(-1, 105))
-
-
-class Gate:
-    def __init__(self) -> None:
-        self.inside = 0
-        self.go = Latch(timeout_s=PATIENCE_S)
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.go.count_down()
 
 
 def gated(gate: Gate, **options: Any) -> Any:

@@ -15,9 +15,9 @@ from ingress.engines import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.exceptions import BackPressureError
 from ingress.handle import DeploymentHandle
-from ingress.schema import DeploymentStatusOverview
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, get, served, wait_until
+from tests.fakes import Gate
+from tests.servers import PATIENCE_S, bind, get, overview, result, served, wait_until
 
 
 @pytest.fixture
@@ -26,32 +26,8 @@ def engine() -> Iterator[LocalEngine]:
     serve.shutdown()
 
 
-def result(response: Any) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
-
-
-def overview(name: str) -> DeploymentStatusOverview:
-    return serve.status().applications["default"].deployments[name]
-
-
 def ids(name: str) -> list[str]:
     return [each.replica_id for each in overview(name).replicas if each.state == "RUNNING"]
-
-
-class Gate:
-    """Calls that wait inside until the test lets them go on."""
-
-    def __init__(self) -> None:
-        self.inside = 0
-        self.go = Latch(timeout_s=PATIENCE_S)
-        self.seen: list[tuple[str, Any]] = []
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.go.count_down()
 
 
 def gated(gate: Gate, **options: Any) -> Any:

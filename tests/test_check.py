@@ -21,7 +21,7 @@ from tests.checking import (
     found,
     in_class,
 )
-from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, write_module
+from tests.servers import PATIENCE_S, ROOT, environment, run_ingress, write_module
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "app_examples").glob("*.py"))
 EXAMPLES.remove("ray_parallel")  # which needs Ray
@@ -266,15 +266,7 @@ def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) ->
 
 
 def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*INGRESS, "check", *arguments],
-        cwd=folder,
-        env={**environment(folder), **environ},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return run_ingress(folder, "check", *arguments, **environ)
 
 
 def test_a_module_that_cannot_be_imported_shows_why_and_ends_with_2(tmp_path: Path) -> None:

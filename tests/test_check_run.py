@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ingress.check.write_recording import Trace, traced_class, traced_state
-from tests.servers import INGRESS, PATIENCE_S, environment, write_module
+from tests.servers import PATIENCE_S, environment, run_ingress, write_module
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
@@ -210,15 +210,7 @@ def test_an_act_on_another_key_is_not_too_late() -> None:
 
 
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*INGRESS, "check", *arguments, "--format", "json"],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S * 2,
-        check=False,
-    )
+    return run_ingress(folder, "check", *arguments, "--format", "json")
 
 
 @pytest.fixture

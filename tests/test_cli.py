@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import yaml
 
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
-from tests.servers import INGRESS, PATIENCE_S, environment, get, process, write_module
+from tests.servers import INGRESS, environment, get, process, run_ingress, write_module
 
 APP = """
 from fastapi import FastAPI, WebSocket
@@ -63,18 +62,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*INGRESS, *arguments],
-        cwd=folder,
-        env={**environment(folder), **environ},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
 def test_run_starts_and_prints_where_everything_is(folder: Path) -> None:
     began = time.monotonic()
     with process([*INGRESS, "run", "app:hello", "--port", "0"], folder, environment(folder)) as run:
@@ -119,7 +106,7 @@ MISTAKES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(("target", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_wrong_target_is_one_line_with_the_fix(folder: Path, target: str, message: str) -> None:
-    result = ingress(folder, "run", target, "--port", "0")
+    result = run_ingress(folder, "run", target, "--port", "0")
 
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")
@@ -132,7 +119,7 @@ def test_a_busy_port_is_one_line_with_the_fix(folder: Path) -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        result = ingress(folder, "run", "app:hello", "--port", str(port))
+        result = run_ingress(folder, "run", "app:hello", "--port", str(port))
 
     (line,) = result.stderr.splitlines()
     assert f"Error: Failed to bind to address '127.0.0.1:{port}'" in line
@@ -141,7 +128,9 @@ def test_a_busy_port_is_one_line_with_the_fix(folder: Path) -> None:
 
 
 def test_a_bad_host_is_one_line(folder: Path) -> None:
-    result = ingress(folder, "run", "app:hello", "--host", "no.such.host.invalid", "--port", "0")
+    result = run_ingress(
+        folder, "run", "app:hello", "--host", "no.such.host.invalid", "--port", "0"
+    )
 
     (line,) = result.stderr.splitlines()
     assert "Failed to bind to address 'no.such.host.invalid:0'" in line
@@ -151,7 +140,7 @@ def test_a_bad_host_is_one_line(folder: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("option", "value"), [("--port", "99999"), ("--workers", "0")])
 def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, value: str) -> None:
-    result = ingress(folder, "run", "app:hello", option, value)
+    result = run_ingress(folder, "run", "app:hello", option, value)
 
     assert f"Invalid value for '{option}': {value} is not in the range" in result.stderr
     assert result.returncode == 2
@@ -161,7 +150,7 @@ def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, val
 @pytest.mark.parametrize("flag", [SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD])
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
 def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: list[str]) -> None:
-    result = ingress(folder, "run", "app:hello", "--port", "0", *extra, **{flag: "yes"})
+    result = run_ingress(folder, "run", "app:hello", "--port", "0", *extra, **{flag: "yes"})
 
     (line,) = result.stderr.splitlines()
     assert line == f"Error: {flag} must be 0 or 1, got 'yes'; set it to 0 or 1, or unset it"
@@ -171,7 +160,7 @@ def test_a_bad_flag_is_one_line_that_names_it(folder: Path, flag: str, extra: li
 @pytest.mark.thorough
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"]], ids=["one", "workers"])
 def test_an_engine_that_is_not_there_is_one_line(folder: Path, extra: list[str]) -> None:
-    result = ingress(folder, "run", "app:hello", "--port", "0", *extra, INGRESS_ENGINE="raay")
+    result = run_ingress(folder, "run", "app:hello", "--port", "0", *extra, INGRESS_ENGINE="raay")
 
     (line,) = result.stderr.splitlines()
     problem = "INGRESS_ENGINE must be local or ray, got 'raay'"
@@ -190,7 +179,7 @@ def test_an_engine_that_is_not_there_is_one_line(folder: Path, extra: list[str])
 def test_an_error_of_the_users_code_shows_its_traceback(
     folder: Path, target: str, lines: list[str]
 ) -> None:
-    result = ingress(folder, "run", target, "--port", "0")
+    result = run_ingress(folder, "run", target, "--port", "0")
 
     for line in lines:
         assert line in result.stderr
@@ -205,14 +194,14 @@ def test_app_dir_is_where_the_module_is_looked_for(folder: Path, tmp_path: Path)
     with process(command, elsewhere, environ) as run:
         assert get(run.port, "/sync").status == 200
 
-    assert "is a file" in ingress(folder, "run", "app:hello", "--app-dir", "app.py").stderr
+    assert "is a file" in run_ingress(folder, "run", "app:hello", "--app-dir", "app.py").stderr
 
 
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["run", "--help"], ["check", "--help"], ["openapi", "--help"], []]
 )
 def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
-    result = ingress(folder, *arguments)
+    result = run_ingress(folder, *arguments)
 
     text = result.stdout + result.stderr
     assert "Usage" in text
@@ -226,25 +215,25 @@ def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [["-h"], ["run", "-h"], ["explain", "-h"]])
 def test_h_is_help(folder: Path, arguments: list[str]) -> None:
-    result = ingress(folder, *arguments)
+    result = run_ingress(folder, *arguments)
 
     assert "Usage: ingress" in result.stdout
     assert result.returncode == 0
 
 
 def test_the_version_is_printed_as_that_of_the_package(folder: Path) -> None:
-    assert ingress(folder, "--version").stdout == f"ingress {serve.__version__}\n"
+    assert run_ingress(folder, "--version").stdout == f"ingress {serve.__version__}\n"
 
 
 @pytest.mark.thorough
 def test_a_shell_completes_the_commands_and_their_options(folder: Path) -> None:
-    shown = ingress(folder, "--show-completion", "bash")
+    shown = run_ingress(folder, "--show-completion", "bash")
     assert "_INGRESS_COMPLETE=complete_bash" in shown.stdout
 
     def completions(words: str) -> list[str]:
         number = str(len(words.split(" ")) - 1)
         asked = {"_INGRESS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
-        return ingress(folder, **asked).stdout.split()
+        return run_ingress(folder, **asked).stdout.split()
 
     assert completions("ingress ex") == ["explain"]
     assert completions("ingress run --rel") == ["--reload"]
@@ -253,15 +242,15 @@ def test_a_shell_completes_the_commands_and_their_options(folder: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["explain", "check"])
 def test_json_is_asked_for_by_the_same_option(folder: Path, command: str) -> None:
-    result = ingress(folder, command, "app:hello", "--json")
+    result = run_ingress(folder, command, "app:hello", "--json")
 
     assert "findings" in json.loads(result.stdout)
 
 
 @pytest.mark.thorough
 def test_build_prints_what_it_writes_to_a_file(folder: Path) -> None:
-    printed = ingress(folder, "build", "app:hello")
-    written = ingress(folder, "build", "app:hello", "-o", "serve.yaml")
+    printed = run_ingress(folder, "build", "app:hello")
+    written = run_ingress(folder, "build", "app:hello", "-o", "serve.yaml")
 
     assert (folder / "serve.yaml").read_text() == printed.stdout
     (application,) = yaml.safe_load(printed.stdout)["applications"]
@@ -271,8 +260,8 @@ def test_build_prints_what_it_writes_to_a_file(folder: Path) -> None:
 
 @pytest.mark.thorough
 def test_openapi_writes_the_schema_and_starts_nothing(folder: Path) -> None:
-    printed = ingress(folder, "openapi", "app:hello")
-    written = ingress(folder, "openapi", "app:hello", "-o", "schema.json")
+    printed = run_ingress(folder, "openapi", "app:hello")
+    written = run_ingress(folder, "openapi", "app:hello", "-o", "schema.json")
 
     schema = json.loads(printed.stdout)
     assert list(schema["paths"]) == ["/sync", "/async"]
@@ -281,7 +270,7 @@ def test_openapi_writes_the_schema_and_starts_nothing(folder: Path) -> None:
 
 
 def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
-    result = ingress(folder, "openapi", "app:plain")
+    result = run_ingress(folder, "openapi", "app:plain")
 
     (line,) = result.stderr.splitlines()
     assert "'Plain' has no OpenAPI schema" in line
@@ -289,7 +278,7 @@ def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
 
 
 def test_openapi_to_a_folder_that_is_not_there_is_one_line(folder: Path) -> None:
-    result = ingress(folder, "openapi", "app:hello", "-o", "no/such/folder/schema.json")
+    result = run_ingress(folder, "openapi", "app:hello", "-o", "no/such/folder/schema.json")
 
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ingress.cli.run_file import check_file
 from ingress.config_file.loading import ConfigFile
 from ingress.config_file.models import ServeConfig
 from ingress.config_file.reading import ConfigFileError
-from tests.servers import INGRESS, environment, process, write_module
+from tests.servers import INGRESS, environment, process, run_ingress, write_module
 
 APP = """
 import os
@@ -93,17 +92,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "serve.yaml").write_text(FILE)
     (tmp_path / "elsewhere").mkdir()
     return tmp_path
-
-
-def command(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*INGRESS, *arguments],
-        cwd=folder,
-        env={**environment(folder), **environ},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
 
 
 # What is refused
@@ -380,7 +368,7 @@ def test_run_refuses_the_options_that_each_application_of_a_file_has(
 
 
 def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
-    result = command(
+    result = run_ingress(
         folder,
         *("config", "serve.yaml", "--show-origin", "--json", "--port", "9000"),
         INGRESS_MAX_HEADER_BYTES="4096",
@@ -409,13 +397,13 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
 
 
 def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> None:
-    built = command(folder, "build", "app:hello", "app:hello", "-o", "built.yaml")
+    built = run_ingress(folder, "build", "app:hello", "app:hello", "-o", "built.yaml")
     assert built.returncode == 0, built.stderr
     file = ConfigFile.read(folder / "built.yaml")
 
     assert "INGRESS_ENGINE" not in file.config.environment()  # it is for a cluster's workers
     assert file.config.for_a_cluster() == []
-    shown = command(folder, "config", "built.yaml")
+    shown = run_ingress(folder, "config", "built.yaml")
     (folder / "again.yaml").write_text(shown.stdout)
     (one,) = ConfigFile.read(folder / "again.yaml").config.applications
     assert one.args["target"] == "app:hello"

@@ -19,7 +19,7 @@ from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus
 from ingress.testing import Latch
 from tests.fakes import bind
-from tests.servers import wait_until
+from tests.servers import result, wait_until
 
 PATIENCE_S = 60.0
 
@@ -32,10 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
 def _shutdown() -> Iterator[None]:
     yield
     serve.shutdown()
-
-
-def result(response: Any) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
 
 
 @serve.deployment

@@ -13,9 +13,9 @@ import pytest
 import ingress as serve
 from ingress.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
-from ingress.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusOverview
+from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, wait_until
+from tests.servers import PATIENCE_S, bind, overview, result, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 
@@ -26,16 +26,8 @@ def _shutdown() -> Iterator[None]:
     serve.shutdown()
 
 
-def overview(name: str) -> DeploymentStatusOverview:
-    return serve.status().applications["default"].deployments[name]
-
-
 def ids(name: str) -> list[str]:
     return [each.replica_id for each in overview(name).replicas]
-
-
-def result(response: Any) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
 
 
 class Script:

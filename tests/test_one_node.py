@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,7 @@ class _Echo:
 Echo: Any = serve.deployment(name="Echo")(_Echo)
 
 
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 def test_every_option_of_a_cluster_has_an_example_here() -> None:

@@ -29,7 +29,14 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 from ingress.engines.ray.messages import CALL, Envelope, remote_name
-from tests.servers import INGRESS, PATIENCE_S, ROOT, UVICORN, environment, process, write_module
+from tests.servers import (
+    ROOT,
+    UVICORN,
+    environment,
+    process,
+    run_ingress,
+    write_module,
+)
 
 needs_no_ray = pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 
@@ -69,15 +76,7 @@ def ingress(
     given = {**environment(folder), **(environ or {})}
     if path is not None:
         given["PYTHONPATH"] = os.pathsep.join([str(path), given["PYTHONPATH"]])
-    return subprocess.run(
-        [*INGRESS, *arguments],
-        cwd=folder,
-        env=given,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return run_ingress(folder, *arguments, **given)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,7 @@ from tests.servers import (
     write_module,
 )
 
-
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 def probe(port: int, name: str) -> tuple[int, str]:

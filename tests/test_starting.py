@@ -45,10 +45,7 @@ BOUND_S = 4.0
 """Bound on operations that abandon a stuck constructor: 1 s, plus time for a busy machine."""
 
 
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 class Doors:

@@ -22,6 +22,7 @@ from tests.servers import (
     UVICORN,
     environment,
     process,
+    run_ingress,
     wait_until,
     write_module,
 )
@@ -139,15 +140,7 @@ def folder(tmp_path: Path) -> Path:
 def ingress(
     folder: Path, *arguments: str, environ: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*INGRESS, "trace", *arguments],
-        cwd=folder,
-        env=environ or environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return run_ingress(folder, "trace", *arguments, **(environ or {}))
 
 
 def traced(folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> Trace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,23 +16,10 @@ import ingress as serve
 from ingress.control.plan import Phase
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
-from ingress.schema import DeploymentStatusOverview
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, Connection, bind, get, served, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, get, overview, result, served, wait_until
 
-
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
-
-
-def result(response: Any) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
-
-
-def overview(name: str) -> DeploymentStatusOverview:
-    return serve.status().applications["default"].deployments[name]
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 def version(text: str, **options: Any) -> Any:
