@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import os
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
@@ -22,6 +23,9 @@ EXCEPTIONS = (
     "RequestCancelledError",
     "RayServeException",
 )
+
+HEALTH_OF_ALL = threading.Lock()
+"""For scenarios that change, or read, the health of the server, which other scenarios share."""
 
 
 class Client:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.engines.api import serve
-from tests.engines.client import Client, outcome
+from tests.engines.client import HEALTH_OF_ALL, Client, outcome
 from tests.engines.probe import hold, hold_blocking, is_open, open_gate, wait_for_notes, wait_until
 from tests.engines.suite import scenario
 
@@ -87,11 +87,12 @@ def an_application_whose_health_check_fails_is_unhealthy(it: Client) -> Any:
     checked = serve.deployment(health_check_period_s=0.1, health_check_timeout_s=5)
     it.deploy(checked(Ill).bind(), "ill")
     before = _words(_status(it, "ill"))
-    open_gate("ill")
-    wait_until(lambda: _status(it, "ill").status.value == "UNHEALTHY")
-    seen = _status(it, "ill")
-    open_gate("well")
-    wait_until(lambda: _status(it, "ill").status.value == "RUNNING")
+    with HEALTH_OF_ALL:
+        open_gate("ill")
+        wait_until(lambda: _status(it, "ill").status.value == "UNHEALTHY")
+        seen = _status(it, "ill")
+        open_gate("well")
+        wait_until(lambda: _status(it, "ill").status.value == "RUNNING")
     return [before, _words(seen), seen.message, _words(_status(it, "ill"))]
 
 
