@@ -145,9 +145,17 @@ def test_records_of_a_child_come_through_the_handlers_of_the_server_in_order(
     assert vars(numbers[0])["of"] == [40]
     assert last.exc_text is not None
     assert "x" * 5_000 in last.exc_text
-    output = capfd.readouterr()
-    assert output.out == "on stdout\n"
-    assert [output.err.count(each) for each in ("number 7\n", "on stderr\n", "\x1e")] == [1, 1, 0]
+    out, err = "", ""
+
+    def has_printed() -> bool:  # each stream in its own time
+        nonlocal out, err
+        output = capfd.readouterr()
+        out, err = out + output.out, err + output.err
+        return bool(out) and "on stderr\n" in err
+
+    wait_until(has_printed)
+    assert out == "on stdout\n"
+    assert [err.count(each) for each in ("number 7\n", "on stderr\n", "\x1e")] == [1, 1, 0]
 
 
 def test_a_stall_in_a_child_is_logged_counted_and_listed(
