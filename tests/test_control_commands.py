@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from ingress.base.settings import RUNTIME_DIR
+from ingress.cli import commands as cli
 from ingress.cli import control_commands
 from ingress.cli.control_socket import (
     MOST_BYTES,
@@ -147,6 +149,17 @@ def test_a_stale_socket_is_noticed_and_removed_and_a_listening_one_is_not(runtim
         assert [each.path for each in found] == [control.path]
         assert removed == [stale]
         assert not stale.exists()
+
+
+def test_status_names_many_stale_sockets_in_one_line(runtime: Path) -> None:
+    runtime.mkdir()
+    for pid in range(999999991, 999999996):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(runtime / f"{pid}.sock"))
+    told = CliRunner().invoke(cli.app, ["status"]).output
+
+    assert "servers that were killed: pid 999999991, 999999992, 999999993 and 2 more\n" in told
+    assert told.count("killed") == 1
 
 
 def test_a_folder_that_others_may_write_has_no_socket(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -51,8 +52,8 @@ def status(
         return
     servers, stale = _servers("view")
     found = _matching(servers, name, pid)
-    for path in stale:
-        typer.echo(f"removed the stale socket {path}: its server was killed", err=True)
+    if stale:
+        typer.echo(_removed(stale), err=True)
     if as_json:
         if len(found) > 1:
             raise refusal(_several(found))
@@ -199,7 +200,7 @@ def _matching(
     ]
 
 
-def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], list[Any]]:
+def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], list[Path]]:
     """Return each server with its answer, `None` if it does not answer, and the stale sockets."""
     if sys.platform == "win32":
         raise refusal("there are no control sockets on Windows")
@@ -211,6 +212,13 @@ def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], 
         except (CommandError, OSError):
             found.append((server, None))
     return found, stale
+
+
+def _removed(stale: Sequence[Path]) -> str:
+    """Return the line that names the sockets of servers that were killed, the first three."""
+    named = ", ".join(path.stem for path in stale[:3])
+    more = f" and {len(stale) - 3} more" if len(stale) > 3 else ""
+    return f"removed the sockets of servers that were killed: pid {named}{more}"
 
 
 def chosen(name: str | None, pid: int | None) -> RunningServer:
