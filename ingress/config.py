@@ -8,6 +8,7 @@ one process cannot fulfil.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -226,6 +227,7 @@ class DeploymentConfig(Options):
     """The options of one deployment, without its name."""
 
     belong_to: ClassVar[str] = "@serve.deployment"
+    is_whole: ClassVar[bool] = True  # not only the options that replace those in code
     elsewhere: ClassVar[Mapping[str, str]] = {
         "route_prefix": "pass it to serve.run(app, route_prefix=...).",
         "version": "it has been removed; leave it out.",
@@ -237,6 +239,8 @@ class DeploymentConfig(Options):
     lanes: LaneLimits = Field(default_factory=dict)
     loop: Loop | None = None
     isolation: Isolation = "thread"
+    max_requests_per_replica: PositiveInt | None = None
+    max_memory_mb: PositiveFloat | None = None
     user_config: Json = None
     graceful_shutdown_timeout_s: NonNegativeFloat = 20.0
     graceful_shutdown_wait_loop_s: NonNegativeFloat = 2.0
@@ -312,6 +316,17 @@ class DeploymentConfig(Options):
                 "ray_actor_options['num_gpus'] must be a whole number, or a part of one GPU below "
                 f"1, got {gpus!r}; leave it out for none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_processes_are_retired(self) -> Self:
+        for name in ("max_requests_per_replica", "max_memory_mb"):
+            value = getattr(self, name)
+            if value is not None and self.is_whole and self.isolation != "process":
+                raise ValueError(
+                    f"{name}={value!r} is for replicas with a process of their own, got isolation="
+                    f'{self.isolation!r}; add isolation="process", or leave it out'
+                )
         return self
 
     @model_validator(mode="after")
@@ -408,6 +423,8 @@ class DeploymentOptions(TypedDict, total=False):
     lanes: dict[str, int]
     loop: Literal["own", "shared"] | None
     isolation: Literal["thread", "process"]
+    max_requests_per_replica: int | None
+    max_memory_mb: float | None
     user_config: Any
     graceful_shutdown_timeout_s: float
     graceful_shutdown_wait_loop_s: float
@@ -439,6 +456,8 @@ def options_not_acted_on(config: DeploymentConfig) -> list[str]:
         others.pop("num_gpus", None)
         if others.get("runtime_env", {}).keys() <= {"env_vars"}:
             others.pop("runtime_env", None)
+    if config.max_memory_mb is not None and sys.platform != "linux":
+        silent["max_memory_mb"] = config.max_memory_mb  # no other system has /proc
     if others:
         silent["ray_actor_options"] = others
     return [f"{name}={value!r}" for name, value in silent.items()]

@@ -136,6 +136,10 @@ class Model:
     async def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    async def grow(self, size: int) -> None:
+        """Have that much more memory."""
+        self.ballast = bytes(range(256)) * (size // 256)
+
     async def variable_here(self, name: str) -> tuple[int, str | None]:
         return os.getpid(), os.environ.get(name)
 

@@ -24,6 +24,7 @@ from ingress.config import (
     RequestRouterConfig,
     options_not_acted_on,
 )
+from ingress.config_file.models import DeploymentOverrides
 from ingress.declaration.one_node import CLUSTER_ONLY
 
 CHANGED: dict[str, Any] = {
@@ -39,10 +40,12 @@ CHANGED: dict[str, Any] = {
     "health_check_timeout_s": 1,
     "logging_config": {"encoding": "JSON"},
     "max_constructor_retry_count": 1,
+    "max_memory_mb": 512,
     "max_ongoing_requests": 7,
     "max_queued_requests": 7,
     "lanes": {"db": 8},
     "max_replicas_per_node": 1,
+    "max_requests_per_replica": 1000,
     "max_surge_percent": 10,
     "num_replicas": 2,
     "placement_group_bundle_label_selector": [{"zone": "a"}],
@@ -336,9 +339,29 @@ def test_the_typed_keywords_are_the_options() -> None:
 
 @pytest.mark.parametrize("name", sorted(CHANGED))
 def test_an_option_is_listed_when_changed_exactly_if_nothing_acts_on_it(name: str) -> None:
-    listed = options_not_acted_on(DeploymentConfig(**{name: CHANGED[name]}))
+    options = {"isolation": "process", name: CHANGED[name]}
+
+    listed = options_not_acted_on(configured(**options))
 
     assert [option.partition("=")[0] for option in listed] == [name] * (name in NOT_ACTED_ON)
+
+
+@pytest.mark.parametrize("name", ["max_requests_per_replica", "max_memory_mb"])
+def test_only_replicas_in_processes_are_retired(name: str) -> None:
+    given = DeploymentConfig(isolation="process", **{name: CHANGED[name]})
+    message = (
+        f"{name}={getattr(given, name)!r} is for replicas with a process of their own, got "
+        "isolation='thread'; add isolation=\"process\", or leave it out"
+    )
+    refused(ValueError, message, **{name: CHANGED[name]})
+
+
+def test_a_file_may_give_a_limit_to_a_deployment_that_has_processes_in_code() -> None:
+    given = DeploymentOverrides(name="Model", max_memory_mb=512).overriding()
+
+    assert configured(isolation="process").with_options(**given).max_memory_mb == 512
+    with pytest.raises(ValueError, match=r"max_memory_mb=512\.0 is for replicas with a process"):
+        configured().with_options(**given)
 
 
 def test_a_default_value_given_by_hand_is_not_listed() -> None:

@@ -109,6 +109,7 @@ class DeploymentOverrides(DeploymentConfig):
     """The options of one deployment that override those in code."""
 
     belong_to: ClassVar[str] = "a deployment"
+    is_whole: ClassVar[bool] = False
 
     name: str
 

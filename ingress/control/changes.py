@@ -6,7 +6,8 @@
                                            calls, its calls end, it is reconfigured, it is back
     max_ongoing_requests                   slots and threads of each replica
     max_queued_requests, backpressure      the queue
-    health, shutdown, retries, updates     apply from the next time that they are used
+    health, shutdown, retries, updates,    apply from the next time that they are used
+    limits of a replica's life
 
 All other options say how a replica is made: they need new replicas, and so a new `serve.run`.
 """
@@ -36,9 +37,11 @@ IN_PLACE = frozenset(
         "health_check_period_s",
         "health_check_timeout_s",
         "max_constructor_retry_count",
+        "max_memory_mb",
         "max_ongoing_requests",
         "max_queued_requests",
         "max_replicas_per_node",
+        "max_requests_per_replica",
         "max_surge_percent",
         "num_replicas",
         "rolling_update_percentage",

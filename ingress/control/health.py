@@ -3,6 +3,7 @@
     check_health   asked once a period; three failures in a row make a replica ill
     a stuck loop   has not turned for longer than it may: the watchdog's heartbeat has no answer
     orphans        hold all slots for longer than they may: answered calls whose code runs on
+    worn           a process has reached `max_requests_per_replica` or `max_memory_mb`
 
 These are facts for `plan.decide`, which decides about the replica. Owned by the control loop.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 
+from ingress.base.process import process_facts
 from ingress.context import REPLICA
 from ingress.control.plan import Phase
-from ingress.control.running import Member, RunningDeployment
+from ingress.control.running import SHORT_LIFE_S, Member, RunningDeployment
 from ingress.execution.mistakes import described
 from ingress.logs import logger
 from ingress.replicas.replica import Replica
@@ -22,6 +24,7 @@ from ingress.watchdog.stacks import NOWHERE, Place, awaiting, current_frames, re
 
 LOOKS = 2  # in a row at which a replica seems stuck, until it counts as stuck
 ORPHANS_S = 0.5  # between two counts of a full replica's orphans
+EXTRA = 0.1  # of the requests, at most: replicas that started together retire at different times
 TELL_S = 30.0  # between two log records on a replica that is still starting
 
 
@@ -34,6 +37,8 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
     for member in deployment.members:
         if member.phase is Phase.SERVING or member.phase is Phase.PARKED:
             _note_stuck(member, now, after_s)
+        if member.phase is Phase.SERVING and deployment.has_started:
+            _note_worn(deployment, member, now)
         if member.phase is Phase.SERVING and now >= member.check_at and not member.stuck:
             member.check_at = now + deployment.config.health_check_period_s
             if member.check is None or member.check.done():
@@ -130,6 +135,43 @@ def _is_orphaned(member: Member, now: float, after_s: float) -> str:
         f"all of its {slots.max_ongoing} slots have been held for more than {after_s:g} s by calls "
         "whose callers have gone, and whose code runs on"
     )
+
+
+def _note_worn(deployment: RunningDeployment, member: Member, now: float) -> None:
+    """Note whether a replica has reached a limit of its life: it serves until another does."""
+    if member.worn or deployment.is_updating():
+        return
+    config, replica = deployment.config, member.replica
+    most, most_mb = config.max_requests_per_replica, config.max_memory_mb
+    if most is not None and replica.begun >= most * (1 + EXTRA * member.extra):
+        member.worn = f"it has begun {replica.begun} requests (max_requests_per_replica={most})"
+        logger.info("%s retires: %s", replica.replica_id, member.worn)
+    elif most_mb is None:
+        member.excess = ""
+    elif member.measuring is None or member.measuring.done():
+        measuring = _note_memory(deployment, member, most_mb)
+        member.measuring = asyncio.get_running_loop().create_task(measuring)
+
+
+async def _note_memory(deployment: RunningDeployment, member: Member, most_mb: float) -> None:
+    """Note whether the process of a replica has too much memory."""
+    facts = await asyncio.to_thread(process_facts, member.replica.pid)
+    if member.phase is not Phase.SERVING or deployment.is_stopping:
+        return
+    has_mb, now = facts.rss_bytes / 1e6, asyncio.get_running_loop().time()
+    if has_mb <= most_mb:
+        member.excess = ""
+        return
+    served_s = now - member.served_at
+    text = f"it has {has_mb:.0f} MB (max_memory_mb={most_mb:g})"
+    if served_s < SHORT_LIFE_S and not member.excess:
+        member.excess = f"{text} within {SHORT_LIFE_S:g} s of its start; raise max_memory_mb"
+    if now < deployment.retire_at:
+        return
+    member.worn = member.excess or text
+    pause_s = deployment.note_outgrown(0.0 if member.excess else served_s, now)
+    later = f"; the next retires in {pause_s:g} s at the earliest" if pause_s else ""
+    logger.warning("%s retires: %s%s", member.replica.replica_id, member.worn, later)
 
 
 def _place(replica: Replica) -> str:

@@ -6,6 +6,7 @@
     scaling down                        count is too high: DROP, the newest first
     a new version                       stale replicas count as surplus once fresh ones serve
     `check_health` failed three times   the replica is stale, as one of an old version
+    a limit of requests or memory       the same
     a wedged loop, slots of orphans     PARK, and the count is too low; RETURN when it goes on
     a lost loop                         DROP at once
     a new `user_config`                 RECONFIGURE, one replica at a time
@@ -63,7 +64,7 @@ class Desired:
 class Fact:
     """One replica as it is. `number` grows from each replica to the next.
 
-    is_ill    its health check failed, time after time
+    is_ill    its health check failed, time after time, or it has reached a limit of its life
     is_stuck  its loop does not turn, or orphans hold all its slots
     is_lost   its loop has ended
     """

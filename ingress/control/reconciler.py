@@ -225,7 +225,8 @@ class Reconciler:
         if member.phase is not Phase.STARTING or deployment.is_stopping:
             return
         period_s = deployment.config.health_check_period_s
-        member.check_at = asyncio.get_running_loop().time() + period_s
+        member.served_at = asyncio.get_running_loop().time()
+        member.check_at = member.served_at + period_s
         member.phase = Phase.SERVING
         self._fit(deployment, member)
         deployment.router.add(replica)

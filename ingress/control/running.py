@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from random import random
 
 from ingress.asgi import BoundApp
 from ingress.config import DeploymentConfig
@@ -51,6 +52,9 @@ class Member:
     stands           heartbeats of its loop when it was last seen to stand, and since when it does
     suspected        looks in a row at which it seemed to be stuck
     orphaned_at      since when orphans hold all its slots
+    worn             the limit of its life that it has reached, "" before that
+    excess           the reason why it had too much memory soon after its start, "" if it had not
+    extra            its part of the requests by which replicas retire at different times, 0 to 1
     task             its start, its reconfiguration, or its end
     """
 
@@ -69,13 +73,23 @@ class Member:
     suspected: int = 0
     orphaned_at: float | None = None
     orphans_at: float = 0.0
+    worn: str = ""
+    excess: str = ""
+    extra: float = field(default_factory=random)
     started_at: float = 0.0
+    served_at: float = 0.0
+    measuring: asyncio.Task[None] | None = None
     tell_at: float = 0.0
     task: asyncio.Task[None] | None = None
 
     @property
     def is_ill(self) -> bool:
         return self.failures >= FAILED_CHECKS
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether it serves until another has taken its place."""
+        return self.is_ill or bool(self.worn)
 
     def fact(self) -> Fact:
         # A loop that other replicas share, or the server's, cannot be replaced with its replica. A
@@ -85,7 +99,7 @@ class Member:
         is_lost = self.replica.is_lost or (killable and bool(self.stuck))
         is_lost = self.phase is not Phase.LEAVING and is_lost
         return Fact(
-            self.number, self.phase, self.version, self.config, self.is_ill, is_stuck, is_lost
+            self.number, self.phase, self.version, self.config, self.is_stale, is_stuck, is_lost
         )
 
 
@@ -119,6 +133,8 @@ class RunningDeployment:
                    `None` for replacements and added replicas, which are tried for ever
     failed         the error of the start or update that was given up
     crashes        replicas that were lost soon after their start, one after another
+    outgrown       replicas that had too much memory soon after their start, one after another
+    retire_at      time before which none is replaced for its memory
     problem        the error of the last start, "" once a start succeeds
     rejected       why the last change was given up, "" if it was not
     resized        the last change of the number of replicas
@@ -154,6 +170,8 @@ class RunningDeployment:
     attempts: int | None = None
     failed: Exception | None = None
     crashes: int = 0
+    outgrown: int = 0
+    retire_at: float = 0.0
     problem: str = ""
     rejected: str = ""
     before: DeploymentConfig | None = None
@@ -219,7 +237,7 @@ class RunningDeployment:
             or each.version != desired.version
             or each.config != desired.config
             or each.stuck
-            or each.failures >= FAILED_CHECKS
+            or each.is_stale
             or each.replica.is_lost
             for each in self.members
         )
@@ -275,6 +293,17 @@ class RunningDeployment:
         if self.crashes > 1:
             self.retry_at = now + retry_after_s(self.crashes - 1)
             self.problem = text
+
+    def note_outgrown(self, served_s: float, now: float) -> float:
+        """Count a replica with too much memory. Returns the pause until the next may retire.
+
+        It is 0 for one that has served long: otherwise the next would have as much, and the
+        deployment would do nothing but start replicas.
+        """
+        self.outgrown = self.outgrown + 1 if served_s < SHORT_LIFE_S else 0
+        pause_s = retry_after_s(self.outgrown) if self.outgrown else 0.0
+        self.retire_at = now + pause_s
+        return pause_s
 
     def note_start(self) -> None:
         self.start_failures, self.retry_at, self.problem = 0, 0.0, ""
@@ -369,7 +398,8 @@ class RunningDeployment:
         starting = not self.has_started or self.is_updating()
         status = DeploymentStatus.UPDATING if starting else self._size()
         stuck = [f"{each.replica.replica_id}: {each.stuck}" for each in members if each.stuck]
-        message = self.rejected or self.problem or "; ".join(stuck)
+        excess = [f"{each.replica.replica_id}: {each.excess}" for each in members if each.excess]
+        message = self.rejected or self.problem or "; ".join(stuck or excess)
         trouble = self.trouble() or ("" if serving is None else serving.trouble())
         if trouble:
             status, message = DeploymentStatus.UNHEALTHY, trouble

@@ -60,12 +60,15 @@ PASSED = frozenset(
     }
 )
 OURS = frozenset(
-    {"isolation", "lanes", "loop", "max_ongoing_requests", "num_replicas", "ray_actor_options"}
-)
+    {
+        "isolation", "lanes", "loop", "max_memory_mb", "max_ongoing_requests",
+        "max_requests_per_replica", "num_replicas", "ray_actor_options",
+    }
+)  # fmt: skip
 """Options outside `PASSED` that take effect here or in the replica; a test compares the config.
 
 There each replica has a process, so that it shares no object and no loop, for each value of `loop`
-and of `isolation`.
+and of `isolation`. Ray retires no replica: the two limits have no effect there.
 """
 
 _RAYS_OWN = "ray_actor_options={'num_cpus': ...}"
