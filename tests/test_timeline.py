@@ -30,7 +30,7 @@ from ingress.exceptions import BackPressureError, RequestCancelledError
 from ingress.execution.threads import WorkerThreads
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
-from ingress.timeline.chrome import as_json
+from ingress.timeline.chrome import as_json, merged
 from ingress.timeline.client import Wanted, wanted
 from ingress.timeline.instrumentation import record as record_with
 from ingress.timeline.picture import SHOWN, as_svg
@@ -87,7 +87,7 @@ def only(timeline: Timeline) -> Journey:
 
 def check(timeline: Timeline) -> tuple[Trace, Picture]:
     """Check a trace by reading it as viewers do."""
-    return Trace(as_json(timeline, "t")), Picture(as_svg(timeline, "t"))
+    return Trace(as_json([timeline], "t")), Picture(as_svg(timeline, "t"))
 
 
 def kinds(timeline: Timeline, journey: Journey) -> list[WaitKind]:
@@ -482,6 +482,19 @@ def test_a_picture_of_many_shows_the_last_and_says_so(record: Callable[..., Reco
     assert {each.request for each in picture.bars_of("request")} == set(range(4, SHOWN + 4))
     assert f"{SHOWN + 3} calls in " in picture.text
     assert f"; the last {SHOWN}<" in picture.text
+
+
+def test_the_files_of_several_processes_are_one_on_their_common_clock() -> None:
+    texts = []
+    for number, began_at in ((1, 20.0), (2, 10.5)):
+        journey = Journey(1, "call", "x", "", "D", began_at, ended_at=began_at + 1)
+        texts.append(as_json([Timeline([journey], [], [], [], frozenset(), 30.0, number)], "t"))
+
+    spans = Trace(merged(texts)).requests
+    assert [(each.pid, each.began, each.ended) for each in spans] == [
+        (2, 0.0, 1000.0),
+        (1, 9500.0, 10500.0),
+    ]
 
 
 def test_a_picture_of_nothing_is_one_all_the_same() -> None:

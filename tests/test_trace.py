@@ -128,6 +128,19 @@ class Endless:
         Path("inside.txt").write_text("")
         await asyncio.Event().wait()
 endless = Endless.bind()
+
+api = FastAPI()
+
+@serve.deployment(isolation="process", lanes={"db": 1})
+@serve.ingress(api)
+class There:
+    @api.get("/")
+    @serve.method(lane="db")
+    def hold(self):
+        Path("inside.txt").write_text("")
+        while not Path("go.txt").exists():
+            threading.Event().wait(0.005)
+there = There.bind()
 """
 
 
@@ -440,6 +453,62 @@ def test_a_signal_has_the_recent_past_of_a_server_written(folder: Path, command:
     assert not list(folder.glob("*.part"))
 
 
+def test_a_child_process_has_tracks_of_its_own_on_the_same_clock(folder: Path) -> None:
+    environ = environment(folder, sync="1") | {TRACE_FILE: "trace.json"}
+    with process([*INGRESS, "run", "app:there", "--port", "0"], folder, environ) as server:
+        caller = threading.Thread(target=httpx.get, args=(server.url,), kwargs={"timeout": None})
+        caller.start()
+        file = folder / "trace.json"
+        try:
+            wait_until(lambda: (folder / "inside.txt").exists())
+            server.signal(signal.SIGUSR2)
+            wait_until(file.exists)
+            during = Trace(file.read_text())
+        finally:
+            (folder / "go.txt").write_text("")
+            caller.join()
+        parent = server.process.pid
+        server.signal(signal.SIGTERM)
+        server.wait()
+
+    after = Trace(file.read_text())
+    for trace, is_over in ((during, False), (after, True)):
+        (child,) = set(trace.processes) - {parent}
+        assert trace.processes[child] == f"There#0, process {child}"
+        here, there = sorted(trace.requests, key=lambda each: each.pid != parent)
+        assert [here.pid, there.pid] == [parent, child]
+        assert here.name == there.name == "GET /"
+        assert here.args["request_id"] == there.args["request_id"]
+        assert all(("unfinished" in each.args) != is_over for each in (here, there))
+        (worker,) = [each for each in trace.runs if each.track == "There#0-db-worker-0"]
+        assert (worker.pid, worker.name) == (child, "GET /")
+        assert here.began <= there.began <= worker.began
+        if is_over:
+            assert worker.ended <= there.ended <= here.ended
+
+
+def test_the_page_records_child_processes_without_a_trace_file(folder: Path) -> None:
+    command = [*INGRESS, "run", "app:there", "--port", "0", "--admin", "127.0.0.1:0"]
+    with process(command, folder, environment(folder, sync="1")) as server:
+        admin = server.wait_for(r"page at (http://127\.0\.0\.1:\d+/)")[1]
+        caller = threading.Thread(target=httpx.get, args=(server.url,), kwargs={"timeout": None})
+        caller.start()
+        try:
+            wait_until(lambda: (folder / "inside.txt").exists())
+            record = f"{admin}api/record?seconds=0.3"
+            trace = Trace(httpx.get(record, timeout=PATIENCE_S).text)
+        finally:
+            (folder / "go.txt").write_text("")
+            caller.join()
+
+    (child,) = set(trace.processes) - {server.process.pid}
+    (run,) = [each for each in trace.runs if each.track == "There#0-db-worker-0"]
+    assert (run.pid, run.name) == (child, "GET /")
+    here, there = sorted(trace.requests, key=lambda each: each.pid == child)
+    assert here.pid == server.process.pid
+    assert here.began <= there.began <= run.began <= run.ended
+
+
 def test_a_file_that_cannot_be_written_is_one_line_before_anything_starts(folder: Path) -> None:
     environ = environment(folder) | {TRACE_FILE: "no/such/trace.json"}
     result = subprocess.run(
@@ -461,9 +530,10 @@ def test_the_readers_refuse_what_a_viewer_would() -> None:
     """The tests above rely on these two readers."""
     event = {"ph": "X", "cat": "run", "name": "a", "pid": 1, "tid": 1, "args": {"request_id": ""}}
     name = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "t"}}
+    process = name | {"name": "process_name"}
 
     def trace(*events: object) -> Trace:
-        return Trace(json.dumps({"traceEvents": [name, *events]}))
+        return Trace(json.dumps({"traceEvents": [process, name, *events]}))
 
     nested = [event | {"ts": 0, "dur": 9}, event | {"ts": 1, "dur": 3}]
     (outer, inner) = trace(*nested).runs

@@ -24,6 +24,7 @@ class Span:
     began: float
     ended: float
     args: dict[str, Any]
+    pid: int = 0
 
     def overlaps(self, other: Span) -> bool:
         return self.began < other.ended and other.began < self.ended
@@ -37,15 +38,20 @@ class Trace:
         for event in self.events:
             _check(event)
         self.tracks = {
-            each["tid"]: each["args"]["name"]
+            _track(each): each["args"]["name"]
             for each in self.events
             if (each["ph"], each["name"]) == ("M", "thread_name")
         }
-        assert len({each["pid"] for each in self.events}) == 1
+        self.processes = {
+            each["pid"]: each["args"]["name"]
+            for each in self.events
+            if (each["ph"], each["name"]) == ("M", "process_name")
+        }
+        assert {each["pid"] for each in self.events} == set(self.processes)
         slices = [each for each in self.events if each["ph"] == "X"]
-        assert {each["tid"] for each in slices} <= set(self.tracks)
-        for tid in self.tracks:
-            _check_nesting([each for each in slices if each["tid"] == tid])
+        assert {_track(each) for each in slices} <= set(self.tracks)
+        for track in self.tracks:
+            _check_nesting([each for each in slices if _track(each) == track])
         self.runs = [self._slice(each) for each in slices if each["cat"] == "run"]
         self.stalls = [self._slice(each) for each in slices if each["cat"] == "stall"]
         spans = self._by_id()
@@ -61,15 +67,15 @@ class Trace:
 
     def _slice(self, each: Event) -> Span:
         ended = each["ts"] + each["dur"]
-        track = self.tracks[each["tid"]]
-        return Span(each["name"], track, each["ts"] / 1e3, ended / 1e3, each["args"])
+        times = each["ts"] / 1e3, ended / 1e3
+        return Span(each["name"], self.tracks[_track(each)], *times, each["args"], each["pid"])
 
     def _by_id(self) -> list[Span]:
         """Pair begin and end events; events with the same id nest."""
-        by_id: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        by_id: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
         for each in self.events:
             if each["ph"] in "be":
-                by_id[each["cat"], each["id2"]["local"]].append(each)
+                by_id[each["pid"], each["cat"], each["id2"]["local"]].append(each)
         found = []
         for several in by_id.values():
             opened: list[Event] = []
@@ -80,11 +86,16 @@ class Trace:
                     continue
                 begin = opened.pop()
                 assert begin["name"] == each["name"]
-                track = self.tracks.get(begin["tid"], "")
+                track = self.tracks.get(_track(begin), "")
                 times = begin["ts"] / 1e3, each["ts"] / 1e3
-                found.append(Span(each["name"], track, *times, begin.get("args", {})))
+                args = begin.get("args", {})
+                found.append(Span(each["name"], track, *times, args, begin["pid"]))
             assert not opened
         return sorted(found, key=lambda each: each.began)
+
+
+def _track(event: Event) -> tuple[int, int]:
+    return event["pid"], event["tid"]
 
 
 def _check(event: Event) -> None:

@@ -64,7 +64,8 @@ class Session:
         Raises `TraceError` if the application does not start or has no such path: then no file is
         written. The server has ended at return.
         """
-        timeline, answers = self._record(application)
+        timelines, answers = self._record(application)
+        timeline = timelines[0]
         by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
         for answer in answers:
             by_request[answer.wanted][answer.status] += 1
@@ -75,7 +76,7 @@ class Session:
             yield f"{each}: {_counted(by_request[each])}"
         yield summary(timeline)
         try:
-            self._out.write_text(as_json(timeline, self._target))
+            self._out.write_text(as_json(timelines, self._target))
             yield f"{self._out}: open it at https://ui.perfetto.dev or in chrome://tracing"
             if self._svg is not None:
                 self._svg.write_text(as_svg(timeline, self._target))
@@ -83,12 +84,12 @@ class Session:
         except OSError as error:
             raise TraceError(f"cannot write {error.filename!r}: {error.strerror}") from None
 
-    def _record(self, application: Application) -> tuple[Timeline, list[Answer]]:
+    def _record(self, application: Application) -> tuple[list[Timeline], list[Answer]]:
         """Serve the application on a free port until the requests end; Ctrl-C ends them early."""
         engine = local_engine()
         recorder = Recorder()
         answers: list[Answer] = []
-        cut: Timeline | None = None
+        cut: list[Timeline] = []
         with engine.instrumented(partial(record, recorder)):
             try:
                 try:
@@ -99,11 +100,11 @@ class Session:
                 try:
                     ask(str(engine.url()), self._requests, self._concurrency, answers)
                 except KeyboardInterrupt:
-                    cut = recorder.timeline()  # before the remaining requests are cancelled
+                    cut = recorder.timelines()  # before the remaining requests are cancelled
             finally:
-                engine.shutdown(None if cut is None else 0.0)
+                engine.shutdown(0.0 if cut else None)
         # Not earlier: background tasks and the watchdog's last look have ended now.
-        return cut or recorder.timeline(), answers
+        return cut or recorder.timelines(), answers
 
 
 def _counted(statuses: Counter[int]) -> str:

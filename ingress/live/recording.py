@@ -1,13 +1,15 @@
 """A recording of some seconds of a running server, for https://ui.perfetto.dev.
 
 The calls that end meanwhile are recorded with their exact times, by `notable`. What runs on each
-thread is sampled: a run that is shorter than the pause between two samples may be missing. A server
-that is not recorded pays nothing, unlike one with INGRESS_TRACE, which records every step.
+thread is sampled: a run that is shorter than the pause between two samples may be missing. Replicas
+in child processes are recorded there, in the same way. A server that is not recorded pays nothing,
+unlike one with INGRESS_TRACE, which records every step.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +18,17 @@ from typing import Any
 
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.notable import NOTABLE, Ended
+from ingress.processes.replica import ProcessReplica
 from ingress.replicas.replica import Replica
-from ingress.timeline.chrome import as_json
+from ingress.timeline.chrome import as_json, merged
 from ingress.timeline.recorder import Journey, Run, Timeline, Track, standstills_of
 from ingress.watchdog.stacks import current_frames, running_task, worker_context
 
 PAUSE_S = 0.005
 MOST_CALLS = 20_000
+ASK_S = 20.0  # for the answer of a child, which imports this module first
+
+logger = logging.getLogger("ingress")
 
 _recording = threading.Lock()
 
@@ -32,9 +38,28 @@ def record(replicas: Iterable[Replica], seconds: float) -> str | None:
     if not _recording.acquire(blocking=False):
         return None
     try:
-        return _Recording(list(replicas)).run(seconds)
+        replicas = list(replicas)
+        patience_s = seconds + ASK_S
+        answers = [
+            (each, each.look(_recorded_there, seconds, timeout_s=patience_s))
+            for each in replicas
+            if isinstance(each, ProcessReplica)
+        ]
+        timelines = [_Recording(replicas).run(seconds)]
+        for replica, answer in answers:
+            try:
+                timelines.append(answer())
+            except Exception as error:  # it stands still, or has ended
+                logger.warning("%s is missing in the recording: %r", replica.replica_id, error)
+        return as_json(timelines, f"ingress, process {os.getpid()}")
     finally:
         _recording.release()
+
+
+def _recorded_there(replica: Replica, seconds: float) -> Timeline:
+    """Return a recording of a replica in its child process."""
+    timeline = _Recording([replica]).run(seconds)
+    return dataclasses.replace(timeline, process=f"{replica.replica_id}, process {timeline.pid}")
 
 
 class _Recording:
@@ -53,7 +78,8 @@ class _Recording:
         if len(self._ended) < MOST_CALLS:
             self._ended.append(ended)
 
-    def run(self, seconds: float) -> str:
+    def run(self, seconds: float) -> Timeline:
+        """Return what happens in this process in some seconds."""
         deadline = monotonic() + seconds
         NOTABLE.listen(self._add)
         try:
@@ -62,7 +88,7 @@ class _Recording:
                 sleep(PAUSE_S)
         finally:
             NOTABLE.unlisten(self._add)
-        return as_json(self._timeline(), f"ingress, process {os.getpid()}")
+        return self._timeline()
 
     def _sample(self, now: float) -> None:
         frames = current_frames()
@@ -110,6 +136,9 @@ class _Recording:
 
     def _timeline(self) -> Timeline:
         now = monotonic()
+        for replica in self._replicas:
+            for call in replica.calls:  # those that neither ran nor ended meanwhile
+                self._journey(call)
         loops = {each.name: each for each in self._tracks.values() if each.is_loop}
         for each in self._ended:
             key = each.request_id, each.deployment, f"{each.arrived_at:.6f}"
@@ -144,6 +173,4 @@ def merged_traces(parts: Sequence[Mapping[str, Any]]) -> str | None:
     texts = [part["trace"] for part in parts if part["trace"] is not None]
     if len(texts) < 2:
         return texts[0] if texts else None
-    traces = [json.loads(text) for text in texts]
-    events = [event for trace in traces for event in trace["traceEvents"]]
-    return json.dumps({**traces[0], "traceEvents": events})
+    return merged(texts)

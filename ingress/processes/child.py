@@ -77,7 +77,7 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQue
     target = spec.code.resolve()
     take_over(logs, spec.log_levels)
     app_spec = getattr(target, "__ingress_spec__", None)
-    replica = Replica(
+    replica: Replica = spec.make_replica(
         spec.replica_id,
         target,
         None if app_spec is None else app_spec.bind(target),

@@ -47,6 +47,7 @@ class HostedCall(Call):
         work: Callable[[Any], Awaitable[Any]] | None,
     ) -> None:
         super().__init__(metadata, work, Context())
+        self.assigned_at = self.started_at
         self.number = number
         self.frames = frames
         self.window = Window()
@@ -149,6 +150,10 @@ class HostedExchange(HostedCall):
                 return self.metadata.route
             self._template = self.metadata.route.rstrip("/") + path
         return self._template
+
+    def title(self) -> str:
+        """Return the HTTP method and the template as far as it is known. Thread-safe."""
+        return f"{self.scope.get('method', 'WS')} {self.current_route()}"
 
     def _serve(self, user_code: UserCode) -> Awaitable[None]:
         return user_code.http(self.scope, self._receive, self._send)

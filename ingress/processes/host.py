@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from ingress.calls.call import Call
+from ingress.calls.loops import mailbox_of
 from ingress.calls.tracing import adopt
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
@@ -21,7 +24,7 @@ from ingress.metrics import user_metrics
 from ingress.processes.directory import ServerDirectory, Waits
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
-from ingress.processes.frames import Buffers, Frames, decode, dumps, loads
+from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, encode, loads, outside
 from ingress.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
@@ -181,6 +184,11 @@ class Host:
     async def _answer(self, number: int, what: str, argument: Any) -> None:
         """Answer a request to the replica itself."""
         REPLICA.set(self.replica.context)
+        if what == "look":
+            look = partial(self._look, number, *argument)
+            # Not in the replica's executor: user code may hold all of its threads.
+            threading.Thread(target=look, name="ingress-look", daemon=True).start()
+            return
         try:
             if what == "check_health":
                 await self.replica.check_health()
@@ -192,6 +200,15 @@ class Host:
             self.frames.post(Kind.FAILED, number, pickled_error(error))
         else:
             self.frames.post(Kind.DONE, number)
+
+    def _look(self, number: int, look: Callable[..., Any], *arguments: Any) -> None:
+        """Answer with the result of a function. Its pickle is made here, beside the user loop."""
+        frame: tuple[Kind, int, Content]
+        try:
+            frame = Kind.DONE, number, encode(outside(dumps(look(self.replica, *arguments))))
+        except Exception as error:
+            frame = Kind.FAILED, number, pickled_error(error)
+        mailbox_of(self.replica.loop).post(self.frames.post, *frame)
 
 
 def give_back(replica: Replica, call: Call) -> None:

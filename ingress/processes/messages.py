@@ -6,7 +6,8 @@
           HTTP         metadata, scope, first part of the body, whether more follows
           INPUT        a message of the client: more body, a WebSocket's message, the disconnect
           CANCEL       the work of a call is not wanted any more; with the error of its caller
-          ASK          a request to the replica itself: "check_health", "reconfigure", "add_threads"
+          ASK          a request to the replica itself: "check_health", "reconfigure",
+                       "add_threads", or "look", with a function that is called beside its loop
           STOP         run the user's shutdown code, and end
     both  CREDIT       messages and bytes that the receiver of INPUT, OUTPUT or ITEM has taken
           CLOSE        the receiver of OUTPUT or ITEM takes no more
@@ -30,7 +31,7 @@ A call has exactly one ANSWER, DONE or FAILED, its last frame: then the slot is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
@@ -83,10 +84,11 @@ class ReplicaSpec:
     """The specification of a replica in a child.
 
     `code` refers to the user's class or function; `arguments` are its pickled constructor
-    arguments.
+    arguments. `make_replica` is `Replica`, or a class that records it.
     """
 
     replica_id: ReplicaID
+    make_replica: Callable[..., Any]
     code: Any
     arguments: bytes
     max_ongoing: int

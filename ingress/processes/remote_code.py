@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -76,6 +76,16 @@ class RemoteCode:
     def add_threads(self, max_ongoing: int) -> None:
         """Have the child allow worker threads for more calls, without waiting for that."""
         self.link.send(Kind.ASK, dumps(("add_threads", max_ongoing)))
+
+    async def look(
+        self, look: Callable[..., Any], arguments: Sequence[Any], timeout_s: float
+    ) -> Any:
+        """Return the pickled result of `look(replica, *arguments)` in the child.
+
+        Raises `TimeoutError` if the child has not answered by then.
+        """
+        async with asyncio.timeout(timeout_s):
+            return await self.link.send(Kind.ASK, dumps(("look", (look, *arguments)))).outcome()
 
     async def _ask(self, what: str, argument: Any = None) -> None:
         await self.link.send(Kind.ASK, dumps((what, argument))).outcome()

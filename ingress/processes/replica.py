@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ingress.calls.call import Call
-from ingress.calls.loops import mailbox_of
+from ingress.calls.loops import mailbox_of, start_on
 from ingress.calls.retries import NotBegunError
 from ingress.context import ReplicaRuntime
 from ingress.declaration.build import BuiltDeployment
@@ -24,7 +24,7 @@ from ingress.metrics import user_metrics
 from ingress.processes.code import ByPath, ByValue, accept_main, pickled_arguments, reference_to
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
-from ingress.processes.frames import dumps, pickle_by_value
+from ingress.processes.frames import dumps, loads, pickle_by_value
 from ingress.processes.messages import News, ReplicaSpec
 from ingress.processes.output import levels
 from ingress.processes.remote_code import RemoteCode
@@ -32,6 +32,8 @@ from ingress.processes.resources import environment_of
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.watchdog import WATCHDOG
+
+ANSWER_S = 1.0
 
 
 class ProcessReplica(Replica):
@@ -44,6 +46,8 @@ class ProcessReplica(Replica):
     """
 
     __slots__ = ("_code", "_model_counts", "_specify")
+    made_there: ClassVar[type[Replica]] = Replica
+    """The class of the replica in the child."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class ProcessReplica(Replica):
         self._specify = partial(
             _specification,
             built,
+            make_replica=self.made_there,
             replica_id=self.replica_id,
             max_ongoing=options["max_ongoing"],
             num_cpus=options["num_cpus"],
@@ -143,6 +148,19 @@ class ProcessReplica(Replica):
         source = f"{self.replica_id.deployment_id.app_name}/{self.replica_id}/{self.pid}"
         user_metrics.take(source, news.metrics)
         WATCHDOG.note(news.new_stalls)
+
+    def look(
+        self, look: Callable[..., Any], *arguments: Any, timeout_s: float
+    ) -> Callable[[], Any]:
+        """Begin to call `look(replica, *arguments)` in the child, in a thread beside its loop.
+
+        `look` is a function of a module. Returns a function that waits for the result, and raises
+        `TimeoutError` if there is none in `timeout_s`, or the error that `look` raised. Both are
+        thread-safe, and not for the loop of the frames.
+        """
+        answer = start_on(self.loop, self._code.look(look, arguments, timeout_s))
+        # Longer, because that loop may stand still itself.
+        return lambda: loads(answer.result(timeout_s + ANSWER_S))
 
     def add_threads(self, max_ongoing: int) -> None:
         """Have the child allow worker threads for `max_ongoing` calls. Thread-safe."""

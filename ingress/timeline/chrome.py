@@ -11,8 +11,7 @@ Events of one `id2` must nest too, so overlapping waits of a request have ids of
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ingress.timeline.recorder import Journey, Standstill, Timeline
@@ -21,22 +20,49 @@ from ingress.timeline.waits import Wait, rows, waits_of
 Event = dict[str, Any]
 
 
-def as_json(timeline: Timeline, title: str) -> str:
-    """Return the text of a trace file, one line per event; its times are in microseconds."""
+def as_json(timelines: Sequence[Timeline], title: str) -> str:
+    """Return the text of a trace file, one line per event; its times are in microseconds.
+
+    The processes of `timelines` share a machine, and so a clock. `zero_s` in the file is the time
+    on that clock when its own times begin.
+    """
+    zero = min(map(_begin_of, timelines))
     # Line by line: one call of the encoder would hold the GIL for the whole file.
-    events = ",\n".join(json.dumps(event) for event in _Events(timeline, title))
-    about = json.dumps({"title": title})
+    events = ",\n".join(
+        json.dumps(event) for each in timelines for event in _Events(each, title, zero)
+    )
+    about = json.dumps({"title": title, "zero_s": zero})
     return f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{events}\n]}}\n'
 
 
+def merged(texts: Sequence[str]) -> str:
+    """Return the trace files of several processes of a machine as one."""
+    traces = [json.loads(text) for text in texts]
+    zero = min(each["otherData"]["zero_s"] for each in traces)
+    events = []
+    for each in traces:
+        later_us = (each["otherData"]["zero_s"] - zero) * 1e6
+        for event in each["traceEvents"]:
+            if "ts" in event:
+                event["ts"] = round(event["ts"] + later_us, 3)
+            events.append(event)
+    about = {**traces[0]["otherData"], "zero_s": zero}
+    return json.dumps({**traces[0], "otherData": about, "traceEvents": events})
+
+
+def _begin_of(timeline: Timeline) -> float:
+    # A stall may have begun before the first request.
+    return min([timeline.began_at, *(each.began_at for each in timeline.standstills)])
+
+
 class _Events:
-    def __init__(self, timeline: Timeline, title: str) -> None:
+    """The events of one process."""
+
+    def __init__(self, timeline: Timeline, title: str, zero: float) -> None:
         self._timeline = timeline
-        self._title = title
-        self._pid = os.getpid()
-        # A stall may have begun before the first request.
-        begins = [each.began_at for each in timeline.standstills]
-        self._zero = min([timeline.began_at, *begins])
+        self._title = timeline.process or title
+        self._pid = timeline.pid
+        self._zero = zero
         self._standing = {each.track for each in timeline.standstills}
         self._tids: dict[object, int] = {}
         for track in timeline.tracks:

@@ -9,6 +9,8 @@ base classes. Any other application has none of this code.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -18,16 +20,22 @@ from typing import Any
 
 from ingress.asgi import route_template
 from ingress.calls.call import CURRENT_CALL, Call, Runner
+from ingress.calls.retries import NotBegunError
 from ingress.context import REPLICA
 from ingress.control.factories import Factories
 from ingress.execution.execution import ExecutionPlan, Role
 from ingress.execution.threads import WorkerThreads
 from ingress.http.exchange import Exchange
+from ingress.processes.replica import ProcessReplica
 from ingress.replicas.overload import Shed
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 from ingress.replicas.slots import Slots
-from ingress.timeline.recorder import Journey, Recorder
+from ingress.timeline.recorder import Journey, Recorder, Timeline
+
+ASK_S = 20.0  # for the records of a child
+
+logger = logging.getLogger("ingress")
 
 
 def record(recorder: Recorder, factories: Factories) -> Factories:
@@ -36,6 +44,7 @@ def record(recorder: Recorder, factories: Factories) -> Factories:
         factories,
         router=partial(TracedRouter, recorder),
         replica=partial(TracedReplica, recorder),
+        process_replica=partial(TracedProcessReplica, recorder),
         threads=partial(TracedThreads, recorder),
         plan=partial(_plan, recorder, factories.plan),
     )
@@ -76,14 +85,11 @@ class TracedRouter(Router):
         return call
 
 
-class TracedReplica(Replica):
+class _Traced(Replica):
     """A replica that records its calls. Lives on its user loop, as its base class."""
 
-    __slots__ = ("_recorder",)
-
-    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._recorder = recorder
+    __slots__ = ()
+    _recorder: Recorder
 
     async def serve(self, call: Call) -> Any:
         recorder, work = self._recorder, call.work
@@ -94,13 +100,80 @@ class TracedReplica(Replica):
         journey.loop = recorder.track(is_loop=True)
         journey.began_at = monotonic()
         call.work = lambda user_code: _Steps(work(user_code), journey, recorder)
-        scope = call.scope if isinstance(call, Exchange) else None
+        scope = getattr(call, "scope", None)
         try:
             return await super().serve(call)
+        except NotBegunError:
+            call.work = work  # another replica records it anew
+            raise
         finally:
             if scope is not None and (path := route_template(scope)) is not None:
                 method = scope.get("method", "WS")
                 journey.name = f"{method} {call.metadata.route.rstrip('/')}{path}"
+
+
+class TracedReplica(_Traced):
+    """A replica that records its calls."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+
+
+class ReplicaInChild(_Traced):
+    """A replica in a child process: its recorder is its own, because no router is there."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorder = Recorder()
+        super().__init__(*args, **kwargs, factories=record(self._recorder, Factories()))
+
+    async def serve(self, call: Call) -> Any:
+        kind = "request" if hasattr(call, "scope") else "call"
+        journey = self._recorder.arrive(call, kind, _name_of(call), self.context.deployment)
+        journey.arrived_at = journey.slot_at = call.started_at
+        try:
+            return await super().serve(call)
+        finally:
+            self._recorder.end(call)
+
+    def timeline(self) -> Timeline:
+        """Return a copy of its records. Thread-safe."""
+        timeline = self._recorder.timeline()
+        return replace(timeline, process=f"{self.replica_id}, process {timeline.pid}")
+
+
+class TracedProcessReplica(_Traced, ProcessReplica):
+    """A replica in a child process, seen from the server's: the child records, too."""
+
+    __slots__ = ("_recorder",)
+    made_there = ReplicaInChild
+
+    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+
+    async def start(self, *args: Any, **kwargs: Any) -> None:
+        await super().start(*args, **kwargs)
+        self._recorder.join(self, self._ask)
+
+    def _ask(self, timeout_s: float = ASK_S) -> Callable[[], Timeline]:
+        return self.look(ReplicaInChild.timeline, timeout_s=timeout_s)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Keep what the child has recorded, and end it, all in `timeout_s`."""
+        deadline = monotonic() + timeout_s
+        timeline: Timeline | None = None
+        try:
+            if not self.is_lost:
+                timeline = await asyncio.to_thread(self._ask(min(ASK_S, timeout_s / 2)))
+        except Exception as error:
+            logger.warning("%s is missing in the trace: %r", self.replica_id, error)
+        self._recorder.leave_for_good(self, timeline)
+        await super().stop(max(0.0, deadline - monotonic()))
 
 
 class TracedThreads(WorkerThreads):
@@ -194,6 +267,9 @@ class _Steps:
                 awaited = inner.send(result) if error is None else inner.throw(error)
             except StopIteration as end:
                 return end.value
+            except NotBegunError:
+                journey.began_at = 0.0  # so that it goes on in another replica
+                raise
             except BaseException as raised:
                 journey.error = type(raised).__name__
                 raise
@@ -211,6 +287,7 @@ class _Steps:
 
 
 def _name_of(call: Call) -> str:
-    if isinstance(call, Exchange):
-        return f"{call.scope.get('method', 'WS')} {call.scope['path']}"
+    scope = getattr(call, "scope", None)  # of an `Exchange`, here or in a child
+    if scope is not None:
+        return f"{scope.get('method', 'WS')} {scope['path']}"
     return f"{call.metadata.deployment.name}.{call.metadata.method_name}"

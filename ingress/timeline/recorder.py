@@ -9,12 +9,14 @@ All times are `time.monotonic()` seconds.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic, time
 from typing import NamedTuple, TypeVar
@@ -23,12 +25,16 @@ from ingress.calls.call import CURRENT_CALL, Call
 from ingress.watchdog import WATCHDOG, Stall
 
 T = TypeVar("T")
+logger = logging.getLogger("ingress")
 
 REQUESTS = 10_000
 """Number of ended requests that are kept."""
 
 RUNS = 50_000
 """Number of runs that are kept."""
+
+CHILDREN = 16
+"""Number of ended child processes whose timelines are kept."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -90,7 +96,9 @@ class Standstill(NamedTuple):
 class Timeline:
     """A copy of the records, which does not change.
 
-    Journeys and runs without an end get the end `now`; such journeys are in `unfinished`.
+    Journeys and runs without an end get the end `now`; such journeys are in `unfinished`. `pid` and
+    `process` are the id and the name of the process that they ran in: `time.monotonic` is the same
+    clock in all processes of a machine.
     """
 
     journeys: list[Journey]
@@ -99,6 +107,8 @@ class Timeline:
     tracks: list[Track]
     unfinished: frozenset[Journey]
     now: float
+    pid: int = field(default_factory=os.getpid)
+    process: str = ""
 
     @property
     def began_at(self) -> float:
@@ -112,10 +122,16 @@ class Timeline:
         return max(ends, default=self.now)
 
 
+AskChild = Callable[[], Callable[[], Timeline]]
+"""It begins to ask a child for its timeline, and returns a function that waits for it."""
+
+
 class Recorder:
     """The records of requests. Thread-safe without a lock: its appends and pops are atomic."""
 
-    __slots__ = ("_ended", "_mine", "_numbers", "_open", "_running", "_runs")
+    __slots__ = (
+        "_children", "_ended", "_left", "_mine", "_numbers", "_open", "_running", "_runs",
+    )  # fmt: skip
 
     def __init__(self, requests: int = REQUESTS, runs: int = RUNS) -> None:
         self._numbers = count(1)
@@ -124,6 +140,8 @@ class Recorder:
         self._ended: deque[Journey] = deque(maxlen=requests)
         self._running: dict[Track, Run] = {}
         self._runs: deque[Run] = deque(maxlen=runs)
+        self._children: dict[object, AskChild] = {}
+        self._left: deque[Timeline] = deque(maxlen=CHILDREN)
 
     # One request.
 
@@ -201,6 +219,42 @@ class Recorder:
         self._runs.append(run._replace(ended_at=monotonic()))
         self._running.pop(run.track, None)
 
+    # Replicas in child processes, which have recorders of their own.
+
+    def join(self, child: object, ask: AskChild) -> None:
+        """Have `timelines` ask a child, too."""
+        self._children[child] = ask
+
+    def leave_for_good(self, child: object, timeline: Timeline | None) -> None:
+        """Keep the last timeline of a child that ends; `None` if it could not tell it."""
+        if timeline is not None:
+            self._left.append(timeline)
+        self._children.pop(child, None)
+
+    def timelines(self) -> list[Timeline]:
+        """Return the timeline of this process, and those of its children. It blocks.
+
+        A child that does not answer in time is logged, and left out.
+        """
+        answers = []
+        for child, ask in list(self._children.items()):
+            try:
+                answers.append((child, ask()))
+            except RuntimeError:  # its loop has ended
+                continue
+        own = self.timeline()
+        children: dict[tuple[int, str], Timeline] = {}
+        for child, answer in answers:
+            try:
+                timeline = answer()
+            except Exception as error:
+                logger.warning("%r is missing in the trace: %r", child, error)
+            else:
+                children[timeline.pid, timeline.process] = timeline
+        # Not earlier: a child that was asked may have left meanwhile, and is here then.
+        children |= {(each.pid, each.process): each for each in _copied(self._left)}
+        return [own, *children.values()]
+
     # All of it.
 
     def timeline(self) -> Timeline:
@@ -252,7 +306,7 @@ def standstills_of(
     # The watchdog has Unix times. The system clock was not set since, as a rule.
     offset_s = time() - monotonic()
     found = []
-    for stall in WATCHDOG.stalls():
+    for stall in WATCHDOG.own_stalls():
         began_at = stall.began_at_s - offset_s
         ended_at = began_at + stall.duration_ms / 1e3
         if ended_at < first_at or began_at > last_at:

@@ -59,13 +59,13 @@ class Window:
                 logger.exception("the trace of requests could not be written to %s", self._path)
 
     def _write(self) -> None:
-        timeline = self.recorder.timeline()
-        text = as_json(timeline, f"ingress, process {os.getpid()}")
+        timelines = self.recorder.timelines()
+        text = as_json(timelines, f"ingress, process {os.getpid()}")
         # Replaced in one step, because another process may be reading the file.
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         part.write_text(text)
         part.replace(self._path)
-        logger.info("wrote the trace of %d requests to %s", len(timeline.journeys), self._path)
+        logger.info("wrote the trace of %d requests to %s", len(timelines[0].journeys), self._path)
 
 
 def check_writable(path: Path, what: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from time import localtime, monotonic, strftime
 from types import FrameType
@@ -33,10 +34,12 @@ class Watchdog:
         "_running",
         "_thread",
         "_threshold_s",
+        "_told",
     )
 
     def __init__(self) -> None:
         self._log = StallLog()
+        self._told: deque[Stall] = deque(maxlen=self._log.recent.maxlen)
         self._forget_threads()
         if hasattr(os, "register_at_fork"):
             # The child has none of the parent's threads, and its copy of the lock may be held
@@ -103,6 +106,16 @@ class Watchdog:
 
     def stalls(self) -> list[Stall]:
         """Return the recent stalls, the latest last, and after them the current stalls."""
+        told = list(self._told)
+        stalls = self.own_stalls()
+        if not told:
+            return stalls
+        over = [each for each in stalls if each.is_over] + told
+        over.sort(key=lambda each: each.began_at_s + each.duration_ms / 1e3)
+        return over + [each for each in stalls if not each.is_over]
+
+    def own_stalls(self) -> list[Stall]:
+        """Return those of this process: no stalls of replicas in child processes."""
         found = list(self._log.recent)
         for probe in list(self._loops.values()):
             asked_at = probe.asked_at
@@ -115,7 +128,7 @@ class Watchdog:
 
     def note(self, stalls: list[Stall]) -> None:
         """Add stalls of another process, which has logged them. Thread-safe."""
-        self._log.recent.extend(stalls)
+        self._told.extend(stalls)
 
     def thread_of(self, loop: asyncio.AbstractEventLoop) -> int:
         """Return the ident of the thread of a watched loop; 0 if it is not known."""
