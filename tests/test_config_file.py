@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -314,13 +315,14 @@ def test_an_application_that_cannot_be_loaded_is_named_with_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, application: str, expected: str
 ) -> None:
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(__import__("sys").modules, "app", raising=False)
+    monkeypatch.delitem(sys.modules, "app", raising=False)
     path = folder / "wrong.yaml"
     path.write_text(f"\napplications:\n- {application}\n")
     file = ConfigFile.read(path)
 
     with pytest.raises(ConfigFileError) as caught:
         file.load(0, None)
+    sys.modules.pop("app", None)  # other tests have an `app` of their own
     assert str(caught.value).startswith(f"{path}:{expected}")
 
 

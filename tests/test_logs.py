@@ -8,13 +8,17 @@ import logging
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import ingress as serve
+from ingress.logs import sinks
 from tests.fakes import bind
+from tests.servers import wait_until
 
 PATIENCE_S = 60.0
 FIELDS = (
@@ -219,3 +223,21 @@ def test_a_record_factory_that_the_program_sets_later_stays(users: Remembering) 
 
     assert {fields(each)["deployment"] for each in users.records} == {"Writer"}
     assert [each.__dict__["mine"] for each in users.records if each.getMessage() == "thread"]
+
+
+def test_the_thread_of_a_sink_ends_when_it_is_idle_and_loses_no_line(
+    switch_interval: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "IDLE_S", 1e-5)  # it ends again and again, as others put lines
+    written: list[str] = []
+    sink = sinks.Sink("of-the-test", written.extend)
+    deadline = time.monotonic() + PATIENCE_S
+
+    for number in range(200):
+        sink.put(str(number))
+        while len(written) <= number:  # at once: the thread is about to end
+            assert time.monotonic() < deadline, f"line {number} waits for the next one"
+    wait_until(lambda: "of-the-test" not in [each.name for each in threading.enumerate()])
+    sink.put("after")
+    assert sink.flush(PATIENCE_S)
+    assert written == [*map(str, range(200)), "after"]

@@ -382,11 +382,6 @@ MODULES: dict[str, tuple[str, list[str], int]] = {
     "bound-twice": ("A.bind().bind()", ["it is bound already"], 3),
     "batch": ("serve.batch(batch_size=3)", ["did you mean max_batch_size?"], 3),
     "logging": ("serve.LoggingConfig(log_level='nope')", ["DEBUG, INFO, WARNING", "'nope'"], 3),
-    "metrics": (
-        "from ingress import metrics",
-        ["ingress has no 'metrics'; read serve.status()"],
-        3,
-    ),
     "llm": ("from ingress.llm import LLMConfig", ["ingress has no 'llm'; write a deployment"], 3),
     "syntax": ("class B", ["SyntaxError: expected ':'"], 3),
     "library": ("import json; json.loads('{')", ["JSONDecodeError: Expecting property name"], 3),

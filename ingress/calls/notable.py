@@ -110,6 +110,13 @@ class NotableCalls:
         failed = [each for each in failed if now - each.ended_at < KEPT_S]
         return slowest, failed[::-1]
 
+    def clear(self) -> None:
+        """Forget them: the deployments that they name have ended."""
+        with self._lock:
+            self._slowest.clear()
+            self._failed.clear()
+            self.least_s = 0.0
+
     def listen(self, listener: Callable[[Ended], Any]) -> None:
         """Call `listener` with each call that ends from now on, in the thread of its loop."""
         with self._lock:

@@ -17,6 +17,7 @@ from ingress.base.settings import Settings, warn_of_unused
 from ingress.base.types import DeploymentID
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.loops import run_blocking
+from ingress.calls.notable import NOTABLE
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
 from ingress.control.changes import Change
 from ingress.control.controller import Controller
@@ -356,6 +357,7 @@ class LocalEngine:
             for proxy in self.proxies():
                 proxy.is_draining = True
             run_blocking(threads.control.loop, self.apps.stop_all(timeout_s))
+            NOTABLE.clear()
             if self.http.is_kept:
                 self.http.is_kept = False
                 self.release()

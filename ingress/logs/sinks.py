@@ -28,6 +28,8 @@ GATHER_S = 0.01
 """Pause before lines that follow shortly on others are written, all at once."""
 AT_ONCE = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
 """Bytes that a pipe takes without mixing them with those of other processes."""
+IDLE_S = 1.0
+"""Time without lines after which the thread of a sink ends; the next line starts another."""
 TOLD_EVERY_S = 60.0
 LAST_LINES_S = 1.0
 ROTATED_BYTES, BACKUPS = 512 * 2**20, 5  # Ray 2.60.0, ray_constants.py
@@ -88,10 +90,12 @@ class Sink:
 
     def flush(self, timeout_s: float = LAST_LINES_S) -> bool:
         """Wait until the lines that are queued now are written. Returns False after the timeout."""
-        if self._thread is None:
+        if self._thread is None and self._lines.empty():
             return True
         marker = Marker()
         self._lines.put(marker)
+        if self._thread is None:
+            self._start()
         return marker.wait(timeout_s)
 
     def forget(self) -> None:
@@ -115,11 +119,20 @@ class Sink:
     def _run(self) -> None:
         wrote_at = 0.0
         while True:
-            first = self._lines.get()
+            try:
+                first = self._lines.get(timeout=IDLE_S)
+            except Empty:
+                break
             if monotonic() - wrote_at < GATHER_S and not isinstance(first, Marker):
                 sleep(GATHER_S)
             self._take(first)
             wrote_at = monotonic()
+        # Race with a thread that puts a line now. It sees no thread, and starts one; or it put the
+        # line before, and this thread sees it. The lock is free of others, who do not wait for it.
+        with self._lock:
+            self._thread = None
+        if not self._lines.empty():
+            self._start()
 
     def _take(self, first: Line | Marker) -> None:
         """Write all lines that are queued."""
