@@ -96,7 +96,10 @@ class Member:
         # process is ended: it does not come back.
         killable = self.replica.is_killable
         is_stuck = bool(self.stuck) and not (self.replica.borrows_loop or killable)
-        is_lost = self.replica.is_lost or (killable and bool(self.stuck))
+        # The start of a lost process fails and is counted: dropped before that, it would be tried
+        # again without a pause.
+        fails = killable and self.phase is Phase.STARTING
+        is_lost = (self.replica.is_lost and not fails) or (killable and bool(self.stuck))
         is_lost = self.phase is not Phase.LEAVING and is_lost
         return Fact(
             self.number, self.phase, self.version, self.config, self.is_stale, is_stuck, is_lost
