@@ -16,6 +16,7 @@ from ingress.base.settings import (
     REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
     STALL_THRESHOLD_MS,
+    START_METHOD,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
     HTTPLimits,
@@ -145,6 +146,12 @@ def test_the_host_is_taken_as_it_is_and_what_is_empty_as_unset() -> None:
 def test_an_engine_that_is_not_there_is_refused_by_name(value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings.from_environment({ENGINE: value})
+
+
+def test_a_start_method_that_is_not_there_is_refused_with_those_that_are() -> None:
+    message = "INGRESS_START_METHOD must be spawn or forkserver, got 'fork'; set it to one of these"
+    with pytest.raises(ValueError, match=message):
+        Settings.from_environment({START_METHOD: "fork"})
 
 
 def test_the_flags_fixture_is_what_the_environment_says(flags: Settings) -> None:

@@ -30,6 +30,7 @@ engine reads the environment again.
     INGRESS_BODY_BUFFER_BYTES                65536   bytes of a body read before a slot is taken
     INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
     INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
+    INGRESS_START_METHOD                     spawn   start of child processes: spawn or forkserver
     INGRESS_RUNTIME_DIR                              folder of the control sockets
     INGRESS_ADMIN                              off   admin listener: HOST:PORT, a path, or off
     INGRESS_ADMIN_TOKEN                              token of its clients, `Authorization: Bearer`
@@ -44,6 +45,7 @@ import difflib
 import math
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -78,6 +80,7 @@ HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
 BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
 BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
 MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
+START_METHOD = "INGRESS_START_METHOD"
 RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
 ADMIN = "INGRESS_ADMIN"
 ADMIN_TOKEN = "INGRESS_ADMIN_TOKEN"
@@ -156,6 +159,7 @@ class Settings:
     set_native_threads: bool = True
     http_host: str = "127.0.0.1"
     engine: str = "local"
+    start_method: str = "spawn"
     ray_address: str | None = None
     trace_file: str | None = None
     tracing: bool = False
@@ -188,6 +192,7 @@ class Settings:
             set_native_threads=_flag(env, SET_NATIVE_THREADS, default=True),
             http_host=env.get(HTTP_HOST) or "127.0.0.1",
             engine=engine_name(env),
+            start_method=start_method(env),
             session_header=_header(env, SESSION_ID_HEADER_KEY, default=SESSION_HEADER),
             priority_header=_header(env, PRIORITY_HEADER, default=""),
             ray_address=env.get(RAY_ADDRESS) or None,
@@ -317,6 +322,22 @@ def engine_name(environ: Mapping[str, str] | None = None) -> str:
         raise ValueError(
             f"{ENGINE} must be {' or '.join(ENGINES)}, got {value!r}; set it to one of these, or "
             "unset it"
+        )
+    return value
+
+
+def start_method(environ: Mapping[str, str] | None = None) -> str:
+    """Return how child processes start. Raises `ValueError` for what is not possible here."""
+    value = (os.environ if environ is None else environ).get(START_METHOD) or "spawn"
+    if value not in ("spawn", "forkserver"):
+        raise ValueError(
+            f"{START_METHOD} must be spawn or forkserver, got {value!r}; set it to one of "
+            "these, or unset it"
+        )
+    if value == "forkserver" and sys.platform != "linux":
+        raise ValueError(
+            f"{START_METHOD}=forkserver needs Linux, which ends children with their parent; unset "
+            "it"
         )
     return value
 

@@ -170,6 +170,7 @@ class Link:
     """The server's end of one child. Owned by the loop of its frames; any thread reads `end`.
 
     end        the description of the process's end, "" while it runs
+    module     of the user's class, for a fork server
     model_ids  the ids of the models that the child has or is loading
     on_lost    is called when the process has ended, unless it was stopped
     on_news    is called with the counters of the child
@@ -179,7 +180,7 @@ class Link:
     __slots__ = (
         "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle",
         "_output", "_page", "_replica_id", "_started", "_works", "end", "mark", "model_ids",
-        "on_lost", "on_news",
+        "module", "on_lost", "on_news",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
@@ -198,6 +199,7 @@ class Link:
         self.on_news: Callable[[News], None] = lambda news: None
         self.mark = token_hex(8)
         self._output = Output(self.mark)
+        self.module = ""
         self.end = ""
         self.model_ids: frozenset[str] = frozenset()
 
@@ -255,7 +257,7 @@ class Link:
         self._errands = Errands(frames, self._make_handle, self._call_of)
         frames.post_inline(Kind.START, specification)
         name = str(self._replica_id)
-        self._child = ChildProcess(name, theirs, page, env_vars, self._output, on_exit)
+        self._child = ChildProcess(name, self.module, theirs, page, env_vars, self._output, on_exit)
 
     async def stop(self) -> None:
         """Have the child run the user's shutdown code, and wait for its end."""

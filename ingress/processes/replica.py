@@ -79,6 +79,7 @@ class ProcessReplica(Replica):
         self._model_counts = 0, 0
         self._code.link.on_news = self._take_news
         self._code.link.on_lost = on_lost
+        self._code.link.module = built.deployment.func_or_class.__module__
         # For the names of its methods: there is no instance in this process.
         self.context.servable_object = built.deployment.func_or_class
 

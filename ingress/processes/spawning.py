@@ -10,21 +10,16 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-from ingress.base.settings import environment
+from ingress.base.settings import environment, start_method
+from ingress.processes.forking import PROLOGUE, ForkedProcess, fork
 from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
 
-_BOOT = """\
-import ctypes, json, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-sys.path[:] = json.loads(sys.argv[2])
+_BOOT = f"""\
+{PROLOGUE}
 from ingress.engines.child import main
 main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
 """
-# Before the imports: they may take seconds, in which the parent may end.
 JOIN_S = 1.0
 LAST_LINES_S = 0.1
 
@@ -34,18 +29,19 @@ class ChildProcess:
 
     The child has a socket and a page of its parent, and its environment with `env_vars`. Linux
     kills it with the thread that started it, so that thread lives as long as the child. `on_exit()`
-    is called there. A negative `code` is the number of the signal that killed the child; `failure`
-    says why it could not be started.
+    is called there. A fork server imports `module` before it forks. A negative `code` is the number
+    of the signal that killed the child; `failure` says why it could not be started.
     """
 
     __slots__ = (
-        "_end", "_env_vars", "_is_unwanted", "_name", "_on_exit", "_page", "_process",
+        "_end", "_env_vars", "_is_unwanted", "_module", "_name", "_on_exit", "_page", "_process",
         "_thread", "code", "failure", "output",
     )  # fmt: skip
 
     def __init__(
         self,
         name: str,
+        module: str,
         end: socket.socket,
         page: SharedPage,
         env_vars: Mapping[str, str],
@@ -56,12 +52,13 @@ class ChildProcess:
         self.failure: OSError | None = None
         self.output = output
         self._name = name
+        self._module = module
         self._end = end
         self._page = page
         self._env_vars = env_vars
         self._on_exit = on_exit
         self._is_unwanted = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._thread = threading.Thread(target=self._main, name=f"{name}-process", daemon=True)
         self._thread.start()
 
@@ -90,18 +87,25 @@ class ChildProcess:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _main(self) -> None:
+    def _started(self) -> subprocess.Popen[bytes] | ForkedProcess:
         inherited = (self._end.fileno(), self._page.descriptor)
+        if start_method() == "forkserver":
+            forked = fork(self._module, self._name, self._env_vars, inherited)
+            if forked is not None:
+                return forked
         given = [os.getpid(), json.dumps(sys.path), *inherited, self._name]
+        return subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *map(str, given)],
+            pass_fds=inherited,
+            env={**environment(), **self._env_vars},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def _main(self) -> None:
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *map(str, given)],
-                pass_fds=inherited,
-                env={**environment(), **self._env_vars},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            self._process = self._started()
         except OSError as error:
             self.failure = error
         finally:
