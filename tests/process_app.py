@@ -152,7 +152,7 @@ class Model:
 
     @serve.method(lane="db")
     def in_lane(self) -> None:
-        self.leave_lane.wait(20)
+        self.leave_lane.wait(60)
 
     async def end_lane(self) -> None:
         self.leave_lane.set()

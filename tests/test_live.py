@@ -405,6 +405,37 @@ def test_a_value_beyond_the_last_bucket_is_that_buckets_end() -> None:
     assert percentile(buckets, 0.5) == LATENCY_BUCKETS_MS[-1]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs replicas in processes")
+def test_a_process_tells_the_line_on_each_of_its_threads(observer: Observer) -> None:
+    serve.run(process_app.caller, name="model", route_prefix=None)
+    model = serve.get_deployment_handle("Model", "model")
+    held = model.in_lane.remote()
+
+    found: list[Any] = []
+
+    def look() -> bool:  # again, if the child answered too late
+        found[:] = [
+            each
+            for each in observer.look()["replicas"]
+            # The server's process may have looked just before the call came to the replica.
+            if any(lane["runs"] for lane in each["lanes"]) and each["calls"]
+        ]
+        return bool(found)
+
+    wait_until(look)
+    (replica,) = found
+    (run,) = (each for lane in replica["lanes"] for each in lane["runs"])
+    (call,) = replica["calls"]
+    model.end_lane.remote().result()
+    held.result()
+
+    assert run["title"] == call["title"] == "Model.in_lane"
+    assert (run["line"]["file"], run["method"]) == (process_app.__file__, "Model.in_lane")
+    assert (call["where"], call["line"]) == (run["thread"], run["line"])
+    assert replica["loop"]["thread"] == f"Model#{replica['replica']}"
+    assert replica["pid"] not in (None, os.getpid())
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="needs replicas in processes")
 def test_a_process_whose_loop_stands_is_said_although_it_cannot_tell_the_line(

@@ -1,6 +1,7 @@
 """The present state of a running server, for `ingress status`, `ingress top` and the page.
 
     running     each replica: its loop, lanes, threads and process, and the calls on each
+    children    the same in the child processes of replicas, which they tell
     counts      how many calls of each route have ended, and how long they took
     history     the rates and latencies of the last minutes, from those counts
     part        all of this in one process

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ingress.base.settings import Settings
 from ingress.calls.notable import NOTABLE
 from ingress.control.running import RunningApplication
+from ingress.live import children
 from ingress.live.configuration import configuration_of
 from ingress.live.counts import counts
 from ingress.live.recording import record
@@ -52,8 +53,10 @@ def part(server: Server, argument: float = 0.0) -> dict[str, Any]:
     running = dict(server.applications)
     replicas = _replicas(running)
     slowest, failed = NOTABLE.recent()
+    answers = children.ask(replicas)
     with _LOOKING:
         seen = _RUNNING.look(replicas, {name: each.deployed_at_s for name, each in running.items()})
+    children.add(seen, answers)
     return {
         **count_part(server),
         "url": server.url(),

@@ -152,16 +152,17 @@ class ProcessReplica(Replica):
 
     def look(
         self, look: Callable[..., Any], *arguments: Any, timeout_s: float
-    ) -> Callable[[], Any]:
+    ) -> Callable[..., Any]:
         """Begin to call `look(replica, *arguments)` in the child, in a thread beside its loop.
 
         `look` is a function of a module. Returns a function that waits for the result, and raises
-        `TimeoutError` if there is none in `timeout_s`, or the error that `look` raised. Both are
-        thread-safe, and not for the loop of the frames.
+        `TimeoutError` if there is none in `timeout_s`, or the error that `look` raised. It takes a
+        shorter time to wait, if there is one. Both are thread-safe, and not for the loop of the
+        frames.
         """
         answer = start_on(self.loop, self._code.look(look, arguments, timeout_s))
         # Longer, because that loop may stand still itself.
-        return lambda: loads(answer.result(timeout_s + ANSWER_S))
+        return lambda wait_s=timeout_s + ANSWER_S: loads(answer.result(wait_s))
 
     def add_threads(self, max_ongoing: int) -> None:
         """Have the child allow worker threads for `max_ongoing` calls. Thread-safe."""
