@@ -208,6 +208,9 @@ class Model:
 
 
 model = Model.bind(3)  # type: ignore[attr-defined]
+narrow = Model.options(  # type: ignore[attr-defined]
+    max_ongoing_requests=1, graceful_shutdown_timeout_s=0
+).bind()
 
 
 @serve.deployment(isolation="process")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
-from ingress.exceptions import RayServeException, RequestCycleError
+from ingress.exceptions import RayServeException, ReplicaUnavailableError, RequestCycleError
 from ingress.handle import DeploymentHandle
 from tests import process_app
 from tests.process_app import OddError, pids
@@ -96,6 +98,43 @@ def test_a_cancellation_reaches_user_code_and_frees_the_slot(model: DeploymentHa
 
     wait_until(lambda: model.seen.remote().result()[len(before) :] == ["begun", "cancelled"])
     wait_until(lambda: replica.slots.ongoing == 0)
+
+
+def test_a_call_with_one_answer_has_no_task_in_the_process_of_the_server(
+    model: DeploymentHandle,
+) -> None:
+    (replica,) = local_engine().routers[DeploymentID("Model", "model")].replicas
+    begun = model.seen.remote().result().count("begun")
+    responses = [model.wait.remote() for _ in range(3)]
+    wait_until(lambda: model.seen.remote().result().count("begun") == begun + 3)
+
+    running = [str(each.get_coro()) for each in asyncio.all_tasks(replica.loop)]
+
+    assert not [each for each in running if "Replica._run" in each]
+    for response in responses:
+        response.cancel()
+    wait_until(lambda: replica.slots.ongoing == 0)
+
+
+def test_calls_that_cannot_be_sent_fail_one_after_the_other() -> None:
+    handle = serve.run(process_app.narrow, name="narrow", route_prefix=None)
+    first = handle.wait.remote()
+    wait_until(lambda: first._call.has_begun)
+    # More than Python allows calls within calls: the end of one frees the slot of the next.
+    unsendable = [handle.remote(threading.Lock()) for _ in range(sys.getrecursionlimit())]
+    late = handle.pid.remote()
+
+    first.cancel()
+
+    for response in unsendable:
+        with pytest.raises(RayServeException, match="cannot be sent"):
+            response.result()
+    assert late.result() != os.getpid()
+    stopped = handle.wait.remote()
+    wait_until(lambda: stopped._call.has_begun)
+    serve.delete("narrow")
+    with pytest.raises(ReplicaUnavailableError, match="was stopped before it answered"):
+        stopped.result()
 
 
 def test_a_generator_streams_and_ends_when_its_consumer_has_gone(model: DeploymentHandle) -> None:

@@ -204,12 +204,12 @@ class _Look:
             "ms": round((self._now - call.started_at) * 1e3, 1),
         }
 
-    def _call(self, call: Call, task: asyncio.Task[Any] | None) -> dict[str, Any]:
+    def _call(self, call: Call, task: asyncio.Future[Any] | None) -> dict[str, Any]:
         """Return one call: where it runs, or what it awaits."""
         where, place = self._at.get(call, ("", NOWHERE))
         if not where:
             where = "awaits" if call.has_begun else "starts"
-            place = NOWHERE if task is None else awaiting(task.get_coro())
+            place = awaiting(task.get_coro()) if isinstance(task, asyncio.Task) else NOWHERE
         return {
             **self._named(call),
             "queue_ms": round(max(0.0, call.assigned_at - call.started_at) * 1e3, 1),

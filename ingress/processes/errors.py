@@ -40,6 +40,11 @@ def unpickled_error(content: memoryview) -> BaseException:
     return error  # type: ignore[no-any-return]
 
 
+def unreadable(what: str, problem: Exception) -> RayServeException:
+    """Return the error of a value whose class only the other process knows."""
+    return RayServeException(f"{what} cannot be read: {problem!r}")
+
+
 def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeException:
     """Return the error of values that cannot be pickled, which names the part at fault.
 

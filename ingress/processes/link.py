@@ -21,9 +21,9 @@ from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.loops import mailbox_of
 from ingress.calls.retries import NotBegunError
-from ingress.exceptions import RayServeException, ReplicaUnavailableError
+from ingress.exceptions import ReplicaUnavailableError
 from ingress.processes.errands import Errands, MakeHandle
-from ingress.processes.errors import died, end_of, unpickled_error
+from ingress.processes.errors import died, end_of, unpickled_error, unreadable
 from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, loads
 from ingress.processes.messages import (
     RESPONSE_BODY,
@@ -35,6 +35,7 @@ from ingress.processes.messages import (
 )
 from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
+from ingress.processes.remote_call import RemoteCall
 from ingress.processes.resources import EnvironmentOf
 from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Taken, Window
@@ -75,7 +76,7 @@ class RemoteWork:
             try:
                 self.end(decode(content, buffers) if content else None)
             except Exception as problem:
-                self.end(error=_unreadable("the result", problem))
+                self.end(error=unreadable("the result", problem))
         elif kind == Kind.FAILED:
             self.end(error=unpickled_error(content))
         elif kind == Kind.CREDIT:
@@ -98,7 +99,7 @@ class RemoteWork:
         try:
             self._arrived.append(decode(content, buffers))
         except Exception as problem:
-            self.error = _unreadable("an item of the stream", problem)
+            self.error = unreadable("an item of the stream", problem)
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         self.value = value
@@ -161,11 +162,6 @@ class RemoteWork:
                     pass
 
 
-def _unreadable(what: str, problem: Exception) -> RayServeException:
-    """Return the error of a value whose class only the other process knows."""
-    return RayServeException(f"{what} cannot be read: {problem!r}")
-
-
 class Link:
     """The server's end of one child. Owned by the loop of its frames; any thread reads `end`.
 
@@ -194,7 +190,7 @@ class Link:
         self._ended: asyncio.Future[None] | None = None
         self._is_stopping = False
         self._last = 0
-        self._works: dict[int, RemoteWork] = {}
+        self._works: dict[int, RemoteWork | RemoteCall] = {}
         self.on_lost: Callable[[], None] = lambda: None
         self.on_news: Callable[[News], None] = lambda news: None
         self.mark = token_hex(8)
@@ -292,6 +288,14 @@ class Link:
             self._works[self._last] = work
             self._frames.post(kind, self._last, content)
         return work
+
+    def send_call(self, work: RemoteCall, content: Content) -> None:
+        """Send the frame of a call that no task waits for. The process has not ended."""
+        assert self._frames is not None
+        self._last += 1
+        work.number, work.frames = self._last, self._frames
+        self._works[self._last] = work
+        self._frames.post(Kind.CALL, self._last, content)
 
     def _call_of(self, number: int) -> Call | None:
         work = self._works.get(number)

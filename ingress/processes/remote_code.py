@@ -20,9 +20,10 @@ from ingress.asgi.template import TEMPLATES
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.tracing import span_headers
+from ingress.handle import Invocation
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import dumps, encode, outside, size_of_content
+from ingress.processes.frames import Content, dumps, encode, outside, size_of_content
 from ingress.processes.link import Link, RemoteWork
 from ingress.processes.messages import (
     RESPONSE_BODY,
@@ -31,6 +32,7 @@ from ingress.processes.messages import (
     message_as_sent,
     scope_as_sent,
 )
+from ingress.processes.remote_call import RemoteCall
 from ingress.processes.resources import EnvironmentOf
 
 
@@ -92,27 +94,23 @@ class RemoteCode:
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method and return its result."""
-        work = self._begin(Kind.CALL, args, kwargs)
+        work = self.link.send(Kind.CALL, _content(args, kwargs))
         try:
             return await work.outcome()
         finally:
             if not work.is_over:
                 await work.leave(sys.exception())
 
-    def _begin(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteWork:
-        metadata = CURRENT_CALL.get().metadata
-        try:
-            content = encode((envelope_of(metadata, span_headers()), args, kwargs))
-        except Exception as problem:
-            name = metadata.deployment.name
-            raise unsendable(name, problem, args=args, kwargs=kwargs) from problem
-        return self.link.send(kind, content)
+    def send(self, work: RemoteCall, invocation: Invocation) -> None:
+        """Send a call, in its context. Raises an error if that cannot be pickled."""
+        CURRENT_CALL.set(work.call)
+        self.link.send_call(work, _content(invocation.args, invocation.kwargs))
 
     async def stream(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """Call a method that returns a generator and yield its items."""
-        work = self._begin(Kind.STREAM, args, kwargs)
+        work = self.link.send(Kind.STREAM, _content(args, kwargs))
         try:
             while items := await work.take():
                 for item in items:
@@ -161,6 +159,16 @@ class RemoteCode:
             work.frames.post(Kind.INPUT, work.number, content)
             if message["type"].endswith(".disconnect"):
                 return
+
+
+def _content(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Content:
+    """Return the content of the current call's frame."""
+    metadata = CURRENT_CALL.get().metadata
+    try:
+        return encode((envelope_of(metadata, span_headers()), args, kwargs))
+    except Exception as problem:
+        name = metadata.deployment.name
+        raise unsendable(name, problem, args=args, kwargs=kwargs) from problem
 
 
 def _gathered(messages: list[Message]) -> list[Message]:

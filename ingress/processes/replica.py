@@ -12,14 +12,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any, ClassVar
 
 from ingress.calls.call import Call
 from ingress.calls.loops import mailbox_of, start_on
 from ingress.calls.retries import NotBegunError
+from ingress.calls.tracing import TRACING
 from ingress.context import ReplicaRuntime
 from ingress.declaration.build import BuiltDeployment
 from ingress.exceptions import ReplicaUnavailableError
+from ingress.execution.execution import contained
+from ingress.handle import Invocation
 from ingress.metrics import user_metrics
 from ingress.processes.code import ByPath, ByValue, accept_main, pickled_arguments, reference_to
 from ingress.processes.errands import MakeHandle
@@ -27,6 +31,7 @@ from ingress.processes.errors import died
 from ingress.processes.frames import dumps, loads, pickle_by_value
 from ingress.processes.messages import News, ReplicaSpec
 from ingress.processes.output import levels
+from ingress.processes.remote_call import RemoteCall
 from ingress.processes.remote_code import RemoteCode
 from ingress.processes.resources import environment_of
 from ingress.replicas.factories import ReplicaFactories
@@ -168,11 +173,56 @@ class ProcessReplica(Replica):
         """Have the child allow worker threads for `max_ongoing` calls. Thread-safe."""
         mailbox_of(self.loop).post(self._code.add_threads, max_ongoing)
 
-    def admit(self, call: Call) -> bool:
+    def _begin(self, call: Call) -> None:
+        # Without a task where the child's answer is all there is to wait for. A call that cannot
+        # begin has a task nevertheless: it frees a slot, and the next one would begin in recursion.
+        work, deadline = call.work, call.metadata.deadline
+        if (
+            isinstance(work, Invocation)
+            and work.channel is None
+            and TRACING.tracer is None  # else the waits get spans, in the task
+            and not (call.settled or self.is_ending)
+            and (deadline is None or monotonic() < deadline)
+        ):
+            self._send(call, work)
+        else:
+            super()._begin(call)
+
+    def _send(self, call: Call, invocation: Invocation) -> None:
+        """Begin a call without a task."""
+        work = RemoteCall(loop=self.loop)
+        if not self.admit(call, work):
+            return
+        work.begin(call, monotonic(), self._end_call)
+        try:
+            call.context.run(self._code.send, work, invocation)
+        except BaseException as error:  # of user code, which pickling may call
+            # Later, for the reason above.
+            self.loop.call_soon(work.end, None, error)
+
+    def _end_call(self, work: RemoteCall) -> None:
+        """End a call without a task, as `serve` and `_run` end the others."""
+        call, error = work.call, work.error
+        sent = call.work, call.context
+        if error is None:
+            self.end(call, work.began_at, None)
+            call.settle(work.value)
+        elif isinstance(error, asyncio.CancelledError):
+            self.end(call, work.began_at, error)
+            self.settle_cancelled(call, error)
+        else:
+            error = contained(error, str(self.replica_id), is_task=False)
+            self.end(call, work.began_at, error)
+            if isinstance(error, NotBegunError):
+                call.work, call.context = sent  # for another replica
+            assert isinstance(error, Exception)
+            self.fail(call, error)
+
+    def admit(self, call: Call, task: asyncio.Future[Any] | None = None) -> bool:
         if self._code.link.end and not call.settled:
             self._turn_away(call)  # the router has yet to be told
             return False
-        return super().admit(call)
+        return super().admit(call, task)
 
     async def serve(self, call: Call) -> Any:
         work, context = call.work, call.context

@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from time import monotonic, thread_time
-from typing import Any
+from typing import Any, cast
 
 from anyio.to_thread import current_default_thread_limiter
 
@@ -150,7 +150,7 @@ class Replica:
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop, factories.threads)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
         # The calls that run here, each with its task once that has begun.
-        self._calls: dict[Call, asyncio.Task[Any] | None] = {}
+        self._calls: dict[Call, asyncio.Future[Any] | None] = {}
         self.context = ReplicaRuntime(replica_id, loop=self.loop, make_plan=make_plan)
         self._models = Models(self.loop, self.context, make_plan, self._calls)
         try:
@@ -174,7 +174,7 @@ class Replica:
         return os.getpid()
 
     @property
-    def calls(self) -> dict[Call, asyncio.Task[Any] | None]:
+    def calls(self) -> dict[Call, asyncio.Future[Any] | None]:
         """A copy of the calls here, each with its task once that has begun. Thread-safe."""
         return self._calls.copy()
 
@@ -308,11 +308,11 @@ class Replica:
     def _cancel(self, call: Call) -> None:
         task = self._calls.get(call)
         if task is not None:
-            cancel_once(task)
+            cancel_once(cast(asyncio.Task[Any], task))
         call.interrupt()
 
-    def admit(self, call: Call) -> bool:
-        """Return whether a call that holds a slot is to run now, in the current task.
+    def admit(self, call: Call, task: asyncio.Future[Any] | None = None) -> bool:
+        """Return whether a call that holds a slot is to run now, by default in the current task.
 
         If not, its slot is given back, and it goes to another replica or has its answer.
         """
@@ -320,7 +320,7 @@ class Replica:
         if not call.settled and (call.metadata.deadline is None or not call.is_over()):
             # Race with `stop` in another thread: it changes the state and then reads the calls.
             # This adds the call and then reads the state, so one of the two sees the other.
-            self._calls[call] = asyncio.current_task(self.loop)
+            self._calls[call] = task or asyncio.current_task(self.loop)
             if self.state not in _ENDING:
                 self._note_begin(call)
                 return True
@@ -375,16 +375,20 @@ class Replica:
         try:
             value = await self.serve(call)
         except asyncio.CancelledError as error:
-            # If the caller has cancelled the call, it is settled. Otherwise the replica is being
-            # stopped, or user code cancelled its own task.
-            ending = self.state in _ENDING
-            call.settle(
-                error=self.gone_error() if ending else UserCodeExit(error, str(self.replica_id))
-            )
+            self.settle_cancelled(call, error)
         except Exception as error:
             self.fail(call, error)
         else:
             call.settle(value)
+
+    def settle_cancelled(self, call: Call, error: asyncio.CancelledError) -> None:
+        """Settle a call whose work was cancelled."""
+        # If the caller has cancelled the call, it is settled. Otherwise the replica is being
+        # stopped, or user code cancelled its own task.
+        ending = self.state in _ENDING
+        call.settle(
+            error=self.gone_error() if ending else UserCodeExit(error, str(self.replica_id))
+        )
 
     def fail(self, call: Call, error: Exception) -> None:
         """Settle a call with the error of its work, or log the error if the call is settled."""
@@ -424,26 +428,30 @@ class Replica:
         finally:
             CURRENT_CALL.reset(call_token)
             REPLICA.reset(replica_token)
-            latency = self.latencies.get(call.route)
-            if latency is None:
-                latency = self.latencies[call.route] = Latency()
-            ended = monotonic()
-            latency_ms = (ended - begin) * 1e3
-            latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
-            bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
-            latency.buckets[bucket] += 1
-            if failure is not None:
-                latency.errors += 1
-                self._count_error(call.route, type(failure).__name__)
-                note_end(call, self.replica_id, begin, ended, failure)
-                failure = None  # else it would be in a cycle with this frame, by its traceback
-            elif ended - call.started_at >= NOTABLE.least_s:
-                note_end(call, self.replica_id, begin, ended, None)
-            del self._calls[call]
-            if self._models.in_use:
-                self._models.end(call)
-            self.release(call)
-            call.release_references()
+            self.end(call, begin, failure)
+            failure = None  # else it would be in a cycle with this frame, by its traceback
+
+    def end(self, call: Call, begin: float, failure: BaseException | None) -> None:
+        """Count a call whose work has ended, and give its slot back."""
+        latency = self.latencies.get(call.route)
+        if latency is None:
+            latency = self.latencies[call.route] = Latency()
+        ended = monotonic()
+        latency_ms = (ended - begin) * 1e3
+        latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
+        bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
+        latency.buckets[bucket] += 1
+        if failure is not None:
+            latency.errors += 1
+            self._count_error(call.route, type(failure).__name__)
+            note_end(call, self.replica_id, begin, ended, failure)
+        elif ended - call.started_at >= NOTABLE.least_s:
+            note_end(call, self.replica_id, begin, ended, None)
+        del self._calls[call]
+        if self._models.in_use:
+            self._models.end(call)
+        self.release(call)
+        call.release_references()
 
     def _count_error(self, route: str, kind: str) -> None:
         counts = self.errors
@@ -524,7 +532,7 @@ class Replica:
         # In a thread: joining blocks, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
         for call in list(self._calls):  # a loop that was left behind may change it
-            if (task := self._calls.get(call)) is not None:
+            if self._calls.get(call) is not None:
                 call.settle(error=self.gone_error())
                 call.interrupt()
             elif self._calls.pop(call, _ABSENT) is None:
@@ -533,7 +541,7 @@ class Replica:
 
     async def _wind_down(self) -> None:
         running = [(call, task) for call, task in self._calls.items() if task is not None]
-        tasks = [task for _, task in running]
+        tasks: list[asyncio.Future[Any]] = [task for _, task in running]
         for call, task in running:
             task.cancel()
             call.interrupt()

@@ -156,6 +156,9 @@ class TracedProcessReplica(_Traced, ProcessReplica):
         super().__init__(*args, **kwargs)
         self._recorder = recorder
 
+    def _begin(self, call: Call) -> None:
+        Replica._begin(self, call)  # in a task, where `serve` records it
+
     async def start(self, *args: Any, **kwargs: Any) -> None:
         await super().start(*args, **kwargs)
         self._recorder.join(self, self._ask)
