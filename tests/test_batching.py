@@ -1243,7 +1243,7 @@ async def test_wrong_arguments_of_a_stream_are_told_at_the_call() -> None:
 
 @on_the_loop
 async def test_a_stream_called_in_a_thread_is_queued_when_it_is_iterated() -> None:
-    f = stream_of(lambda xs: iter([xs]), "async def")
+    f = stream_of(lambda xs: iter([xs]), "async def", max_batch_size=1)
     assert await collect(await asyncio.to_thread(f, 1)) == [1]
 
 
