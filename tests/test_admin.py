@@ -18,7 +18,7 @@ import pytest
 import ingress as serve
 from ingress.admin.address import AdminOptions
 from ingress.admin.listener import AdminListener
-from ingress.snapshot import Snapshot
+from ingress.base.snapshot import Snapshot
 from tests.servers import (
     INGRESS,
     UVICORN,

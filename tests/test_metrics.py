@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from ingress.admin.exposition import exposition
 from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
-from ingress.snapshot import (
+from ingress.base.snapshot import (
     ApplicationSnapshot,
     DeploymentSnapshot,
     HTTPCount,

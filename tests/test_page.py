@@ -22,12 +22,12 @@ from fastapi import FastAPI
 import ingress as serve
 from ingress.admin.address import AdminOptions
 from ingress.admin.listener import AdminListener
+from ingress.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.live.observer import Observer
 from ingress.live.page import routes
 from ingress.live.part import parts_of
 from ingress.live.viewers import MOST, PAUSE_S
-from ingress.snapshot import Snapshot
 from ingress.testing import Latch
 from tests.servers import (
     INGRESS,

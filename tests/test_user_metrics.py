@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from ingress.base.snapshot import UserMetric
 from ingress.metrics.user_metrics import MAX_SERIES, collected
-from ingress.snapshot import UserMetric
 from tests.servers import bind, get, served, wait_until, write_module
 from tests.test_admin import admin_port, serving
 from tests.test_metrics import samples, value

@@ -13,7 +13,7 @@ from math import isfinite
 from ingress.admin import families as f
 from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM, Family
 from ingress.base.counters import LATENCY_BUCKETS_MS, Latency
-from ingress.snapshot import (
+from ingress.base.snapshot import (
     ApplicationSnapshot,
     DeploymentSnapshot,
     HTTPCount,

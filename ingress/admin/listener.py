@@ -12,9 +12,9 @@ from ingress.admin.address import AdminOptions
 from ingress.admin.app import admin_app
 from ingress.admin.source import Source
 from ingress.base.settings import HTTPLimits
+from ingress.base.snapshot import Snapshot
 from ingress.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.http.address import url_of
-from ingress.snapshot import Snapshot
 
 if TYPE_CHECKING:
     import uvicorn

@@ -8,7 +8,7 @@ from time import monotonic
 
 from pydantic import TypeAdapter
 
-from ingress.snapshot import Snapshot
+from ingress.base.snapshot import Snapshot
 
 FRESH_S = 0.2
 

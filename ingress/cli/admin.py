@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from ingress.admin.address import OFF, AdminOptions
 from ingress.base.settings import admin_settings
+from ingress.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.live.observer import Observer
 from ingress.live.page import routes
-from ingress.snapshot import Snapshot
 
 
 def admin_options(address: str | None, token: str | None) -> AdminOptions:

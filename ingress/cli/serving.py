@@ -20,6 +20,7 @@ from ingress import api
 from ingress.admin.address import AdminOptions
 from ingress.api import RunTarget
 from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
+from ingress.base.snapshot import Snapshot
 from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, ControlSocket
 from ingress.cli.reloading import (
@@ -51,7 +52,6 @@ from ingress.http.shared_port import SharedPort
 from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
 from ingress.live.observer import Observer
 from ingress.live.part import parts_of
-from ingress.snapshot import Snapshot
 
 READY = "READY=1"  # systemd's word
 

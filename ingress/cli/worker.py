@@ -37,6 +37,7 @@ from starlette.types import ASGIApp
 from ingress.api import LAME_DUCK_S, RunTarget, run
 from ingress.base.settings import Settings
 from ingress.base.signals import stop_signals
+from ingress.base.snapshot import Snapshot
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, CommandError, ControlSocket
@@ -60,7 +61,6 @@ from ingress.http.uvicorn_server import UvicornServer
 from ingress.live.observer import Observer
 from ingress.live.part import parts_of
 from ingress.logs.process import ProcessLogs
-from ingress.snapshot import Snapshot
 
 BEAT_S = 1.0
 SLACK_S = 0.5  # a heartbeat that is a little early pushes a snapshot too

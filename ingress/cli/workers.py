@@ -25,13 +25,13 @@ from typing import Any
 import uvicorn
 
 from ingress.base.signals import stop_signals
+from ingress.base.snapshot import Snapshot
 from ingress.cli.server_commands import Changes
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
 from ingress.cli.worker_commands import READS, Asked, Failed, Rolling
 from ingress.cli.worker_snapshots import Ended
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
-from ingress.snapshot import Snapshot
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 LATE_S = 5.0  # five heartbeats: no command is sent to it

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ingress.base.settings import Settings
+from ingress.base.snapshot import keep
 from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
 from ingress.calls.loops import mailbox_of, reserve_descriptors
 from ingress.control.health import TELL_S, observe
@@ -25,7 +26,6 @@ from ingress.execution.mistakes import described
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
 from ingress.replicas.replica import Replica
-from ingress.snapshot import keep
 
 LOOK_S = 0.2
 SCALE_S = 0.1  # where there is autoscaling: the first request to no replica waits for this

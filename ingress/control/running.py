@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from random import random
 
 from ingress.asgi import BoundApp
+from ingress.base.snapshot import ReplicaCounts
 from ingress.config import DeploymentConfig
 from ingress.control.factories import Factories
 from ingress.control.plan import (
@@ -35,7 +36,6 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ReplicaDetails,
 )
-from ingress.snapshot import ReplicaCounts
 
 SHORT_LIFE_S = 10.0  # of a replica whose loss counts as one of a series
 FAILED_CHECKS = 3  # in a row; source: Ray 2.60.0, REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD

@@ -6,16 +6,16 @@ import os
 
 from ingress.base.counters import HTTPCounts
 from ingress.base.process import process_facts
-from ingress.control.running import Member, RunningApplication, RunningDeployment
-from ingress.replicas.router import Router
-from ingress.schema import ApplicationStatusOverview, DeploymentStatusOverview
-from ingress.snapshot import (
+from ingress.base.snapshot import (
     ApplicationSnapshot,
     DeploymentSnapshot,
     HTTPCount,
     ProcessSnapshot,
     ReplicaSnapshot,
 )
+from ingress.control.running import Member, RunningApplication, RunningDeployment
+from ingress.replicas.router import Router
+from ingress.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 
 def application_snapshot(

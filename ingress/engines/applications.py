@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.base.gc_freeze import SettledObjects
+from ingress.base.snapshot import ApplicationSnapshot
 from ingress.base.types import DeploymentID
 from ingress.config import DeploymentConfig
 from ingress.control.changes import Change
@@ -33,7 +34,6 @@ from ingress.http.proxy import RouteTable
 from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
 from ingress.schema import ApplicationStatus, ApplicationStatusOverview
-from ingress.snapshot import ApplicationSnapshot
 
 CLOSED = "it was closed while it started"
 FAILED = "it failed to start"

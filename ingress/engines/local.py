@@ -14,6 +14,7 @@ from typing import Any
 
 from ingress.admin.address import AdminOptions
 from ingress.base.settings import Settings, warn_of_unused
+from ingress.base.snapshot import Snapshot
 from ingress.base.types import DeploymentID
 from ingress.calls.call import Call, when_all_settled
 from ingress.calls.loops import run_blocking
@@ -46,7 +47,6 @@ from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import public_methods
 from ingress.schema import ServeStatus
-from ingress.snapshot import Snapshot
 from ingress.timeline.instrumentation import record
 
 logger = logging.getLogger("ingress")

@@ -1,4 +1,4 @@
-"""The snapshot of this process: see `ingress.snapshot`."""
+"""The snapshot of this process: see `ingress.base.snapshot`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from time import time
 from typing import TYPE_CHECKING
 
+from ingress.base.snapshot import Snapshot, StallSnapshot, UserMetric
 from ingress.control.snapshots import (
     application_snapshot,
     child_processes,
@@ -13,7 +14,6 @@ from ingress.control.snapshots import (
     process_snapshot,
 )
 from ingress.metrics import user_metrics
-from ingress.snapshot import Snapshot, StallSnapshot, UserMetric
 from ingress.watchdog import WATCHDOG, Stall
 from ingress.watchdog.pressure import GIL_PRESSURE
 

@@ -40,7 +40,7 @@ class Marker(threading.Event):
 
 
 Line = Any
-"""What a sink's `write` takes, or a function that returns it."""
+"""The argument of a sink's `write`, or a function that returns it."""
 
 
 class Sink:

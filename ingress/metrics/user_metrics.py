@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakSet
 
+from ingress.base.snapshot import UserMetric, UserSeries, merged_metrics
 from ingress.context import REPLICA
 from ingress.request_context import get_request_context
-from ingress.snapshot import UserMetric, UserSeries, merged_metrics
 
 logger = logging.getLogger("ingress")
 

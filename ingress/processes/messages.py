@@ -41,10 +41,10 @@ from typing import Any, NamedTuple, TypeAlias
 from starlette.types import Message, Scope
 
 from ingress.base.counters import BatchCount, LaneLoad, Latency
+from ingress.base.snapshot import UserMetric
 from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.calls.tracing import SpanHeaders
 from ingress.processes.frames import Buffers, Content, decode, encode, outside
-from ingress.snapshot import UserMetric
 from ingress.watchdog import Stall
 
 UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes

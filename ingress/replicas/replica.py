@@ -25,6 +25,7 @@ from anyio.to_thread import current_default_thread_limiter
 
 from ingress.asgi import BoundApp
 from ingress.base.counters import LATENCY_BUCKETS_MS, Latency, copied
+from ingress.base.snapshot import ReplicaCounts
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
@@ -45,7 +46,6 @@ from ingress.replicas.factories import UNOBSERVED, ReplicaFactories
 from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
 from ingress.replicas.user_code import MakePlan
-from ingress.snapshot import ReplicaCounts
 from ingress.watchdog import WATCHDOG
 from ingress.watchdog.pressure import GIL_PRESSURE
 
