@@ -202,6 +202,7 @@ def test_a_busy_port_that_was_asked_for_is_refused_before_anything_is_served(fol
             )
 
 
+@pytest.mark.reliability("S16")
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -223,6 +224,7 @@ def test_off_means_that_there_is_none(folder: Path) -> None:
         assert "Metrics at" not in server.output
 
 
+@pytest.mark.reliability("S16")
 def test_a_unix_socket_is_its_users_own(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     with listening(AdminOptions(str(path))) as listener:
@@ -236,6 +238,7 @@ def test_a_unix_socket_is_its_users_own(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.reliability("S16")
 def test_a_page_of_another_site_gets_nothing() -> None:
     with listening(ANY_PORT) as listener:
         port = port_of(listener)
@@ -254,6 +257,7 @@ def test_a_page_of_another_site_gets_nothing() -> None:
         assert get(port, "/nowhere").headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.reliability("S16")
 def test_a_token_is_asked_for_before_anything_else() -> None:
     with listening(AdminOptions("0.0.0.0:0", "secret")) as listener:
         port = port_of(listener)
@@ -264,6 +268,7 @@ def test_a_token_is_asked_for_before_anything_else() -> None:
         assert snapshot(port, "Authorization: Bearer secret\r\n")["pid"] == os.getpid()
 
 
+@pytest.mark.reliability("S12")
 def test_viewers_at_once_share_one_snapshot() -> None:
     made: list[Snapshot] = []
 
@@ -289,6 +294,7 @@ def test_viewers_at_once_share_one_snapshot() -> None:
     assert len(made) < 100
 
 
+@pytest.mark.reliability("S12")
 def test_two_hundred_viewers_that_do_not_read_leave_the_server_alone(folder: Path) -> None:
     with serving(folder, "--admin", "127.0.0.1:0") as server:
         port = admin_port(server)

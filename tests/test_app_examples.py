@@ -161,6 +161,14 @@ def test_one_thread_makes_the_connection_and_counts_every_visit() -> None:
     assert sorted(counts) == list(range(1, 51))
 
 
+@proves("processes")
+def test_a_process_of_an_example_ends_and_the_gateway_and_the_other_process_answer() -> None:
+    with served(application("processes")) as it:
+        answers = [it.get(path).text for path in ("/primes?below=30", "/crash", "/primes?below=3")]
+
+    assert answers == ["10", "The process of a replica ended.", "1"]
+
+
 @proves("native_threads")
 def test_two_calls_compute_at_a_time_and_health_does_not_wait_for_them() -> None:
     gate = Gate()

@@ -60,6 +60,7 @@ def test_a_small_factor_still_reaches_the_number_that_is_asked_for() -> None:
     assert smoothed(100, 20, config) == 28
 
 
+@pytest.mark.reliability("B19")
 def test_a_wish_has_to_last_for_its_delay() -> None:
     config = AutoscalingConfig(max_replicas=9, upscale_delay_s=5, downscale_delay_s=7)
     count, trend = delayed(4, 2, config, STEADY, now=100)
@@ -114,6 +115,7 @@ def test_a_deployment_of_no_replicas_starts_one_for_its_first_request(gate: Gate
     wait_until(lambda: not overview("Gated").replicas)
 
 
+@pytest.mark.reliability("B19")
 def test_requests_under_a_load_that_comes_and_goes_are_all_answered(
     switch_interval: None,
 ) -> None:

@@ -181,6 +181,7 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+@pytest.mark.reliability("S10")
 @pytest.mark.parametrize(("text", "expected"), HOSTILE.values(), ids=list(HOSTILE))
 def test_a_hostile_file_is_refused_in_one_line(
     tmp_path: Path, text: str | bytes, expected: str

@@ -72,6 +72,7 @@ def checked(script: Script, **options: Any) -> Any:
     return bind(Checked)
 
 
+@pytest.mark.reliability("B10", "D08")
 @pytest.mark.parametrize("error", [LookupError("fever"), SystemExit(3), asyncio.CancelledError()])
 def test_three_failed_checks_replace_a_replica_which_serves_until_the_new_one_does(
     script: Script, error: BaseException
@@ -94,6 +95,7 @@ def test_three_failed_checks_replace_a_replica_which_serves_until_the_new_one_do
     wait_until(lambda: ids("Checked") == ["1"])
 
 
+@pytest.mark.reliability("D08")
 def test_one_failed_check_changes_only_a_counter(script: Script) -> None:
     serve.run(checked(script), route_prefix=None)
     seen: set[str] = set()
@@ -112,6 +114,7 @@ def test_one_failed_check_changes_only_a_counter(script: Script) -> None:
     assert overview("Checked").replicas[0].failed_health_checks in (1, 2)
 
 
+@pytest.mark.reliability("D08")
 def test_a_replica_that_recovers_while_its_successor_starts_stays(script: Script) -> None:
     serve.run(checked(script), route_prefix=None)
     script.errors["0"] = LookupError("fever")
@@ -121,6 +124,7 @@ def test_a_replica_that_recovers_while_its_successor_starts_stays(script: Script
     assert overview("Checked").status is DeploymentStatus.HEALTHY
 
 
+@pytest.mark.reliability("D08")
 def test_a_replacement_that_does_not_start_is_tried_again(script: Script) -> None:
     @serve.deployment(health_check_period_s=0.02)
     class Fragile:
@@ -145,6 +149,7 @@ def test_a_replacement_that_does_not_start_is_tried_again(script: Script) -> Non
     assert overview("Fragile").message == ""
 
 
+@pytest.mark.reliability("B02")
 @pytest.mark.parametrize(("retries", "starts"), [(None, False), (1, False), (2, True)])
 def test_a_first_start_is_tried_again_if_the_number_of_retries_is_given(
     retries: int | None, starts: bool
@@ -190,6 +195,7 @@ def wedging(script: Script, **options: Any) -> Any:
     return bind(Wedging)
 
 
+@pytest.mark.reliability("B07")
 def test_a_loop_that_does_not_turn_is_replaced_and_comes_back(script: Script, soon: None) -> None:
     handle = serve.run(wedging(script, max_ongoing_requests=2), route_prefix=None)
     wedged = handle.wedge.remote()
@@ -232,6 +238,7 @@ def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
     wait_until(lambda: len(ids("Wedging")) == 1)
 
 
+@pytest.mark.reliability("B08")
 def test_slots_that_orphans_hold_are_replaced(script: Script, soon: None) -> None:
     inside = Latch(2, timeout_s=PATIENCE_S)
 
@@ -290,6 +297,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
             continue
 
 
+@pytest.mark.reliability("E03")
 def test_nothing_is_left_of_replicas_that_were_replaced(script: Script, soon: None) -> None:
     threads = threading.active_count()
     handle = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None)

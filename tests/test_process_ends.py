@@ -49,6 +49,7 @@ def is_alive(pid: int) -> bool:
 # The end of a child.
 
 
+@pytest.mark.reliability("P01")
 def test_a_child_that_ends_takes_its_own_requests_and_is_replaced() -> None:
     url = f"http://127.0.0.1:{served(process_app.api)}"
     before = pids("Api")
@@ -62,6 +63,7 @@ def test_a_child_that_ends_takes_its_own_requests_and_is_replaced() -> None:
     assert len(pids("Api")) == 2
 
 
+@pytest.mark.reliability("P01")
 @pytest.mark.thorough
 def test_requests_that_a_killed_child_had_not_begun_go_to_another() -> None:
     url = f"http://127.0.0.1:{served(process_app.api)}"
@@ -79,6 +81,7 @@ def test_requests_that_a_killed_child_had_not_begun_go_to_another() -> None:
     assert waited > 0
 
 
+@pytest.mark.reliability("P01")
 def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> None:
     model = serve.run(process_app.model, route_prefix=None)
     response = model.wait.remote()
@@ -90,6 +93,7 @@ def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> No
     assert model.remote(14).result() == 42  # by the replacement, for which it waits
 
 
+@pytest.mark.reliability("P05")
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_nothing_is_left_of_large_messages_when_the_child_is_killed() -> None:
     def array_of(number: int) -> Any:
@@ -130,6 +134,7 @@ def test_options_of_a_child_change_while_it_runs() -> None:
     assert pids("Model") == before
 
 
+@pytest.mark.reliability("P01")
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems name signals differently")
 def test_a_crash_in_c_ends_one_replica_and_an_allocation_that_fails_none() -> None:
     handle = serve.run(process_app.spinning, route_prefix=None)
@@ -143,6 +148,7 @@ def test_a_crash_in_c_ends_one_replica_and_an_allocation_that_fails_none() -> No
     assert handle.pid.remote().result() != before
 
 
+@pytest.mark.reliability("P02")
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spin", "hold_gil"])
 def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced(method: str) -> None:
@@ -157,6 +163,7 @@ def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced(method: str) ->
     wait_until(lambda: not is_alive(before))
 
 
+@pytest.mark.reliability("P03")
 @pytest.mark.thorough
 def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer_pauses() -> None:
     serve.run(process_app.short_lived, route_prefix=None)
@@ -169,6 +176,7 @@ def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer
     assert "the last words" in deployment().message
 
 
+@pytest.mark.reliability("P03")
 @pytest.mark.thorough
 def test_a_replacement_that_does_not_start_is_tried_with_longer_and_longer_pauses(
     tmp_path: Path,
@@ -193,6 +201,7 @@ def test_a_replacement_that_does_not_start_is_tried_with_longer_and_longer_pause
     wait_until(lambda: deployment().status == "HEALTHY")
 
 
+@pytest.mark.reliability("P04")
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_children_end_with_their_parent(tmp_path: Path) -> None:
     write_module(

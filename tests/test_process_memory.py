@@ -74,6 +74,7 @@ def test_a_large_body_crosses_both_ways(url: str) -> None:
     assert answer.content == body.upper()
 
 
+@pytest.mark.reliability("P05")
 def test_an_array_that_is_kept_is_not_overwritten(handle: DeploymentHandle) -> None:
     for number in range(8):
         handle.keep.remote(array_of(number)).result()
@@ -87,6 +88,7 @@ def test_an_array_that_is_kept_is_not_overwritten(handle: DeploymentHandle) -> N
     assert [int(each.sum()) for each in kept] == [number * LARGE for number in range(8)]
 
 
+@pytest.mark.reliability("P05")
 def test_arrays_that_are_dropped_in_any_thread_are_not_overwritten_before(
     handle: DeploymentHandle,
 ) -> None:
@@ -104,6 +106,7 @@ def test_arrays_that_are_dropped_in_any_thread_are_not_overwritten_before(
         sys.setswitchinterval(before)
 
 
+@pytest.mark.reliability("P05")
 def test_nothing_is_left_of_a_thousand_large_messages(handle: DeploymentHandle) -> None:
     handle.pid.remote().result()
     ours, theirs = holdings(), handle.holdings.remote().result()

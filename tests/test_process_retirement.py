@@ -29,6 +29,7 @@ def with_limit(deployment: Any, **options: Any) -> Any:
     return deployment.options(graceful_shutdown_timeout_s=60, **options).bind()
 
 
+@pytest.mark.reliability("P06")
 def test_no_request_is_lost_while_replicas_retire() -> None:
     url = f"http://127.0.0.1:{served(with_limit(Api, num_replicas=1, max_requests_per_replica=40))}"
     before, seen, is_over = set(pids("Api")), set[int](), threading.Event()

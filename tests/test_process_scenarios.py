@@ -46,6 +46,7 @@ def names_of(chosen: list[Scenario], flag: str) -> list[str]:
     return [each.name for each in chosen if flag in each.flags]
 
 
+@pytest.mark.reliability("P07")
 def test_scenarios_in_processes_are_as_in_threads(tmp_path: Path) -> None:
     chosen = [each for each in SCENARIOS if each.app and each.app.__name__ in TENTH]
     assert len(chosen) * 10 >= len(SCENARIOS)
@@ -55,6 +56,7 @@ def test_scenarios_in_processes_are_as_in_threads(tmp_path: Path) -> None:
     assert found == {name: expected(name, "1") for name in names_of(chosen, "1")}
 
 
+@pytest.mark.reliability("P07")
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="needs cloudpickle")

@@ -60,6 +60,7 @@ def test_children_are_forked_from_one_process_also_the_replacement_of_a_killed_o
     assert caplog.text.count("was killed by SIGSEGV") == 2
 
 
+@pytest.mark.reliability("P01")
 def test_the_children_of_a_fork_server_that_is_killed_end_and_are_replaced() -> None:
     handle = serve.run(model(), route_prefix=None)
     before = set(pids("Model"))
@@ -96,6 +97,7 @@ def test_a_module_that_starts_threads_is_not_forked(
     assert "not possible for module threaded_module: it has 2 threads" in caplog.text
 
 
+@pytest.mark.reliability("P04")
 def test_the_fork_server_and_its_children_end_with_their_server(tmp_path: Path) -> None:
     write_module(
         tmp_path,

@@ -88,6 +88,7 @@ def test_a_result_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> No
         model.lock.remote().result()
 
 
+@pytest.mark.reliability("P08")
 def test_a_cancellation_reaches_user_code_and_frees_the_slot(model: DeploymentHandle) -> None:
     (replica,) = local_engine().routers[DeploymentID("Model", "model")].replicas
     before = model.seen.remote().result()
@@ -254,6 +255,7 @@ def test_a_child_gets_the_items_and_errors_of_another_deployment(caller: Deploym
         caller.odd.remote().result()
 
 
+@pytest.mark.reliability("P08")
 def test_a_cancellation_goes_through_a_child_to_the_deployment_it_calls(
     caller: DeploymentHandle,
 ) -> None:
@@ -300,6 +302,7 @@ def ring(caller: DeploymentHandle) -> DeploymentHandle:
     return serve.get_deployment_handle("First", "rings")
 
 
+@pytest.mark.reliability("P08")
 @pytest.mark.parametrize("method", ["pass_on", "wait_later", "batched"])
 def test_a_call_that_waits_for_itself_through_two_processes_fails(
     ring: DeploymentHandle, method: str
@@ -349,6 +352,7 @@ def test_bodies_larger_than_the_windows_cross_both_ways(url: str) -> None:
     assert httpx.post(f"{url}/echo", content=body).content == body
 
 
+@pytest.mark.reliability("P08")
 def test_a_deadline_answers_408_and_stops_the_work(url: str) -> None:
     answer = httpx.get(f"{url}/wait", headers={"x-request-timeout-seconds": "0.2"})
 

@@ -170,6 +170,7 @@ class Slow(PowerOfTwoChoicesRequestRouter):
         return await super().choose_replicas(*args, **kwargs)
 
 
+@pytest.mark.reliability("B28")
 def test_a_policy_that_blocks_delays_only_the_calls_of_its_deployment() -> None:
     Slow.entered.clear()
     Slow.opened.clear()
@@ -209,6 +210,7 @@ class Failing(RequestRouter):
         raise KeyError("no such replica")
 
 
+@pytest.mark.reliability("B28")
 def test_an_error_of_the_policy_is_that_of_the_call_and_a_wrong_result_is_named() -> None:
     handle = run(Failing)
 

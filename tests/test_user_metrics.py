@@ -135,6 +135,7 @@ def test_a_name_has_one_kind_and_one_set_of_tags_while_it_is_used() -> None:
     assert [each.labels[3:] for each in found("clashing").series] == [["y"]]
 
 
+@pytest.mark.reliability("S12")
 def test_a_tag_with_too_many_values_is_capped_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -23,6 +23,7 @@ SECTIONS = {
     "D": "Properties",
     "E": "Soaks",
     "F": "What it is compared with",
+    "P": "Replicas in processes",
     "S": "Security",
 }
 HOW = """\

@@ -37,20 +37,21 @@ def listeners(pid: int) -> list[str]:
 
 
 @pytest.mark.reliability("S01")
-def test_there_is_one_listening_socket_and_it_is_on_loopback(
+def test_only_the_server_and_the_admin_listener_listen_and_both_on_loopback(
     figures: Figures, tmp_path: Path
 ) -> None:
     most = 0
-    for name in ("hello", "composition", "multiplexed", "batched_model", "streams", "echo"):
+    for name in ("hello", "composition", "multiplexed", "batched_model", "streams", "processes"):
         target = f"app_examples.{name}:{'hello' if name == 'hello' else 'app'}"
         command = [*INGRESS, "run", target, "--port", "0", "--app-dir", str(ROOT)]
-        with process(command, tmp_path, environment(tmp_path)) as server:
-            server.wait_for("is ready")
-            found = listeners(server.process.pid)
-            assert found == ["0100007F"], found
-            most = max(most, len(found))
+        for options, expected in (([], 2), (["--admin", "off"], 1)):
+            with process([*command, *options], tmp_path, environment(tmp_path)) as server:
+                server.wait_for("is ready")
+                found = listeners(server.process.pid)
+                assert found == ["0100007F"] * expected, (name, options, found)
+                most = max(most, len(found))
 
-    figures.at_most("listening sockets", most, 1)
+    figures.at_most("listening sockets", most, 2)
 
 
 VERBS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW"]

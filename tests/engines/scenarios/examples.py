@@ -13,7 +13,10 @@ from tests.engines.suite import Deviation, scenario
 
 FOLDER = Path(__file__).parent.parent.parent.parent / "app_examples"
 CURL = re.compile(r"^    curl '?http://127\.0\.0\.1:8000(/[^\s']*)'?(?: {4}|\n    )(\S.*)$", re.M)
-NO_APPLICATIONS = {"slow_server": "is what other examples wait for, and no application"}
+NO_APPLICATIONS = {
+    "slow_server": "is what other examples wait for, and no application",
+    "processes": "is about replicas in processes, which all replicas on Ray are",
+}
 EXAMPLES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {*NO_APPLICATIONS})
 DEVIATIONS: dict[str, Deviation] = {}
 """Deviations of the examples that depend on running in one process."""
