@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from ingress.admin.exposition import exposition
 from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM
+from ingress.admin.source import as_json
 from ingress.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
 from ingress.base.snapshot import (
     ApplicationSnapshot,
@@ -29,6 +30,7 @@ from ingress.base.snapshot import (
     Snapshot,
     UserMetric,
     UserSeries,
+    merged,
 )
 from tests.servers import ROOT, get
 from tests.test_admin import admin_port, serving
@@ -175,6 +177,58 @@ def test_replicas_of_one_number_in_several_workers_are_summed() -> None:
     assert value(found, f"{times}_count", **names, route="/items/{id}") == 9
     assert value(found, f"{times}_bucket", **names, route="/items/{id}", le="1.0") == 3
     assert value(found, "ray_serve_deployment_replica_starts_total", **names) == 3
+
+
+def labels_of(text: bytes) -> list[str]:
+    """Return the name and the labels of each sample; Prometheus refuses or drops a second one."""
+    lines = text.decode().splitlines()
+    return [each.rpartition(" ")[0] for each in lines if not each.startswith("#")]
+
+
+def test_no_sample_is_written_twice_although_the_ingress_had_another_name_before() -> None:
+    left, now = everything(), everything()
+    [application] = left.applications.values()
+    application.deployments = {"Old": application.deployments["Model"]}
+    snapshot = merged([now], left)
+    [application] = snapshot.applications.values()
+    application.deployments["Old"] = everything().applications['a "b" \\c'].deployments["Model"]
+    text = exposition(snapshot)
+
+    assert len(labels_of(text)) == len({*labels_of(text)})
+    names = {"application": 'a "b" \\c', "route": "/items/{id}", "method": "GET"}
+    found = samples(text.decode())
+    assert value(found, "ray_serve_num_http_requests_total", **names, status_code="200") == 2
+    errors = "ray_serve_num_deployment_http_error_requests_total"
+    for deployment in ("Model", "Old"):
+        assert value(found, errors, **names, deployment=deployment, error_code="503") == 1
+
+
+def test_metrics_of_two_processes_that_show_one_name_are_written_once() -> None:
+    metrics = [
+        UserMetric("foo", "counter", "", [], [], [UserSeries([], 1)]),
+        UserMetric("foo_total", "gauge", "", [], [], [UserSeries([], 7)]),
+        UserMetric("foo_count", "gauge", "", [], [], [UserSeries([], 7)]),
+    ]
+    for is_open in (False, True):
+        text = exposition(Snapshot(1.0, 1, metrics=metrics), is_open_metrics=is_open)
+        assert labels_of(text).count("ray_foo_total{}") == 1
+        assert labels_of(text).count("ray_foo_count{}") == 1
+
+
+def test_half_a_surrogate_pair_is_shown_escaped() -> None:
+    snapshot = everything()
+    snapshot.unrouted[0].route = "/\ud800"
+    snapshot.metrics = [UserMetric("mine", "gauge", "of \ud801", [], [], [UserSeries([], 7)])]
+    [application] = snapshot.applications.values()
+    application.message = "failed: \ud802"
+
+    found = samples(exposition(snapshot).decode())
+    labels = {"route": r"/\ud800", "method": "GET", "status_code": "404"}
+    assert value(found, "ray_serve_num_http_requests_total", **labels) == 1
+    assert value(found, "ray_mine") == 7
+    shown = json.loads(as_json(snapshot))
+    assert [each["message"] for each in shown["applications"].values()] == ["failed: ?"]
+    assert shown["metrics"][0]["series"][0]["value"] == 7
 
 
 def test_a_users_metric_is_spelled_as_ray_spells_it() -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.snapshot import UserMetric
-from ingress.metrics.user_metrics import MAX_SERIES, collected
+from ingress.admin.exposition import exposition
+from ingress.admin.source import as_json
+from ingress.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
+from ingress.metrics.series import MAX_SERIES, collected, replica_ended, take
 from tests.servers import bind, get, served, wait_until, write_module
 from tests.test_admin import admin_port, serving
 from tests.test_metrics import samples, value
@@ -111,6 +113,8 @@ def test_replicas_of_one_process_share_a_metric_and_differ_in_their_tags() -> No
         (lambda: serve.metrics.Counter("c3", tag_keys=("a", "a")), "must be different"),
         (lambda: serve.metrics.Histogram("h1"), "boundaries argument should be provided"),
         (lambda: serve.metrics.Histogram("h2", boundaries=[2, 1]), "ascending order"),
+        (lambda: serve.metrics.Histogram("h4", boundaries=[float("nan")]), "ascending order"),
+        (lambda: serve.metrics.Histogram("h5", boundaries=[float("inf")]), "positive numbers"),
         (lambda: serve.metrics.Histogram("h3", boundaries=[1], tag_keys=("le",)), "'le'"),
         (lambda: serve.metrics.Counter("c4").inc(0), "value must be >0, got 0"),
         (lambda: serve.metrics.Counter("c5", tag_keys=("a",)).inc(), "Missing value for tag key"),
@@ -133,6 +137,89 @@ def test_a_name_has_one_kind_and_one_set_of_tags_while_it_is_used() -> None:
 
     serve.metrics.Counter("clashing", tag_keys=("b",)).inc(tags={"b": "y"})
     assert [each.labels[3:] for each in found("clashing").series] == [["y"]]
+
+
+def test_two_metrics_that_would_show_one_name_are_refused_while_both_are_used() -> None:
+    first: Any = serve.metrics.Counter("twice")
+    with pytest.raises(ValueError, match="would both be shown as ray_twice_total; give one"):
+        serve.metrics.Gauge("twice_total")
+    first = serve.metrics.Histogram("thrice", boundaries=[1])
+    for suffix in ("bucket", "sum", "count"):
+        with pytest.raises(ValueError, match=f"ray_thrice_{suffix}; give one"):
+            serve.metrics.Gauge(f"thrice_{suffix}")
+    del first  # the application was replaced
+
+    serve.metrics.Gauge("thrice_sum").set(3)
+    serve.metrics.Gauge("twice_total").set(2)
+
+
+def test_an_infinite_boundary_is_the_last_bucket_that_is_always_there() -> None:
+    histogram = serve.metrics.Histogram("endless", boundaries=[1, float("inf")])
+    histogram.observe(0.5)
+    histogram.observe(9)
+    text = exposition(Snapshot(1.0, 1, metrics=[found("endless")])).decode()
+
+    buckets = [each for each in text.splitlines() if each.startswith("ray_endless_bucket")]
+    assert [each.rpartition("le=")[2] for each in buckets] == ['"1.0"} 1', '"+Inf"} 2']
+
+
+def test_a_tag_that_is_half_a_surrogate_pair_is_shown_escaped() -> None:
+    counter = serve.metrics.Counter("by_text", tag_keys=("who",))
+    counter.inc(tags={"who": "\ud800"})  # as json.loads reads it from a client's body
+    snapshot = Snapshot(1.0, 1, metrics=[found("by_text")])
+
+    shown = [dict(labels) for _, labels in samples(exposition(snapshot).decode())]
+    assert {"who": r"\ud800"} in shown
+    assert rb"\\ud800" in as_json(snapshot)
+
+
+def test_replicas_that_have_ended_leave_their_counts_and_their_room() -> None:
+    values = MAX_SERIES // 2
+
+    def deploy() -> str:
+        @serve.deployment
+        class Busy:
+            def __init__(self) -> None:
+                counter = serve.metrics.Counter("by_replicas", tag_keys=("value",))
+                for number in range(values):
+                    counter.inc(tags={"value": str(number)})
+
+            async def __call__(self) -> str:
+                return serve.get_replica_context().replica_tag
+
+        return str(serve.run(bind(Busy), route_prefix=None).remote().result(timeout_s=20))
+
+    tags = [deploy() for _ in range(4)]
+
+    series = found("by_replicas").series
+    serve.shutdown()
+
+    assert "other" not in {each.labels[3] for each in series}
+    assert {each.labels[2] for each in series} == {*tags}
+    assert sum(each.value for each in series) == 4 * values
+    assert sum(each.value for each in found("by_replicas").series) == 4 * values
+
+
+def test_children_that_have_ended_are_kept_as_other_counters_are_and_live_ones_always() -> None:
+    def told(pid: int, count: float) -> list[UserMetric]:
+        names = ["application", "deployment", "replica"]
+        series = [UserSeries(["kept", "Model", str(pid)], count)]
+        return [
+            UserMetric("of_children", "counter", "", names, [], series),
+            UserMetric("now_of_children", "gauge", "", names, [], series),
+        ]
+
+    for pid in range(MAX_ENDED + 50):
+        source = ("kept", "Model", str(pid), pid)
+        take(source, told(pid, 1))
+        if pid:  # the first one lives on
+            replica_ended(source)
+    take(source, told(pid, 5))  # its last words come late
+
+    counts = {each.labels[2]: each.value for each in found("of_children").series}
+    assert len(counts) == MAX_ENDED + 1
+    assert (counts["0"], counts[str(pid)]) == (1, 5)
+    assert [each.labels[2] for each in found("now_of_children").series] == ["0"]
 
 
 @pytest.mark.reliability("S12")

@@ -21,6 +21,8 @@ from ingress.base.snapshot import (
     ReplicaSnapshot,
     Snapshot,
     UserMetric,
+    encodable,
+    summed_http,
 )
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,7 +42,7 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
     lines = _Lines()
     for name, application in snapshot.applications.items():
         _add_application(lines, name, application)
-    _add_http(lines, "", None, snapshot.unrouted)
+    _add_http(lines, "", snapshot.unrouted)
     for process in snapshot.processes:
         labels = _labels(process=process.name)
         lines.add(f.MEMORY, labels, process.rss_bytes)
@@ -50,12 +52,16 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
     lines.add(f.WORKERS, _labels(state="ready"), len(snapshot.workers))
     lines.add(f.WORKERS, _labels(state="silent"), len(snapshot.silent))
     text = list(lines.text(is_open_metrics=is_open_metrics))
+    shown: set[str] = set()
     for metric in snapshot.metrics:
-        if not lines.has(_name_of(metric)):
+        # A process refuses a second metric with such a name, but two processes may have them.
+        names = metric.shown_names()
+        if not lines.has(_name_of(metric)) and shown.isdisjoint(names):
+            shown |= names
             text += _user_metric(metric, is_open_metrics=is_open_metrics)
     if is_open_metrics:
         text.append("# EOF\n")
-    return "".join(text).encode()
+    return "".join(text).encode(errors="replace")
 
 
 class _Lines:
@@ -114,7 +120,9 @@ _LATENCY = _template(LATENCY_BUCKETS_MS)
 def _labels(**labels: str) -> str:
     """Return labels as text, without the empty ones, which Prometheus takes for absent."""
     return ",".join(
-        f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items() if value
+        f'{name}="{encodable(value).translate(_ESCAPES)}"'
+        for name, value in labels.items()
+        if value
     )
 
 
@@ -125,6 +133,8 @@ def _add_application(lines: _Lines, name: str, application: ApplicationSnapshot)
         lines.add(f.APPLICATION_STATUS, labels, status)
     for deployment, each in application.deployments.items():
         _add_deployment(lines, name, deployment, each)
+    # The ingress of an earlier version may have another name; these labels do not have it.
+    _add_http(lines, name, summed_http(each.http for each in application.deployments.values()))
 
 
 def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSnapshot) -> None:
@@ -145,26 +155,27 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
         (f.FAILED_STARTS, deployment.failed_starts),
     ):
         lines.add(family, labels, value)
-    _add_http(lines, app, name, deployment.http)
+    for http in deployment.http:
+        if http.status >= 400:
+            error = _http_labels(app, http, "error_code", deployment=name)
+            lines.add(f.DEPLOYMENT_HTTP_ERRORS, error, http.latency.count)
     for replica, counts in deployment.counts().items():
         _add_counts(lines, _labels(application=app, deployment=name, replica=replica), counts)
     _add_gauges(lines, app, name, deployment.replicas)
 
 
-def _add_http(lines: _Lines, app: str, deployment: str | None, counts: list[HTTPCount]) -> None:
+def _add_http(lines: _Lines, app: str, counts: list[HTTPCount]) -> None:
     for each in counts:
-        labels = _labels(application=app, route=each.route, method=each.method)
-        labels += "," if labels else ""
-        status = f'{labels}status_code="{each.status}"'
-        lines.add(f.HTTP_REQUESTS, status, each.latency.count)
-        lines.add_latency(f.HTTP_LATENCY, status, each.latency)
-        if each.status < 400:
-            continue
-        error = f'{labels}error_code="{each.status}"'
-        lines.add(f.HTTP_ERRORS, error, each.latency.count)
-        if deployment is not None:
-            error = f"{error},{_labels(deployment=deployment)}"
-            lines.add(f.DEPLOYMENT_HTTP_ERRORS, error, each.latency.count)
+        labels = _http_labels(app, each, "status_code")
+        lines.add(f.HTTP_REQUESTS, labels, each.latency.count)
+        lines.add_latency(f.HTTP_LATENCY, labels, each.latency)
+        if each.status >= 400:
+            lines.add(f.HTTP_ERRORS, _http_labels(app, each, "error_code"), each.latency.count)
+
+
+def _http_labels(app: str, each: HTTPCount, status: str, **more: str) -> str:
+    labels = {"application": app, "route": each.route, "method": each.method}
+    return _labels(**labels, **{status: str(each.status)}, **more)
 
 
 def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:

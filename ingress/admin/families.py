@@ -204,7 +204,7 @@ MEMORY = Family(
     "ingress_process_resident_memory_bytes",
     GAUGE,
     ("process",),
-    "Resident memory of a process: server, supervisor, worker-1, or a replica's.",
+    "Resident memory of a process: server, supervisor, worker-1, or server/default/Model#0.",
 )
 CPU = Family("ingress_process_cpu_seconds_total", COUNTER, ("process",), "CPU time of a process.")
 THREADS = Family("ingress_process_threads", GAUGE, ("process",), "Threads of a process.")

@@ -155,7 +155,8 @@ class ApplicationSnapshot:
 class ProcessSnapshot:
     """One process of the server; a figure that the system does not give is 0.
 
-    name        "server", "worker-1", or the replica that has the process, such as "Model#0"
+    name        "server", "worker-1", or that with the replica whose process it is, such as
+                "worker-1/default/Model#0"
     cpu_s       seconds of CPU time so far
     gil_wait_s  seconds by which the watchdog woke late because other threads held the GIL
     """
@@ -210,6 +211,11 @@ class UserMetric:
     boundaries: list[float] = field(default_factory=list)
     series: list[UserSeries] = field(default_factory=list)
 
+    def shown_names(self) -> set[str]:
+        """Return the names of its samples, without Ray's prefix, and its own, for OpenMetrics."""
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+        return {self.name, *(self.name + each for each in suffixes.get(self.kind, ()))}
+
 
 @dataclass(slots=True)
 class Snapshot:
@@ -247,7 +253,7 @@ def merged(parts: Sequence[Snapshot], left: Snapshot | None = None) -> Snapshot:
         [pid for part in parts for pid in part.silent],
         [process for part in parts for process in part.processes],
         {name: _application(name, everything, len(parts)) for name in names},
-        _http(part.unrouted for part in everything),
+        summed_http(part.unrouted for part in everything),
         sorted((each for part in parts for each in part.stalls), key=lambda each: each.began_at_s),
         merged_metrics(each.metrics for each in everything),
     )
@@ -280,6 +286,11 @@ def both_kept(one: Snapshot | None, other: Snapshot) -> Snapshot:
     """Return the counters that two ended processes leave behind."""
     other = kept(other)
     return other if one is None else merged([one, other])
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can carry: a client may send half a surrogate pair, in JSON."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def add_latencies(mine: dict[str, Latency], theirs: dict[str, Latency]) -> None:
@@ -331,7 +342,7 @@ def _deployment(parts: Sequence[DeploymentSnapshot]) -> DeploymentSnapshot:
         parts[0].status_trigger,
         _joined(present),
         **{name: total(name) for name in _SUMS},
-        http=_http(part.http for part in parts),
+        http=summed_http(part.http for part in parts),
         replicas=[replica for part in parts for replica in part.replicas],
         ended=ended,
     )
@@ -353,7 +364,8 @@ def _joined(parts: Sequence[ApplicationSnapshot | DeploymentSnapshot]) -> str:
     return "; ".join(dict.fromkeys(part.message for part in parts if part.message))
 
 
-def _http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
+def summed_http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
+    """Return the requests of all parts, one count for each route, method and status."""
     found: dict[tuple[str, str, int], HTTPCount] = {}
     for counts in parts:
         for each in counts:

@@ -25,6 +25,7 @@ from ingress.declaration.build import fill
 from ingress.execution.mistakes import described
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
+from ingress.metrics.series import replica_ended, source_of
 from ingress.replicas.replica import Replica
 
 LOOK_S = 0.2
@@ -276,7 +277,7 @@ class Reconciler:
         if not replica.is_lost:
             await self._drain(deployment, replica, deadline)
         left_s = 0.0 if deployment.is_rushed else deadline - loop.time()
-        await replica.stop(max(0.0, left_s) + LAST_WORDS_S)
+        await self._end(replica, max(0.0, left_s) + LAST_WORDS_S)
         if replica.is_left_behind:
             deployment.left.append(replica)
         keep(deployment.ended, replica.replica_id.unique_id, replica.counts())
@@ -363,5 +364,9 @@ class Reconciler:
             member.phase = Phase.LEAVING
             if member.task is not None:
                 member.task.cancel()
-            ends.append(member.replica.stop(timeout_s))
+            ends.append(self._end(member.replica, timeout_s))
         await asyncio.gather(*ends)
+
+    async def _end(self, replica: Replica, timeout_s: float) -> None:
+        await replica.stop(timeout_s)
+        replica_ended(source_of(replica.context, replica.pid))

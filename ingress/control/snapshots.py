@@ -92,10 +92,15 @@ def process_snapshot(name: str, pid: int) -> ProcessSnapshot:
     return ProcessSnapshot(name, pid, *process_facts(pid))
 
 
-def child_processes(application: RunningApplication) -> list[ProcessSnapshot]:
-    """Return the snapshots of the processes of an application's replicas."""
+def child_processes(
+    name: str, application: RunningApplication, process: str
+) -> list[ProcessSnapshot]:
+    """Return the snapshots of the processes of an application's replicas.
+
+    Their names begin with that of the server's process: each worker has a Model#0.
+    """
     return [
-        process_snapshot(str(replica.replica_id), replica.pid)
+        process_snapshot(f"{process}/{name}/{replica.replica_id}", replica.pid)
         for deployment in list(application.deployments.values())
         for replica in deployment.replicas
         if replica.pid not in (0, os.getpid())

@@ -13,7 +13,7 @@ from ingress.control.snapshots import (
     http_counts,
     process_snapshot,
 )
-from ingress.metrics import user_metrics
+from ingress.metrics import series
 from ingress.watchdog import WATCHDOG, Stall
 from ingress.watchdog.pressure import GIL_PRESSURE
 
@@ -36,7 +36,7 @@ def snapshot_of(engine: LocalEngine) -> Snapshot:
         application = running.get(each) or engine.apps.starting_one(each)
         found.applications[each] = application_snapshot(overview, application, name)
         if application is not None:
-            found.processes += child_processes(application)
+            found.processes += child_processes(each, application, name)
     found.metrics = _metrics(found)
     for proxy in dict.fromkeys(engine.proxies()):
         found.unrouted += http_counts(proxy.unrouted)
@@ -52,7 +52,7 @@ def _metrics(found: Snapshot) -> list[UserMetric]:
         for name, deployment in application.deployments.items()
         for replica in deployment.replicas
     }
-    metrics = user_metrics.collected()
+    metrics = series.collected()
     for each in metrics:
         if each.kind == "gauge":
             each.series = [

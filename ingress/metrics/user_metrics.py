@@ -1,67 +1,22 @@
-"""The metrics of user code, and the series that they count in."""
+"""The metrics of user code."""
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from math import inf
 from typing import Any, Self
-from weakref import WeakSet
 
-from ingress.base.snapshot import UserMetric, UserSeries, merged_metrics
+from ingress.base.snapshot import UserMetric, encodable
 from ingress.context import REPLICA
+from ingress.metrics.series import OF_REPLICA, defined, lock
 from ingress.request_context import get_request_context
 
-logger = logging.getLogger("ingress")
-
-MAX_SERIES = 1000  # of a metric in a process; a label with a value for each user has more
-MAX_SOURCES = 1000  # child processes whose metrics are kept
-OTHER = "other"
 ROUTE = "route"
-OF_REPLICA = ("application", "deployment", "replica")
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
 _TAG = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
-
-class _Definition:
-    """A metric of a process, which all objects of its name share. Guarded by `_lock`."""
-
-    __slots__ = ("_has_warned", "metric", "objects", "series")
-
-    def __init__(self, metric: UserMetric) -> None:
-        self.metric = metric
-        self.series: dict[tuple[str, ...], UserSeries] = {}
-        self.objects: WeakSet[_Metric] = WeakSet()
-        self._has_warned = False
-
-    def one(self, labels: tuple[str, ...]) -> UserSeries:
-        """Return the series of these labels; a shared one if there are too many."""
-        found = self.series.get(labels)
-        if found is None and len(self.series) >= MAX_SERIES:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "metric %s has %d series; further values of its tags are counted as %r: a tag "
-                    "must have few values, not one for each user or request",
-                    self.metric.name,
-                    MAX_SERIES,
-                    OTHER,
-                )
-            of_replica, tags = labels[: len(OF_REPLICA)], labels[len(OF_REPLICA) :]
-            labels = (*of_replica, *[OTHER] * len(tags))
-            found = self.series.get(labels)
-        if found is None:
-            buckets = [0] * (len(self.metric.boundaries) + 1) if self.metric.boundaries else []
-            found = self.series[labels] = UserSeries(list(labels), buckets=buckets)
-        return found
-
-
-_lock = threading.Lock()
-_definitions: dict[str, _Definition] = {}
-_told: dict[str, list[UserMetric]] = {}  # by child process: the last metrics that it has sent
 _make_theirs: Callable[..., Any] | None = None
 
 
@@ -93,7 +48,7 @@ class _Metric:
         if replica is not None:
             self._of_replica = (replica.app_name, replica.deployment, replica.replica_tag)
         self._theirs: Any = None
-        self._definition = _defined(self, UserMetric(
+        self._definition = defined(self, UserMetric(
             name, self.kind, description, [*OF_REPLICA, *self._tag_keys], self._boundaries
         ))  # fmt: skip
 
@@ -137,7 +92,7 @@ class _Metric:
             raise ValueError(
                 f"Missing value for tag key(s) of metric {self._name!r}: {', '.join(missing)}."
             )
-        return (*self._of_replica, *[final[key] for key in self._tag_keys])
+        return (*self._of_replica, *[encodable(final[key]) for key in self._tag_keys])
 
     def _rays(self) -> Any:
         """Return Ray's metric in the place of this one; `None` in a process that is not Ray's."""
@@ -177,7 +132,7 @@ class Counter(_Metric):
         if (theirs := self._rays()) is not None:
             theirs.inc(value, tags=self._tags(labels))
             return
-        with _lock:
+        with lock:
             self._definition.one(labels).value += value
 
 
@@ -200,14 +155,15 @@ class Gauge(_Metric):
         if (theirs := self._rays()) is not None:
             theirs.set(value, tags=self._tags(labels))
             return
-        with _lock:
+        with lock:
             self._definition.one(labels).value = value
 
 
 class Histogram(_Metric):
     """The distribution of values over buckets. Tags and errors as of `Counter`.
 
-    `boundaries` are the upper bounds of the buckets: positive, in ascending order.
+    `boundaries` are the upper bounds of the buckets: positive, in ascending order. A last bucket
+    without a bound is always there.
     """
 
     kind = "histogram"
@@ -224,12 +180,17 @@ class Histogram(_Metric):
                 "boundaries argument should be provided when using the Histogram class. e.g., "
                 'Histogram("name", boundaries=[1.0, 2.0])'
             )
-        if boundaries[0] <= 0 or sorted({*boundaries}) != list(boundaries):
+        finite = [float(each) for each in boundaries if each != inf]
+        if (
+            not finite
+            or not all(each > 0 for each in finite)  # a NaN is not
+            or sorted({*boundaries}) != list(boundaries)
+        ):
             raise ValueError(
                 "Invalid `boundaries` argument: positive numbers in ascending order are expected, "
                 f"got {boundaries}."
             )
-        super().__init__(name, description, tag_keys, [float(each) for each in boundaries])
+        super().__init__(name, description, tag_keys, finite)
         self.boundaries = boundaries
 
     def observe(self, value: float, tags: dict[str, str] | None = None) -> None:
@@ -239,7 +200,7 @@ class Histogram(_Metric):
         if (theirs := self._rays()) is not None:
             theirs.observe(value, tags=self._tags(labels))
             return
-        with _lock:
+        with lock:
             one = self._definition.one(labels)
             one.value += value
             one.buckets[bisect_left(self._boundaries, value)] += 1
@@ -282,47 +243,3 @@ def _checked_tags(name: str, keys: tuple[str, ...] | None, kind: str) -> tuple[s
 def _check_number(value: object) -> None:
     if not isinstance(value, int | float):
         raise TypeError(f"value must be int or float, got {type(value)}.")
-
-
-def _defined(made: _Metric, metric: UserMetric) -> _Definition:
-    """Return the definition of a new object: that of its name, if there is one."""
-    with _lock:
-        there = _definitions.get(metric.name)
-        if there is not None and replace(there.metric, description="") != replace(
-            metric, description=""
-        ):
-            if there.objects:
-                count = len(OF_REPLICA)
-                first, second = there.metric.label_names[count:], metric.label_names[count:]
-                raise ValueError(
-                    f"metric {metric.name!r} is a {there.metric.kind} with the tags {first}, "
-                    f"and cannot be a {metric.kind} with the tags {second}; give one of them "
-                    "another name"
-                )
-            there = None  # of code that has ended: the application was replaced
-        if there is None:
-            there = _definitions[metric.name] = _Definition(metric)
-        there.objects.add(made)
-        return there
-
-
-def take(source: str, metrics: list[UserMetric]) -> None:
-    """Take the metrics of a child process in the place of those that it has sent before."""
-    with _lock:
-        _told[source] = metrics
-        while len(_told) > MAX_SOURCES:
-            del _told[next(iter(_told))]
-
-
-def collected() -> list[UserMetric]:
-    """Return the metrics of this process and of its children, summed. Thread-safe."""
-    with _lock:
-        own = [
-            replace(each.metric, series=[
-                replace(one, buckets=list(one.buckets)) for one in each.series.values()
-            ])
-            for each in _definitions.values()
-            if each.series
-        ]  # fmt: skip
-        told = list(_told.values())
-    return merged_metrics([own, *told]) if told else own

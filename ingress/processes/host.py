@@ -20,7 +20,7 @@ from ingress.calls.loops import mailbox_of
 from ingress.calls.tracing import adopt
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
-from ingress.metrics import user_metrics
+from ingress.metrics import series
 from ingress.processes.directory import ServerDirectory, Waits
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
@@ -88,7 +88,7 @@ class Host:
         pools = replica.pools.loads(), replica.pools.waits()
         counts = (
             *(replica.stalls, replica.context.batch_counts, replica.model_counts, *pools),
-            user_metrics.collected(),
+            series.collected(),
         )
         news = dumps((*counts, new))
         if news != self._news:

@@ -24,7 +24,7 @@ from ingress.declaration.build import BuiltDeployment
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.execution.execution import contained
 from ingress.handle import Invocation
-from ingress.metrics import user_metrics
+from ingress.metrics import series
 from ingress.processes.code import ByPath, ByValue, accept_main, pickled_arguments, reference_to
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import died
@@ -151,8 +151,7 @@ class ProcessReplica(Replica):
         self.context.batch_counts.update(news.batches)
         self._model_counts = news.models
         self.pools.told = news.lanes, news.thread_waits
-        source = f"{self.replica_id.deployment_id.app_name}/{self.replica_id}/{self.pid}"
-        user_metrics.take(source, news.metrics)
+        series.take(series.source_of(self.context, self.pid), news.metrics)
         WATCHDOG.note(news.new_stalls)
 
     def look(
