@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from time import monotonic
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from ingress.base.snapshot import Snapshot
 
@@ -54,7 +56,11 @@ class Source:
 
 def as_json(snapshot: Snapshot) -> bytes:
     """Return a snapshot as JSON, in UTF-8."""
-    return _JSON.dump_json(snapshot)
+    try:
+        return _JSON.dump_json(snapshot)
+    except ValueError:  # a text of user code or of a client has half a surrogate pair
+        text = json.dumps(_JSON.dump_python(snapshot), ensure_ascii=False)
+        return to_json(json.loads(text.encode(errors="replace")))  # an infinity becomes null
 
 
 def from_json(text: bytes | str) -> Snapshot:

@@ -10,14 +10,16 @@ GET /api/record          a recording of some seconds, for Perfetto
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ingress.live.observer import Observer
@@ -41,10 +43,10 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
     def series(request: Request) -> Response:
         given = request.query_params
         name = given.get("application", ""), given.get("deployment", ""), given.get("route", "")
-        return JSONResponse(observer.series(*name))
+        return _json(observer.series(*name))
 
     def configuration(request: Request) -> Response:
-        return JSONResponse(observer.configuration())
+        return _json(observer.configuration())
 
     def record(request: Request) -> Response:
         try:
@@ -65,6 +67,11 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
         Route("/api/configuration", configuration),
         Route("/api/record", record),
     ]
+
+
+def _json(value: Any) -> Response:
+    """Return JSON in ASCII, which may have half a surrogate pair, as a route's template may."""
+    return Response(json.dumps(value), media_type="application/json")
 
 
 @lru_cache(1)
