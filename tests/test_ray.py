@@ -248,6 +248,9 @@ def test_an_engine_that_is_none_is_refused_by_name(folder: Path) -> None:
     [
         (["--engine", "ray", "--workers", "2"], "--reload and --workers are for the local engine"),
         (["--engine", "ray", "--reload"], "--reload and --workers are for the local engine"),
+        (["--engine", "ray", "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
+        (["--engine", "ray", "--admin-token", "secret"], "--admin and --admin-token are for the "),
+        (["--engine", "ray", "--drain-delay", "1"], "--drain-delay is for the local engine"),
         (["--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
         (["--working-dir", "."], "--address and --working-dir are for --engine ray"),
     ],
@@ -259,6 +262,16 @@ def test_what_belongs_to_the_other_engine_is_refused(
 
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"Error: {message}")
+    assert result.returncode == 1
+
+
+@pytest.mark.thorough
+def test_a_file_that_ray_serves_is_not_watched(folder: Path) -> None:
+    (folder / "serve.yaml").write_text("applications:\n- name: one\n  import_path: app:hello\n")
+
+    result = ingress(folder, "run", "serve.yaml", "--watch", "--engine", "ray")
+
+    assert result.stderr.startswith("Error: --watch is for the local engine; on Ray, run the comm")
     assert result.returncode == 1
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
-from ingress.admin.address import AdminOptions
+from ingress.admin.address import OFF, AdminOptions
 from ingress.base.settings import ENGINES
 from ingress.cli.admin import admin_options
 from ingress.cli.target import refusal
@@ -24,8 +24,10 @@ def check_engine(
     server: ServerOptions,
     *,
     reload: bool,
+    watch: bool,
     workers: int,
     ray_only: list[str | None],
+    admin: list[str | None],
 ) -> None:
     """Refuse an unknown engine, and options that are for the other engine."""
     if engine not in ENGINES:
@@ -38,6 +40,19 @@ def check_engine(
         raise refusal(
             "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
             "processes a deployment has"
+        )
+    if watch:
+        raise refusal(
+            "--watch is for the local engine; on Ray, run the command again when the file changes"
+        )
+    if any(each not in (None, OFF) for each in admin):
+        raise refusal(
+            "--admin and --admin-token are for the local engine; on Ray, leave them out: the "
+            "metrics are at the port that `ray start --metrics-export-port` names"
+        )
+    if server.drain_delay_s:
+        raise refusal(
+            "--drain-delay is for the local engine; on Ray, leave it out: the proxies are Ray's"
         )
     local = {
         **given(uds=server.uds, fd=server.fd, timeout_graceful_shutdown=server.shutdown_timeout_s),

@@ -410,7 +410,15 @@ def run(
         export({TRACING: "1"})
     settings = read_settings()
     engine = engine or settings.engine
-    check_engine(engine, server, reload=reload, workers=workers, ray_only=[address, working_dir])
+    check_engine(
+        engine,
+        server,
+        reload=reload,
+        watch=watch,
+        workers=workers,
+        ray_only=[address, working_dir],
+        admin=[admin, admin_token],
+    )
     if engine != "ray" and LOGS.is_logged:
         server = replace(server, uvicorn={**server.uvicorn, "access_log": False})
     check_server(server)

@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from ingress import api
-from ingress.admin.address import AdminOptions
+from ingress.admin.address import OFF, AdminOptions
 from ingress.api import RunTarget
 from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
 from ingress.base.snapshot import Snapshot
@@ -124,12 +124,13 @@ def serve_until_ctrl_c(
     if is_local:
         commands = {**commands_of_one_process(observer), "reload": command_of(reload)}
     hang_up = reloads.ask if is_local else None
+    admin_options = resolved(served.server.admin) if is_local else AdminOptions(OFF)
     try:
         # The socket outlives the drain, which takes place when the last context ends.
         # So does the admin listener, for the last scrape.
         with (
             controlled(commands, observer),
-            _admin(local_engine().snapshot, resolved(served.server.admin), observer) as admin,
+            _admin(local_engine().snapshot, admin_options, observer) as admin,
             reloads.running(),
             api.serving_until_signal(hang_up),
         ):

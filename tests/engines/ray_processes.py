@@ -86,6 +86,7 @@ def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
         yield server
         server.signal(signal.SIGINT)
         assert server.wait(PATIENCE_S) == 0, server.output
+        assert "Metrics at" not in server.output  # the port is that of Ray's dashboard
     finally:
         server.process.kill()
         server.process.wait()
