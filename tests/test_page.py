@@ -275,6 +275,49 @@ def test_a_recording_has_the_requests_that_ran_meanwhile(port: int, go: Latch) -
     assert {each["cat"] for each in events if each["ph"] == "b"} == {"request"}
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.thorough)])
+def test_viewers_and_scrapes_while_the_server_ends_do_not_delay_it_and_are_no_errors(
+    tmp_path: Path, workers: str
+) -> None:
+    write_module(
+        tmp_path,
+        "app",
+        "import asyncio\nimport ingress as serve\n\n@serve.deployment\nclass Model:\n"
+        "    async def __call__(self, request):\n        print('holds', flush=True)\n"
+        "        await asyncio.sleep(3600)\n\nhello = Model.bind()\n",
+    )
+    command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", workers]
+    command += ["--admin", "127.0.0.1:0", "--timeout-graceful-shutdown", "2"]
+    with process(command, tmp_path, environment(tmp_path)) as server, ExitStack() as stack:
+        server.wait_for("Ctrl-C to stop")
+        admin = int(server.wait_for(r"page at http://127\.0\.0\.1:(\d+)/")[1])
+        reads = stack.enter_context(viewing(admin))
+        stack.enter_context(viewing(admin, receive_buffer=4096))  # does not read
+        event(reads)
+        holding = stack.enter_context(Connection(server.port))
+        holding.request("/")
+        server.wait_for("holds")
+        server.signal()
+        server.wait_for("stopping: waiting for")
+        scraped: list[int] = []
+
+        def scrape() -> None:
+            while True:
+                try:
+                    scraped.append(get(admin, "/metrics").status)
+                except OSError:  # refused
+                    return
+
+        scraping = threading.Thread(target=scrape)
+        scraping.start()
+        assert "data: " in reads.receive_all().decode()  # until the listener closes
+        scraping.join(PATIENCE_S)
+        assert server.wait() == 0
+    assert {*scraped} - {0} == {200}
+    assert "Traceback" not in server.output, server.output
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_the_view_of_workers_has_each_process(tmp_path: Path) -> None:

@@ -302,7 +302,8 @@ def deployment(number: int, **values: Any) -> dict[str, Any]:
 def replica(number: int, **values: Any) -> dict[str, Any]:
     return {
         "application": "app", "deployment": f"D{number}", "replica": "0", "pid": None, "process": 1,
-        "ongoing": 0, "loop": {"stands_ms": 0.0, "busy": 0.5, "runs": None}, "more_calls": 0,
+        "ongoing": 0, "more_calls": 0,
+        "loop": {"stands_ms": 0.0, "busy": 0.5, "runs": None, "thread": f"D{number}#0"},
         "threads": {"limit": 5, "runs": []}, "lanes": [], "calls": [], "stalls": [], **values,
     }  # fmt: skip
 
@@ -344,6 +345,19 @@ def test_the_deployments_are_sorted(sort: str) -> None:
 
     expected = ["D7", "D8", "D9"] if sort == "name" else ["D2", "D1", "D0"]
     assert [line.split()[0] for line in lines] == expected
+
+
+def test_the_threads_of_a_process_are_counted_once_it_has_answered() -> None:
+    run = {"method": "D0.work", "title": "D0", "ms": 3.0, "request_id": "", "line": None}
+    threads = {"limit": 5, "runs": [run]}
+    answered = replica(0, pid=7, threads=threads)
+    silent = replica(1, pid=8, threads=threads, loop={**answered["loop"], "thread": ""})
+    lines = rendered(a_view(0, replicas=[answered, silent]))
+
+    (first,) = (line for line in lines if line.startswith("D0#0 7"))
+    (second,) = (line for line in lines if line.startswith("D1#0 8"))
+    assert "1/5" in first.split()
+    assert "1/5" not in second.split()
 
 
 def test_a_sparkline_has_a_bar_for_each_value_and_a_gap_for_none() -> None:

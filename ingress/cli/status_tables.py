@@ -167,7 +167,7 @@ def _busy(loop: Mapping[str, Any]) -> Text:
 
 
 def _threads(replica: Mapping[str, Any]) -> Text:
-    if replica["pid"]:  # they are in its own process
+    if replica["pid"] and not replica["loop"]["thread"]:  # its process has not answered
         return Text("-")
     return Text(f"{len(replica['threads']['runs'])}/{replica['threads']['limit']}")
 

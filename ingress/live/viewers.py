@@ -103,7 +103,11 @@ class _Stream(Response):
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and not leaving.done():
-                await uvicorn_connection.cut(receive)  # it does not read, or the server ends
+                await uvicorn_connection.cut(receive)  # it does not read
+        except asyncio.CancelledError:
+            # The listener's loop ends, with all of its tasks. uvicorn would log this as an error of
+            # the app, and an answer without an end too, unless the connection is closed.
+            await uvicorn_connection.cut(receive)
         finally:
             viewers.leave()
             for each in (sending, leaving):

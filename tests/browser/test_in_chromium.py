@@ -302,6 +302,28 @@ def test_it_survives_a_restart_of_the_server_and_says_so(browser: Any, folder: P
     page.page.close()
 
 
+def test_it_says_that_the_server_stops_and_opens_no_second_stream(
+    browser: Any, folder: Path
+) -> None:
+    served = Served(folder, "app:app", "--workers", "2")
+    with served.running() as server:
+        page = Page(browser, served.admin)
+        streams: list[str] = []
+        page.page.on("request", lambda each: streams.append(each.url))
+        page.wait_for("#connection", "live")
+        served.send("/score")
+        page.wait_for("#map", "Scorer#0.*1 of")
+        server.signal()
+        page.wait_for("#connection", "the server stops")
+        page.page.wait_for_timeout(2000)  # some more such events
+        assert [each for each in streams if each.endswith("events")] == []
+        assert "Invalid" not in page.text("body")
+        assert page.wrong == []
+        (folder / "go").touch()
+        page.wait_for("#connection", "connection lost, trying again; shown is the state of")
+    page.page.close()
+
+
 def test_hostile_names_are_shown_as_text(browser: Any, folder: Path) -> None:
     served = Served(folder)
     with served.running() as server, page_of(browser, served.admin) as page:
