@@ -36,6 +36,7 @@ from ingress.base.options import (
     QueuedRequests,
     Replicas,
     is_number,
+    is_variable,
 )
 from ingress.base.settings import HTTPLimits
 from ingress.base.types import DeploymentID, ReplicaID
@@ -337,6 +338,12 @@ class DeploymentConfig(Options):
                     raise ValueError(
                         "ray_actor_options['runtime_env']['env_vars'] must have values of text, "
                         f"got {name!r}: {value!r}; write {name!r}: {str(value)!r}"
+                    )
+                if not is_variable(name, value):
+                    raise ValueError(
+                        "ray_actor_options['runtime_env']['env_vars'] must have names of text "
+                        "without '=', and no NUL in a name or value, got "
+                        f"{name!r}: {value!r}; correct it"
                     )
         return self
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +86,67 @@ def test_gpus_that_are_missing_fail_the_start(
 
     with pytest.raises(RuntimeError, match=message):
         serve.run(model(num_gpus=2), route_prefix=None)
+
+
+def test_gpus_are_not_counted_on_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+
+    def count() -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            on_loop.append(False)
+        else:
+            on_loop.append(True)
+
+    nvml = SimpleNamespace(nvmlInit=count, nvmlDeviceGetCount=lambda: 2, nvmlShutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv(GPUS, raising=False)
+
+    handle = serve.run(model(num_gpus=1), route_prefix=None)
+
+    assert handle.variable.remote(GPUS).result() in ("0", "1")
+    assert set(on_loop) == {False}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("A=B", "x"), ("", "x"), ("A", "x\0"), ("A\0", "x"), (3, "x")]
+)
+def test_a_variable_that_no_environment_can_have_is_refused(name: Any, value: str) -> None:
+    with pytest.raises(ValueError, match=r"names of text without '=', and no NUL"):
+        model(runtime_env={"env_vars": {name: value}})
+
+
+def test_a_start_that_fails_for_any_reason_is_told_and_gives_the_gpu_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(GPUS, "4")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "python\0")  # for which `Popen` raises `ValueError`
+        with pytest.raises(RuntimeError, match="could not be started: embedded null byte"):
+            serve.run(model(num_gpus=1), route_prefix=None)
+
+    assert serve.run(model(num_gpus=1), route_prefix=None).variable.remote(GPUS).result() == "4"
+
+
+@pytest.mark.parametrize("missing", ["-process", "-output"])
+def test_a_start_without_a_thread_is_told_and_leaves_nothing(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPUS, "4")
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.endswith(missing):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            serve.run(model(num_gpus=1), route_prefix=None)
+
+    assert serve.run(model(num_gpus=1), route_prefix=None).variable.remote(GPUS).result() == "4"
 
 
 def test_a_number_of_gpus_is_whole_or_a_part_of_one() -> None:

@@ -124,6 +124,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_variable(name: Any, value: str) -> bool:
+    """Return whether an environment can have a variable of this name and value."""
+    return isinstance(name, str) and bool(name) and "=" not in name and "\0" not in name + value
+
+
 def _json_copy(value: Any, info: ValidationInfo) -> Any:
     """Copy a JSON-serialisable value, so that the recorded value cannot change."""
     bad = _first_not_json(value, str(info.field_name), ())

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ingress.base.options import Json, Options, is_number
+from ingress.base.options import Json, Options, is_number, is_variable
 from ingress.base.settings import ENGINE
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig, options_not_acted_on
 from ingress.declaration.names import check_prefix
@@ -58,7 +58,7 @@ def _variables(value: dict[str, Any]) -> dict[str, str]:
     for name, each in value.items():
         if not isinstance(each, str):
             raise ValueError(f"env_vars[{name!r}] must be a string, got {each!r}; put it in quotes")
-        if not name or "=" in name or "\0" in name + each:
+        if not is_variable(name, each):
             raise ValueError(f"env_vars[{name!r}] cannot be a variable; correct its name or value")
     return value
 

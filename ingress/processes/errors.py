@@ -59,7 +59,7 @@ def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeEx
     )
 
 
-def end_of(pid: int, code: int | None, failure: OSError | None) -> str:
+def end_of(pid: int, code: int | None, failure: Exception | None) -> str:
     """Return the description of a process's end: by its exit code, negative for a signal."""
     if failure is not None:
         return f"its process could not be started: {failure}"

@@ -64,7 +64,12 @@ class ForkServer:
         self._thread = threading.Thread(
             target=self._main, name=f"{module}-fork-server", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many threads
+            self.control.close()
+            self._theirs.close()
+            raise
 
     def _main(self) -> None:
         try:
@@ -78,7 +83,7 @@ class ForkServer:
                     stdin=subprocess.DEVNULL,
                 )
             process.wait()
-        except OSError:
+        except Exception:  # as of `Popen`; the children are spawned, and fail by themselves
             logger.exception("a fork server could not be started")
         finally:
             self.has_ended = True

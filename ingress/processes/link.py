@@ -235,6 +235,7 @@ class Link:
             self._start(specification, env_vars, give_back)
         except BaseException:  # there is no child, which would do so at its end
             give_back()
+            self._give_up()
             raise
         await started
 
@@ -248,12 +249,25 @@ class Link:
             mailbox.post(self._on_exit)
 
         ours, theirs = socket.socketpair()
-        page = self._page = SharedPage()
-        frames = self._frames = Frames(ours, self._on_frame, self._on_lost)
-        self._errands = Errands(frames, self._make_handle, self._call_of)
-        frames.post_inline(Kind.START, specification)
-        name = str(self._replica_id)
-        self._child = ChildProcess(name, self.module, theirs, page, env_vars, self._output, on_exit)
+        try:
+            page = self._page = SharedPage()
+            frames = self._frames = Frames(ours, self._on_frame, self._on_lost)
+            self._errands = Errands(frames, self._make_handle, self._call_of)
+            frames.post_inline(Kind.START, specification)
+            name, module, output = str(self._replica_id), self.module, self._output
+            self._child = ChildProcess(name, module, theirs, page, env_vars, output, on_exit)
+        except BaseException:  # there are too many threads, or the specification is too large
+            theirs.close()
+            raise
+
+    def _give_up(self) -> None:
+        """Close what a start has made that did not come to a process."""
+        frames, page = self._frames, self._page
+        self._frames = self._page = self._errands = None
+        if frames is not None:
+            frames.close()
+        if page is not None:
+            page.close()
 
     async def stop(self) -> None:
         """Have the child run the user's shutdown code, and wait for its end."""

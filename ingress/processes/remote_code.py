@@ -39,21 +39,20 @@ from ingress.processes.resources import EnvironmentOf
 class RemoteCode:
     """The user's class or function in a child, in the place of its `UserCode`.
 
-    Owned by the loop of its frames. `specification` is set before the start.
+    Owned by the loop of its frames. `specification` and `environment_of` are set before the start.
     """
 
-    __slots__ = ("_environment_of", "_templates", "link", "specification")
+    __slots__ = ("_templates", "environment_of", "link", "specification")
 
     def __init__(
         self,
         replica_id: ReplicaID,
         app: BoundApp | None,
         make_handle: MakeHandle,
-        environment_of: EnvironmentOf,
     ) -> None:
         self.link = Link(replica_id, make_handle)
         self._templates = None if app is None else app.templates()
-        self._environment_of = environment_of
+        self.environment_of: EnvironmentOf
         self.specification = b""
 
     async def start(
@@ -63,7 +62,7 @@ class RemoteCode:
 
         The arguments are in the specification: a child makes handles of its own.
         """
-        await self.link.start(self.specification, self._environment_of)
+        await self.link.start(self.specification, self.environment_of)
 
     async def stop(self) -> None:
         """Have the child shut down, and wait for its end."""

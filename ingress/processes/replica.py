@@ -33,7 +33,7 @@ from ingress.processes.messages import News, ReplicaSpec
 from ingress.processes.output import levels
 from ingress.processes.remote_call import RemoteCall
 from ingress.processes.remote_code import RemoteCode
-from ingress.processes.resources import environment_of
+from ingress.processes.resources import EnvironmentOf, environment_of, visible
 from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.watchdog import WATCHDOG
@@ -50,7 +50,7 @@ class ProcessReplica(Replica):
     The loop that it borrows is that of its frames, at best the one that requests arrive on.
     """
 
-    __slots__ = ("_code", "_model_counts", "_specify")
+    __slots__ = ("_code", "_model_counts", "_prepare")
     made_there: ClassVar[type[Replica]] = Replica
     """The class of the replica in the child."""
 
@@ -65,13 +65,12 @@ class ProcessReplica(Replica):
         **options: Any,
     ) -> None:
         def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
-            env_vars = partial(environment_of, built.deployment.config, built.name)
-            return RemoteCode(context.replica_id, app, make_handle, env_vars)
+            return RemoteCode(context.replica_id, app, make_handle)
 
         super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
         self._code: RemoteCode = self.user_code  # type: ignore[assignment]
-        self._specify = partial(
-            _specification,
+        self._prepare = partial(
+            _prepared,
             built,
             make_replica=self.made_there,
             replica_id=self.replica_id,
@@ -135,9 +134,9 @@ class ProcessReplica(Replica):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
     ) -> None:
         """Start the child and wait until it serves. Raises the errors of user code."""
-        # In a thread: this looks for the module of the user's class.
-        self._code.specification = await asyncio.to_thread(
-            self._specify,
+        # In a thread: this looks for the module of the user's class, and counts GPUs.
+        self._code.specification, self._code.environment_of = await asyncio.to_thread(
+            self._prepare,
             user_config=user_config,
             place=self.context.place,
             log_levels=levels(),
@@ -250,9 +249,11 @@ class ProcessReplica(Replica):
         self._code.link.join()
 
 
-def _specification(built: BuiltDeployment, **options: Any) -> bytes:
-    """Return what a child has to know. Raises `TypeError` for what cannot be sent to it."""
+def _prepared(built: BuiltDeployment, **options: Any) -> tuple[bytes, EnvironmentOf]:
+    """Return the specification of a child, and the function that makes its environment.
 
+    Raises `TypeError` for what cannot be sent to it.
+    """
     if sys.platform == "win32":
         raise RuntimeError(
             f'deployment {built.name!r} has isolation="process", which Windows does not support; '
@@ -263,4 +264,7 @@ def _specification(built: BuiltDeployment, **options: Any) -> bytes:
         accept_main()
     if isinstance(code, ByValue):
         pickle_by_value()
-    return dumps(ReplicaSpec(code=code, arguments=pickled_arguments(built), **options))
+    specification = dumps(ReplicaSpec(code=code, arguments=pickled_arguments(built), **options))
+    config = built.deployment.config
+    gpus = visible() if config.num_gpus else []
+    return specification, partial(environment_of, config, built.name, gpus)

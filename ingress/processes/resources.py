@@ -33,13 +33,12 @@ class GPUs:
         self._lock = threading.Lock()
         self._used: dict[str, float] = {}
 
-    def take(self, number: float, name: str) -> list[str]:
-        """Take GPUs, or a part of one, for a replica of a deployment, and return their ids.
+    def take(self, number: float, name: str, ids: Sequence[str]) -> list[str]:
+        """Take GPUs of `ids`, or a part of one, for a replica of a deployment, and return theirs.
 
         A part is taken where least is free, so that whole ones stay free for others. Raises
         `RuntimeError` if the machine has none, or too few that are free.
         """
-        ids = visible()
         part = min(number, 1.0)
         with self._lock:
             free = {each: 1.0 - self._used.get(each, 0.0) for each in ids}
@@ -66,11 +65,11 @@ GPUS = GPUs()
 
 
 def environment_of(
-    config: DeploymentConfig, name: str
+    config: DeploymentConfig, name: str, gpus: Sequence[str]
 ) -> tuple[dict[str, str], Callable[[], None]]:
     """Return the variables of a child, and the function to call after its end, in any thread.
 
-    `name` is that of the deployment. Raises as `GPUs.take`.
+    `name` is that of the deployment, `gpus` are those of this process. Raises as `GPUs.take`.
     """
     there = environment()
     found: dict[str, str] = {}
@@ -80,13 +79,13 @@ def environment_of(
     number = config.num_gpus
     if not number:
         return found | config.env_vars, _nothing
-    ids = GPUS.take(number, name)
+    ids = GPUS.take(number, name, gpus)
     found[VISIBLE] = ",".join(ids)
     return found | config.env_vars, lambda: GPUS.give(ids, number)
 
 
 def visible(there: Mapping[str, str] | None = None) -> list[str]:
-    """Return the ids of the GPUs that this process may use."""
+    """Return the ids of the GPUs that this process may use. It may take seconds: see `_counted`."""
     given = (environment() if there is None else there).get(VISIBLE)
     if given is not None:
         ids = [each.strip() for each in given.split(",")]

@@ -49,7 +49,7 @@ class ChildProcess:
         on_exit: Callable[[], None],
     ) -> None:
         self.code: int | None = None
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         self.output = output
         self._name = name
         self._module = module
@@ -105,22 +105,34 @@ class ChildProcess:
 
     def _main(self) -> None:
         try:
-            self._process = self._started()
-        except OSError as error:
+            try:
+                self._process = self._started()
+            finally:
+                self._end.close()
+                self._page.close_descriptor()
+            self._attend(self._process)
+        except Exception as error:  # the start waits for `on_exit`, whatever went wrong
             self.failure = error
         finally:
-            self._end.close()
-            self._page.close_descriptor()
-        if self._process is not None:
-            if self._is_unwanted:
-                self._process.kill()
-            name, pipes = f"{self._name}-output", (self._process.stdout, self._process.stderr)
-            pid = self._process.pid
-            reading = threading.Thread(
-                target=self.output.pass_on, args=(pid, *pipes), name=name, daemon=True
-            )
+            self._on_exit()
+
+    def _attend(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+        """Pass on what the process writes, and wait for its end."""
+        if self._is_unwanted:
+            process.kill()
+        name, pipes = f"{self._name}-output", (process.stdout, process.stderr)
+        reading = threading.Thread(
+            target=self.output.pass_on, args=(process.pid, *pipes), name=name, daemon=True
+        )
+        try:
             reading.start()
-            code = self._process.wait()
-            reading.join(LAST_LINES_S)  # a program that user code started may hold a pipe open
-            self.code = code
-        self._on_exit()
+        except RuntimeError:  # there are too many threads
+            process.kill()
+            process.wait()
+            for each in pipes:
+                if each is not None:
+                    each.close()
+            raise
+        code = process.wait()
+        reading.join(LAST_LINES_S)  # a program that user code started may hold a pipe open
+        self.code = code
