@@ -5,19 +5,26 @@ No application runs when a test begins.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import signal
+import socket
+import struct
 import sys
+import termios
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ingress as serve
+from ingress.base.types import DeploymentID
+from ingress.engines import local_engine
 from tests.process_app import Model, pids
-from tests.servers import environment, process, wait_until, write_module
+from tests.servers import PATIENCE_S, environment, process, wait_until, write_module
 from tests.test_process_ends import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is for Linux")
@@ -95,6 +102,115 @@ def test_a_module_that_starts_threads_is_not_forked(
     assert [parent(each) for each in pids("Threaded")] == [os.getpid()]
     module.over.set()
     assert "not possible for module threaded_module: it has 2 threads" in caplog.text
+
+
+FORKS = """
+import os, sys
+import ingress as serve
+
+if sys.argv[0] == "-c":  # in the fork server
+    fork = os.fork
+
+    def unlike():
+        if os.path.exists("fails"):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        if os.path.exists("begun"):
+            with open("begun", "w"), open("go"):
+                pass
+        return fork()
+
+    os.fork = unlike
+
+@serve.deployment(isolation="process")
+class Forked:
+    async def __call__(self): return os.getpid()
+"""
+
+
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A deployment whose fork server does what the files in the current folder say."""
+    write_module(tmp_path, "forks_module", FORKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "forks_module", raising=False)
+    return importlib.import_module("forks_module").Forked
+
+
+def unread(end: socket.socket) -> int:
+    """Return the bytes that the other end has not read, with what the kernel needs for them."""
+    count: int = struct.unpack("i", fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4)))[0]
+    return count
+
+
+def test_a_fork_that_fails_leaves_the_other_children_alone(forked: Any, tmp_path: Path) -> None:
+    serve.run(forked.bind(), route_prefix=None)
+    before = pids("Forked")
+    (tmp_path / "fails").touch()
+    local_engine().change("default", {"Forked": {"num_replicas": 2}})
+
+    def deployment() -> Any:
+        return serve.status().applications["default"].deployments["Forked"]
+
+    wait_until(lambda: "could not fork" in deployment().message)
+    assert all(map(is_alive, before))
+    (tmp_path / "fails").unlink()
+    wait_until(lambda: len(pids("Forked")) == 2)
+    assert set(before) < set(pids("Forked"))
+
+
+def test_a_child_that_ends_while_another_is_forked_takes_no_other_with_it(
+    forked: Any, tmp_path: Path
+) -> None:
+    serve.run(forked.options(num_replicas=2).bind(), route_prefix=None)
+    killed, other = pids("Forked")
+    replica = local_engine().routers[DeploymentID("Forked", "default")].replicas[0]
+    child = replica._code.link._child  # type: ignore[attr-defined]
+    for name in ("begun", "go"):
+        os.mkfifo(tmp_path / name)
+    local_engine().change("default", {"Forked": {"num_replicas": 3}})
+    with (tmp_path / "begun").open():  # the fork server forks a third one
+        pass
+    (tmp_path / "begun").unlink()
+
+    os.kill(killed, signal.SIGKILL)  # its end and the order to kill it arrive in this order
+    wait_until(lambda: unread(child._process._life) > 0)
+    with (tmp_path / "go").open("w"):
+        pass
+
+    wait_until(lambda: len(pids("Forked")) == 3 and killed not in pids("Forked"))
+    assert other in pids("Forked")
+
+
+def test_a_start_whose_import_hangs_in_the_fork_server_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "never")
+    write_module(
+        tmp_path,
+        "hanging_module",
+        "import os, sys\n"
+        "import ingress as serve\n"
+        "if sys.argv[0] == '-c':\n"
+        "    with open('begun', 'w') as file: file.write(str(os.getpid()))\n"
+        "    open('never')\n"
+        "@serve.deployment(isolation='process', graceful_shutdown_timeout_s=0)\n"
+        "class Hanging:\n"
+        "    async def __call__(self): ...\n",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("hanging_module")
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(serve.run, module.Hanging.bind(), route_prefix=None)
+        fork_server = int((tmp_path / "begun").read_text())
+
+        serve.shutdown()
+
+        with pytest.raises(Exception):  # noqa: B017  # the start was given up
+            start.result(timeout=PATIENCE_S)
+    wait_until(lambda: not is_alive(fork_server))
 
 
 @pytest.mark.reliability("P04")

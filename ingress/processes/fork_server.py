@@ -24,7 +24,7 @@ from struct import Struct
 from ingress.base.settings import export
 
 IDLE_S = 10.0
-FORKED = Struct("<ii")  # pid, 0 if threads forbid it; the number of threads
+FORKED = Struct("<ii")  # pid, 0 if there is none; the number of threads, or an error's, negative
 ENDED = Struct("<i")
 MESSAGE_BYTES = 65536
 _DESCRIPTORS = 5
@@ -65,8 +65,9 @@ class _ForkServer:
                 return None
             for key, _ in ready:
                 if key.data > 0:
-                    self.selector.unregister(key.fileobj)
-                    if key.data in self.lives:  # not waited for, so the pid is its own
+                    # Else it was waited for in this turn: its `life` is closed, and the pid free.
+                    if key.data in self.lives:
+                        self.selector.unregister(key.fileobj)
                         os.kill(key.data, signal.SIGKILL)
                 elif key.data < 0:
                     self.woken.recv(4096)
@@ -77,6 +78,10 @@ class _ForkServer:
                     )
                     if not message:
                         return None
+                    if len(descriptors) < _DESCRIPTORS:  # more than this process may have
+                        for each in descriptors:
+                            os.close(each)
+                        continue
                     forked = self.fork(json.loads(message), descriptors)
                     if forked is not None:
                         return forked
@@ -104,17 +109,22 @@ class _ForkServer:
         name, variables = given
         end, page, stdout, stderr, life_descriptor = descriptors
         life = socket.socket(fileno=life_descriptor)
-        threads = len(os.listdir("/proc/self/task"))
-        if threads > 1:  # a child would have their locks, and nothing that releases them
+        parent = os.getpid()
+        pid = -1
+        try:
+            threads = len(os.listdir("/proc/self/task"))
+            if threads == 1:  # else a child would have their locks, and nothing that releases them
+                sys.stdout.flush()
+                sys.stderr.flush()
+                pid = os.fork()
+        except OSError as error:  # too many processes: the children that there are live on
+            threads = -(error.errno or 1)
+        if pid < 0:
             _tell(life, FORKED.pack(0, threads))
             for each in (end, page, stdout, stderr):
                 os.close(each)
             life.close()
             return None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        pid = os.fork()
         if pid:
             _tell(life, FORKED.pack(pid, threads))
             self.lives[pid] = life

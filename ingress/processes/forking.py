@@ -5,15 +5,17 @@ INGRESS_START_METHOD=forkserver    a child is a copy of a process that has impor
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ingress.base.settings import environment
@@ -41,6 +43,7 @@ except BaseException:
 serve(int(sys.argv[3]), main)
 """
 _TRIES = 2
+_LOOK_S = 0.1
 
 logger = logging.getLogger("ingress")
 
@@ -49,16 +52,22 @@ class ForkServer:
     """A fork server, and the thread that starts it and waits for its end. Thread-safe.
 
     Linux kills it with the thread that started it, so that thread lives as long as it. `users` is
-    the number of its children, with those that are being forked.
+    the number of its children, with those that are being forked. Its import is over when it
+    `has_answered`.
     """
 
-    __slots__ = ("_module", "_theirs", "_thread", "_variables", "control", "has_ended", "users")
+    __slots__ = (
+        "_module", "_process", "_theirs", "_thread", "_variables", "control", "has_answered",
+        "has_ended", "users",
+    )  # fmt: skip
 
     def __init__(self, module: str, variables: Mapping[str, str]) -> None:
+        self.has_answered = False
         self.has_ended = False
         self.users = 0
         self._module = module
         self._variables = variables
+        self._process: subprocess.Popen[bytes] | None = None
         # A packet for each child, whole or not at all: threads may send at the same time.
         self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._thread = threading.Thread(
@@ -76,18 +85,31 @@ class ForkServer:
             with self._theirs:
                 descriptor = self._theirs.fileno()
                 given = [os.getpid(), json.dumps(sys.path), descriptor, self._module]
-                process = subprocess.Popen(
+                process = self._process = subprocess.Popen(
                     [sys.executable, "-c", _BOOT, *map(str, given)],
                     pass_fds=[descriptor],
                     env={**environment(), **self._variables},
                     stdin=subprocess.DEVNULL,
                 )
+            if self.has_ended and not self.has_answered:
+                process.kill()
             process.wait()
         except Exception:  # as of `Popen`; the children are spawned, and fail by themselves
             logger.exception("a fork server could not be started")
         finally:
             self.has_ended = True
             self.control.close()
+
+    def end(self) -> None:
+        """End the fork server, which has no children. One that still imports is killed.
+
+        Race with its start: this sets the flag and then reads the process, the thread sets the
+        process and then reads the flag, so one of the two kills it.
+        """
+        self.has_ended = True
+        if self._process is not None and not self.has_answered:
+            self._process.kill()
+        self.control.close()
 
 
 class ForkedProcess:
@@ -134,15 +156,26 @@ _told: set[str] = set()
 
 
 def fork(
-    module: str, name: str, variables: Mapping[str, str], inherited: Sequence[int]
+    module: str,
+    name: str,
+    variables: Mapping[str, str],
+    inherited: Sequence[int],
+    is_unwanted: Callable[[], bool],
 ) -> ForkedProcess | None:
-    """Return a child, forked after the import of its module, `None` if that is not possible."""
+    """Return a child, forked after the import of its module, `None` if that is not possible.
+
+    Raises `OSError` if it cannot be forked now, or once it `is_unwanted` before.
+    """
     own = {VISIBLE: variables[VISIBLE]} if VISIBLE in variables else {}  # each child has others
     shared = {key: value for key, value in variables.items() if key not in own}
     threads = 0
     for _ in range(_TRIES):  # an idle one may end at this moment
         server = _server(module, shared)
-        found = _forked(server, json.dumps((name, own)).encode(), inherited)
+        try:
+            found = _forked(server, json.dumps((name, own)).encode(), inherited, is_unwanted)
+        except BaseException:
+            _leave(server, is_final=True)
+            raise
         if isinstance(found, ForkedProcess):
             return found
         threads = found
@@ -180,12 +213,19 @@ def _leave(server: ForkServer, *, is_final: bool) -> None:
     with _lock:
         server.users -= 1
         if is_final and not server.users:
-            server.has_ended = True  # before it is used again
-            server.control.close()
+            server.end()  # before it is used again
 
 
-def _forked(server: ForkServer, message: bytes, inherited: Sequence[int]) -> ForkedProcess | int:
-    """Return a child, or the number of threads that forbid it, 0 if the fork server has ended."""
+def _forked(
+    server: ForkServer,
+    message: bytes,
+    inherited: Sequence[int],
+    is_unwanted: Callable[[], bool],
+) -> ForkedProcess | int:
+    """Return a child, or the number of threads that forbid it, 0 if the fork server has ended.
+
+    Raises as `fork`.
+    """
     life, theirs = socket.socketpair()
     (out, stdout), (err, stderr) = os.pipe(), os.pipe()
     told = b""
@@ -197,14 +237,28 @@ def _forked(server: ForkServer, message: bytes, inherited: Sequence[int]) -> For
         theirs.close()
         os.close(stdout)
         os.close(stderr)
-    told = _received(life, FORKED.size)
+    while not _has_message(life) and not is_unwanted():
+        pass
+    told = b"" if is_unwanted() else _received(life, FORKED.size)
+    server.has_answered |= bool(told)
     pid, threads = FORKED.unpack(told) if told else (0, 0)
     if pid:
         return ForkedProcess(server, pid, life, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0))
     life.close()
     os.close(out)
     os.close(err)
+    if is_unwanted():  # a child that is forked meanwhile finds `life` closed, and is killed
+        raise OSError(errno.ECANCELED, "it was stopped before")
+    if threads < 0:
+        raise OSError(-threads, f"its fork server could not fork: {os.strerror(-threads)}")
     return int(threads)
+
+
+def _has_message(life: socket.socket) -> bool:
+    """Wait for a while, and return whether a message, or the end, has arrived."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(life, selectors.EVENT_READ)
+        return bool(selector.select(_LOOK_S))
 
 
 def _received(life: socket.socket, size: int) -> bytes:

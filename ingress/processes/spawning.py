@@ -90,7 +90,9 @@ class ChildProcess:
     def _started(self) -> subprocess.Popen[bytes] | ForkedProcess:
         inherited = (self._end.fileno(), self._page.descriptor)
         if start_method() == "forkserver":
-            forked = fork(self._module, self._name, self._env_vars, inherited)
+            forked = fork(
+                self._module, self._name, self._env_vars, inherited, lambda: self._is_unwanted
+            )
             if forked is not None:
                 return forked
         given = [os.getpid(), json.dumps(sys.path), *inherited, self._name]
