@@ -5,6 +5,7 @@ No application runs when a test begins.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -246,6 +247,27 @@ def test_a_class_of_a_script_runs_in_a_child(tmp_path: Path) -> None:
         assert server.wait() == 0
 
 
+def test_a_class_of_a_module_that_python_runs_has_its_package_in_a_child(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "other.py").write_text("NUMBER = 41\n")
+    (package / "module.py").write_text(
+        "import ingress as serve\n"
+        "from .other import NUMBER\n"
+        "@serve.deployment(isolation='process')\n"
+        "class Adding:\n"
+        "    async def __call__(self, number): return NUMBER + number\n"
+        "if __name__ == '__main__':\n"
+        "    print('sum', serve.run(Adding.bind(), route_prefix=None).remote(1).result())\n"
+        "    serve.shutdown()\n"
+    )
+    command = [sys.executable, "-m", "package.module"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        server.wait_for("sum 42")
+        assert server.wait() == 0
+
+
 NOTEBOOK = """
 import os
 import ingress as serve
@@ -302,6 +324,32 @@ def test_a_constructor_that_raises_fails_the_start_with_its_error() -> None:
 def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
     with pytest.raises(RuntimeError, match=r"ended with exit code 5[^$]*the last words"):
         serve.run(process_app.broken("exit"), name="broken", route_prefix=None)
+
+
+def test_the_last_line_of_a_process_is_told_also_without_a_line_break() -> None:
+    with pytest.raises(RuntimeError, match=r"exit code 5[^$]*the last line\nand no line break"):
+        serve.run(process_app.broken("unfinished"), name="broken", route_prefix=None)
+
+
+def test_a_large_error_at_the_import_of_a_module_reaches_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(
+        tmp_path,
+        "unreadable_module",
+        "import json, sys\n"
+        "import ingress as serve\n"
+        "if sys.argv[0] == '-c':\n"
+        "    json.loads('x' * 200_000)  # the error contains the document\n"
+        "@serve.deployment(isolation='process')\n"
+        "class Unreadable:\n"
+        "    async def __call__(self): ...\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    target = importlib.import_module("unreadable_module").Unreadable
+
+    with pytest.raises(RuntimeError, match="JSONDecodeError: Expecting value"):
+        serve.run(target.bind(), name="unreadable", route_prefix=None)
 
 
 def test_a_class_that_no_module_has_is_refused_without_cloudpickle(

@@ -79,6 +79,21 @@ def test_the_children_of_a_fork_server_that_is_killed_end_and_are_replaced() -> 
     assert handle.remote(14).result() == 42
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_program_that_user_code_starts_does_not_get_the_connection_to_the_server(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INGRESS_START_METHOD", method)
+    handle = serve.run(Model.bind(), route_prefix=None)  # type: ignore[attr-defined]
+
+    handle.program.remote(str(tmp_path / "found")).result()
+
+    found = (tmp_path / "found").read_text()
+    assert "/found" in found
+    assert "socket:" not in found
+    assert "memfd:" not in found
+
+
 def test_a_module_that_starts_threads_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

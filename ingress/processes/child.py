@@ -23,6 +23,7 @@ from ingress.handle import DeploymentHandle, use_here
 from ingress.processes.code import ByValue
 from ingress.processes.errors import pickled_error
 from ingress.processes.frames import (
+    LARGE,
     Frames,
     loads,
     pickle_by_value,
@@ -40,6 +41,8 @@ STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it m
 
 def main(descriptor: int, page: int) -> None:
     """Serve until the parent says to stop, or ends."""
+    for each in (descriptor, page):  # not for the programs that user code starts
+        os.set_inheritable(each, False)
     faulthandler.enable(all_threads=False)  # its lines reach the status
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
@@ -51,7 +54,7 @@ def main(descriptor: int, page: int) -> None:
     except EOFError:
         return  # the parent has given the start up
     except BaseException as error:
-        send_blocking(end, Kind.FAILED, pickled_error(error))
+        send_blocking(end, Kind.FAILED, pickled_error(error, LARGE))
         return
     run_blocking(replica.loop, _serve(replica, host, end, spec))
     _wait(stopping, host)

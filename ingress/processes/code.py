@@ -33,15 +33,22 @@ _DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class ByPath:
-    """A class or function in a module, or in the script `main`, under a name of that module."""
+    """A class or function in a module, or in the script `main`, under a name of that module.
+
+    `main` is the script's path, or the name of the module that `python -m` runs, if `is_module`.
+    """
 
     module: str
     name: str
     main: str = ""
+    is_module: bool = False
 
     def resolve(self) -> Callable[..., Any]:
         """Import the class or function. Raises `ImportError` if this process cannot."""
-        module = import_main(self.main) if self.main else importlib.import_module(self.module)
+        if self.main:
+            module = import_main(self.main, is_module=self.is_module)
+        else:
+            module = importlib.import_module(self.module)
         target = found_in(module, self.name)
         if target is None:
             raise ImportError(f"{self.main or self.module!r} has no {self.name!r} in a child")
@@ -66,10 +73,10 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
     target = built.deployment.func_or_class
     module = sys.modules.get(target.__module__)
     if module is not None:
-        main = _script() if module.__name__ == "__main__" else ""
+        main, is_module = _script() if module.__name__ == "__main__" else ("", False)
         if main or module.__name__ != "__main__":
             for name in names_of(module, target):
-                return ByPath(module.__name__, name, main)
+                return ByPath(module.__name__, name, main, is_module)
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
             f"deployment {built.name!r}: no module has {target.__qualname__}, so a child process "
@@ -107,17 +114,24 @@ def pickled_code(target: Any, cloudpickle: Any) -> bytes:
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
-def _script() -> str:
-    """Return the path of this process's script; "" if it was not started with one."""
-    path = getattr(sys.modules["__main__"], "__file__", None) or ""
-    return path if os.path.isfile(path) else ""  # "<stdin>" is none
+def _script() -> tuple[str, bool]:
+    """Return `main` and `is_module` of this process's script; "" if it was not started with one."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":  # the name in a folder or an archive
+        return spec.name, True
+    path = getattr(main, "__file__", None) or ""
+    return (path if os.path.isfile(path) else ""), False  # "<stdin>" is none
 
 
-def import_main(path: str) -> ModuleType:
+def import_main(main: str, *, is_module: bool = False) -> ModuleType:
     """Run the parent's script, once, as the module `__main__` of this process."""
     if _MAIN not in sys.modules:
         module = ModuleType(_MAIN)
-        vars(module).update(runpy.run_path(path, run_name=_MAIN))
+        if is_module:  # with its package, to which its imports may be relative
+            vars(module).update(runpy.run_module(main, run_name=_MAIN, alter_sys=True))
+        else:
+            vars(module).update(runpy.run_path(main, run_name=_MAIN))
         sys.modules["__main__"] = sys.modules[_MAIN] = module
     return sys.modules[_MAIN]
 

@@ -12,13 +12,20 @@ from ingress.execution.tracebacks import format_error
 from ingress.processes.code import culprit
 from ingress.processes.frames import dumps, loads
 
+_KEPT = 8_000  # characters: two such texts are less than `LARGE`, even with four bytes each
 
-def pickled_error(error: BaseException) -> bytes:
-    """Return an error and its traceback's text, pickled; an error that cannot be is described."""
+
+def pickled_error(error: BaseException, at_most: int | None = None) -> bytes:
+    """Return an error and its traceback's text, pickled; an error that cannot be is described.
+
+    So is one whose pickle has more than `at_most` bytes: some contain the document they are about.
+    """
     text = format_error(error)
     try:
         content = dumps((error, text))
         loads(content)
+        if at_most is not None and len(content) > at_most:
+            return dumps((RayServeException(described(error)[:_KEPT]), text[-_KEPT:]))
         return content
     except Exception as problem:
         told = f"{described(error)} (it cannot be sent to another process: {described(problem)})"

@@ -74,7 +74,7 @@ class _ForkServer:
                     self.reap()
                 else:
                     message, descriptors, _, _ = socket.recv_fds(
-                        self.control, MESSAGE_BYTES, _DESCRIPTORS
+                        self.control, MESSAGE_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                     )
                     if not message:
                         return None

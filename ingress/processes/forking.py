@@ -33,6 +33,7 @@ sys.path[:] = json.loads(sys.argv[2])
 # Before the imports: they may take seconds, in which the parent may end.
 _BOOT = f"""\
 {PROLOGUE}
+os.set_inheritable(int(sys.argv[3]), False)
 import importlib
 from ingress.engines.child import main
 from ingress.processes.fork_server import serve

@@ -336,7 +336,7 @@ def _unpacked(content: memoryview) -> list[int]:
 
 
 def send_blocking(end: socket.socket, kind: int, content: bytes) -> None:
-    """Send one frame before the loop owns the socket."""
+    """Send one frame before the loop owns the socket. `Frames` takes contents of `LARGE` bytes."""
     end.sendall(HEAD.pack(len(content), 0, kind, _PLAIN) + content)
 
 

@@ -11,10 +11,12 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
+from ingress.base.counters import copied
 from ingress.calls.call import Call
 from ingress.calls.loops import mailbox_of
 from ingress.calls.tracing import adopt
@@ -70,24 +72,29 @@ class Host:
         elif kind == Kind.ASK:
             self._own(self._answer(number, *loads(content)), Context())
         elif kind == Kind.STOP:
-            self._tell_news()  # the last
-            self._stop()
+            try:
+                self._tell_news()  # the last
+            finally:
+                self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
             self._on_message(kind, call, content, buffers)
 
     def beat(self) -> None:
         """Show the parent, now and again and again, that the user loop turns, and the news."""
         self._page.turn(monotonic())
+        self.replica.loop.call_later(BEAT_S, self.beat)  # first: the news may raise
         self._tell_news()
-        self.replica.loop.call_later(BEAT_S, self.beat)
 
     def _tell_news(self) -> None:
         stalls = [each for each in WATCHDOG.stalls() if each.is_over]
         new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
         replica = self.replica
         pools = replica.pools.loads(), replica.pools.waits()
+        batches = replica.context.batch_counts  # worker threads write it, and the watchdog stalls
         counts = (
-            *(replica.stalls, replica.context.batch_counts, replica.model_counts, *pools),
+            copied(replica.stalls),
+            {each: replace(batches[each]) for each in list(batches)},
+            *(replica.model_counts, *pools),
             series.collected(),
         )
         news = dumps((*counts, new))

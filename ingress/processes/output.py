@@ -109,6 +109,7 @@ class Output:
                         self._feed(key.data, chunk)
                     else:
                         selector.unregister(key.fileobj)
+                        self._end(key.data)
 
     def _feed(self, stream: _Stream, chunk: bytes) -> None:
         data, stream.held = stream.held + chunk, b""
@@ -125,6 +126,12 @@ class Output:
         if start >= 0:
             data, stream.held = data[:start], data[start:]
         self._keep(stream.pass_on(data))
+
+    def _end(self, stream: _Stream) -> None:
+        """Take what a stream held at its end: a line that the process did not end."""
+        held, stream.held = stream.held, b""
+        self._keep(stream.pass_on(held))
+        self._keep(stream.end())
 
     def _add_piece(self, piece: bytes) -> None:
         self._record += piece[1:]
@@ -176,3 +183,12 @@ class _Stream:
                 written.write(each.decode(errors="replace") + "\n")
         self._line = self._line[-TAIL:]
         return [each.decode(errors="replace") for each in lines]
+
+    def end(self) -> list[str]:
+        """Return the line that has no end, if there is one, and write it if it was not."""
+        if not self._line:
+            return []
+        text = self._line.decode(errors="replace")
+        if (written := json_stream(self._to)) is not None:
+            written.write(text + "\n")
+        return [text]
