@@ -5,14 +5,10 @@ No application runs when a test begins.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import signal
-import socket
-import struct
 import sys
-import termios
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,12 +148,6 @@ def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("forks_module").Forked
 
 
-def unread(end: socket.socket) -> int:
-    """Return the bytes that the other end has not read, with what the kernel needs for them."""
-    count: int = struct.unpack("i", fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4)))[0]
-    return count
-
-
 def test_a_fork_that_fails_leaves_the_other_children_alone(forked: Any, tmp_path: Path) -> None:
     serve.run(forked.bind(), route_prefix=None)
     before = pids("Forked")
@@ -189,7 +179,7 @@ def test_a_child_that_ends_while_another_is_forked_takes_no_other_with_it(
     (tmp_path / "begun").unlink()
 
     os.kill(killed, signal.SIGKILL)  # its end and the order to kill it arrive in this order
-    wait_until(lambda: unread(child._process._life) > 0)
+    wait_until(lambda: child._process._is_unwanted)
     with (tmp_path / "go").open("w"):
         pass
 

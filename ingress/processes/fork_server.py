@@ -2,7 +2,7 @@
 
     server -> fork server    name, variables; the child's socket, page, two streams, and its `life`
     fork server -> server    on `life`: pid and number of threads, then the exit code
-    server -> fork server    on `life`: anything, or its end, kills the child
+    server -> fork server    on `life`: its end kills the child
 
 It has one thread, which no child can find holding a lock. It ends with the server, by the kernel's
 signal, and its children with it; without children it ends after `IDLE_S`.

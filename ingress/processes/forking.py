@@ -137,7 +137,7 @@ class ForkedProcess:
         """Have the fork server kill it: only there the pid cannot be another process's by now."""
         self._is_unwanted = True
         try:
-            self._life.send(b"k")
+            self._life.shutdown(socket.SHUT_WR)  # which does not block, as a loop may call this
         except OSError:
             pass  # it has ended, or its fork server has, and it with that
 
