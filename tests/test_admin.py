@@ -332,6 +332,8 @@ def test_uvicorn_has_one_if_the_environment_says_so(folder: Path) -> None:
         assert get(at, "/items/1").status == 200
         port = int(server.wait_for(r"admin listener at http://127\.0\.0\.1:(\d+)")[1])
         assert counted(port) == {("/items/{number}", "GET", 200): 1}
+        server.wait_for('"GET /items/1 HTTP/1.1" 200')  # uvicorn's access log is still on
+        assert "/api/snapshot" not in server.output
 
 
 def test_uvicorn_has_none_by_default(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.routing import BaseRoute
 
@@ -69,16 +69,22 @@ def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -
 
     from ingress.http.connections import Connections  # imports uvicorn
 
+    class Unlogged(Connections):
+        def __call__(self, **given: Any) -> asyncio.Protocol:
+            protocol: Any = super().__call__(**given)
+            protocol.access_log = False
+            return cast("asyncio.Protocol", protocol)
+
     return uvicorn.Server(
+        # No log option: `Config` sets the loggers of the whole process, which has other servers.
         uvicorn.Config(
             admin_app(source, options, more),
             interface="asgi3",
             lifespan="off",
             ws="none",
-            access_log=False,
             log_config=None,
             server_header=False,
             timeout_keep_alive=75,  # Prometheus asks every 15 to 60 s
-            **Connections(LIMITS).options(),
+            **Unlogged(LIMITS).options(),
         )
     )
