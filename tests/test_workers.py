@@ -9,9 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from uvicorn import Config
 
+from ingress.cli.worker_commands import Asked
+from ingress.cli.workers import Supervisor
 from tests.reliability.figures import Figures
 from tests.servers import (
     INGRESS,
@@ -28,7 +33,8 @@ from tests.servers import (
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 
 APP = """
-import asyncio, os, sys, threading
+import asyncio, gc, os, signal, struct, sys, threading
+from multiprocessing.connection import Connection
 from fastapi import FastAPI
 import ingress as serve
 
@@ -40,6 +46,14 @@ class App:
     @app.get("/pid")
     async def pid(self):
         return os.getpid()
+
+    @app.get("/half")
+    async def half(self):
+        # It stands still in the middle of a message to the supervisor.
+        for each in gc.get_objects():
+            if isinstance(each, Connection) and each.writable and each.readable:
+                os.write(each.fileno(), struct.pack("!i", 10**6) + b"the beginning")
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     @app.get("/slow")
     async def slow(self):
@@ -80,8 +94,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def run(folder: Path, app: str) -> Iterator[ServerProcess]:
-    command = [*INGRESS, "run", f"app:{app}", "--port", "0", "--workers", "2"]
+def run(folder: Path, app: str, *options: str) -> Iterator[ServerProcess]:
+    command = [*INGRESS, "run", f"app:{app}", "--port", "0", "--workers", "2", *options]
     with process(command, folder, environment(folder)) as server:
         yield server
 
@@ -176,6 +190,45 @@ def test_a_worker_that_is_killed_is_replaced(folder: Path) -> None:
         assert f"worker {first} ended (SIGKILL); another one starts" in server.output
         server.signal()
         assert server.wait() == 0
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_worker_that_stands_in_the_middle_of_a_message_holds_no_supervisor(folder: Path) -> None:
+    with run(folder, "hello", "--timeout-worker-healthcheck", "5") as server:
+        server.wait_for("is ready at")
+        workers = workers_of(server)
+        with Connection(server.port) as client:
+            client.request("/half")
+            wait_until(lambda: any(map(is_stopped, workers)))
+            [standing] = filter(is_stopped, workers)
+            [other] = set(workers) - {standing}
+            os.kill(other, signal.SIGKILL)
+
+            server.wait_for(rf"worker {other} ended \(SIGKILL\); another one starts")
+            server.wait_for(rf"worker {standing} does not answer; it is killed")
+        server.wait_for(rf"worker {standing} ended \(SIGKILL\); another one starts")
+        server.signal()
+        server.wait()
+
+
+def test_an_unanswered_command_that_its_caller_gave_up_is_forgotten() -> None:
+    supervisor = Supervisor(Config("app"), *[cast("Any", None)] * 4)
+    process = SimpleNamespace(pid=1, is_alive=lambda: True)
+    late: Any = SimpleNamespace(process=process, is_ready=True, is_late=True, answers=[])
+    supervisor._workers.append(late)
+    asked = Asked("snapshot", {})
+    supervisor.post(asked)
+    supervisor._send_posted()
+    assert asked in supervisor._asked.values()
+
+    asked.wait(0)
+    supervisor._take_answers(late)
+
+    assert asked.waits_for == {1}
+    assert asked not in supervisor._asked.values()
 
 
 @pytest.mark.thorough

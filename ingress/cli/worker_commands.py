@@ -32,11 +32,13 @@ READS = ("status", *WHAT)
 class Asked:
     """One command for all workers. `answers` maps process ids to values, or to an error's text.
 
-    Written by the supervisor's thread only, until `is_answered` is set.
+    Written by the supervisor's thread only, until `is_answered` is set. `is_given_up` is its
+    caller's: the supervisor then forgets it, with the answers that came.
     """
 
     __slots__ = (
-        "answers", "arguments", "command", "is_answered", "is_early", "refusal", "waits_for",
+        "answers", "arguments", "command", "is_answered", "is_early", "is_given_up", "refusal",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(self, command: str, arguments: Mapping[str, Any]) -> None:
@@ -47,6 +49,11 @@ class Asked:
         self.waits_for: set[int] = set()
         self.answers: dict[int, Any] = {}
         self.is_answered = threading.Event()
+        self.is_given_up = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the answers; give those up that are still missing then."""
+        self.is_given_up = not self.is_answered.wait(timeout_s)
 
     def answer(self, pid: int, value: Any) -> None:
         """Record the answer of a worker."""
@@ -131,7 +138,7 @@ def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[An
 def _asked(workers: Workers, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
     asked = Asked(command, arguments)
     workers.post(asked)
-    asked.is_answered.wait(wait_s)
+    asked.wait(wait_s)
     if asked.refusal:
         raise (WorkerStartsError if asked.is_early else CommandError)(asked.refusal)
     return asked

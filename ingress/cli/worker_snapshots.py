@@ -50,7 +50,7 @@ def snapshot_of_workers(workers: WorkersWithSnapshots, url: str | None) -> Snaps
     """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
     asked = Asked("snapshot", {})
     workers.post(asked)
-    asked.is_answered.wait(STATUS_S)
+    asked.wait(STATUS_S)
     found = dict(workers.last_snapshots())
     found |= {pid: each for pid, each in dict(asked.answers).items() if isinstance(each, Snapshot)}
     silent = sorted(asked.waits_for)

@@ -10,96 +10,35 @@ fails to start three times in a row      does the same
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import multiprocessing.process
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from queue import SimpleQueue
 from time import monotonic
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from ingress.base.signals import stop_signals
 from ingress.base.snapshot import Snapshot
 from ingress.cli.server_commands import Changes
-from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
+from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served
 from ingress.cli.worker_commands import READS, Asked, Failed, Rolling
+from ingress.cli.worker_process import LATE_S, WorkerProcess, spawn
 from ingress.cli.worker_snapshots import Ended
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
-LATE_S = 5.0  # five heartbeats: no command is sent to it
 FAILURES = 3
 LOOK_S = 1.0
 
 logger = logging.getLogger("uvicorn.error")
 info = logging.getLogger("ingress").info  # uvicorn's logger has the level WARNING by default
-_spawn = multiprocessing.get_context("spawn")
-
-
-class WorkerProcess:
-    """One worker, as its supervisor sees it. `failures` counts the failed starts just before it.
-
-    Its `number` is the least that no other worker has: a worker that replaces it has it again.
-    """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        served: Served,
-        port: SharedPort,
-        number: int,
-        failures: int = 0,
-    ) -> None:
-        self.number = number
-        self.failures = failures
-        self.snapshot: Snapshot | None = None  # the last one that it has pushed
-        self._silence_s = config.timeout_worker_healthcheck
-        self.is_ready = False
-        self.cause = ""
-        self.killing_at: float | None = None  # once it was told to leave
-        self.heard_at = monotonic()
-        self.answers: list[tuple[int, Any]] = []  # to commands: their numbers, and the values
-        self.pipe, theirs = _spawn.Pipe()
-        named = served.as_process(f"worker-{number}")
-        self.process = _spawn.Process(target=work, args=(config, named, port, theirs))
-        with _signals_blocked():
-            self.process.start()
-        theirs.close()  # otherwise the pipe would stay open after the worker's end
-
-    def hear(self) -> None:
-        """Read the messages of the worker."""
-        with suppress(EOFError, OSError):
-            while self.pipe.poll():
-                told = self.pipe.recv()
-                self.heard_at = monotonic()
-                if isinstance(told, tuple):
-                    self.answers.append(told)
-                elif isinstance(told, Snapshot):
-                    self.snapshot = told
-                elif isinstance(told, str):
-                    self.cause = told
-                else:
-                    self.is_ready = told
-
-    def leave(self, patience_s: float) -> None:
-        """Tell the worker to drain and end, within `patience_s`."""
-        self.killing_at = monotonic() + patience_s
-        self.process.terminate()
-
-    @property
-    def is_late(self) -> bool:
-        return self.is_ready and monotonic() - self.heard_at > LATE_S
-
-    @property
-    def is_silent(self) -> bool:
-        return self.is_ready and monotonic() - self.heard_at > self._silence_s
 
 
 class Supervisor:
@@ -126,7 +65,8 @@ class Supervisor:
         self._signal: int | None = None
         self._code: int | None = None  # the exit code, once it stops
         self._killing_at = 0.0
-        self._waking, self._wakes = _spawn.Pipe(duplex=False)
+        self._looked_at = monotonic()
+        self._waking, self._wakes = spawn.Pipe(duplex=False)
         self._posted: SimpleQueue[Asked] = SimpleQueue()
         self._asked: dict[int, Asked] = {}
         self._count = 0
@@ -165,7 +105,7 @@ class Supervisor:
     def post(self, asked: Asked) -> None:
         """Send a command to all workers. Thread-safe."""
         self._posted.put(asked)
-        self._wakes.send_bytes(b"")
+        self._wake()
 
     def remember(self, wanted: Changes) -> None:
         """Start later workers with these options. Thread-safe: the served is replaced."""
@@ -178,7 +118,7 @@ class Supervisor:
     def roll(self, rolling: Rolling) -> None:
         """Begin to replace all workers, one after another. Thread-safe: one caller at a time."""
         self._rolling = rolling
-        self._wakes.send_bytes(b"")
+        self._wake()
 
     def _roll_on(self) -> None:
         """Take the next step of a replacement: start a worker, or stop the one that it replaces."""
@@ -210,7 +150,7 @@ class Supervisor:
                 self._end_roll()
 
     def _bring_newcomer(self, served: Served, port: SharedPort) -> None:
-        self._newcomer = WorkerProcess(self._config, served, port, self._free_number())
+        self._newcomer = self._worker(served, port)
         self._workers.append(self._newcomer)
 
     def _end_roll(self, error: str = "") -> None:
@@ -265,7 +205,7 @@ class Supervisor:
             # One that does not read could fill its pipe, and block this thread.
             if worker.process.pid in asked.waits_for and not worker.is_late:
                 with suppress(OSError):  # it has just ended, which `_look_at` sees
-                    worker.pipe.send((self._count, asked.command, asked.arguments))
+                    worker.send((self._count, asked.command, asked.arguments))
 
     def _take_answers(self, worker: WorkerProcess) -> None:
         pid = worker.process.pid
@@ -280,7 +220,9 @@ class Supervisor:
             for asked in self._asked.values():
                 asked.answer(pid, Failed(f"worker {pid} ended"))
         self._asked = {
-            number: asked for number, asked in self._asked.items() if not asked.is_answered.is_set()
+            number: asked
+            for number, asked in self._asked.items()
+            if not (asked.is_answered.is_set() or asked.is_given_up)
         }
 
     @contextmanager
@@ -305,23 +247,29 @@ class Supervisor:
                 worker.process.kill()
             os._exit(128 + number)
         self._signal = number
-        self._wakes.send_bytes(b"")
+        self._wake()
 
     def _start(self, failures: int = 0) -> None:
-        number = self._free_number()
-        worker = WorkerProcess(self._config, self._served, self._port, number, failures)
-        self._workers.append(worker)
+        self._workers.append(self._worker(self._served, self._port, failures))
 
-    def _free_number(self) -> int:
+    def _worker(self, served: Served, port: SharedPort, failures: int = 0) -> WorkerProcess:
         taken = {each.number for each in self._workers}
-        return next(number for number in count(1) if number not in taken)
+        number = next(number for number in count(1) if number not in taken)
+        return WorkerProcess(self._config, served, port, self._wake, number, failures)
+
+    def _wake(self) -> None:
+        """End the supervisor's wait. Thread-safe, also in signal handlers: it is one write."""
+        self._wakes.send_bytes(b"")
 
     def _wait(self) -> None:
         """Wait until a worker sends a message or ends, or a signal comes."""
-        ends = [each.process.sentinel for each in self._workers]
-        pipes: list[Connection] = [each.pipe for each in self._workers if not each.pipe.closed]
-        if self._waking in wait([self._waking, *ends, *pipes], LOOK_S):
+        wait([self._waking, *(each.process.sentinel for each in self._workers)], LOOK_S)
+        while self._waking.poll():
             self._waking.recv_bytes()
+        before, self._looked_at = self._looked_at, monotonic()
+        if self._looked_at - before > LATE_S:  # this process was stopped, and its readers with it
+            for each in self._workers:
+                each.heard_at = self._looked_at
 
     def _report_ready(self) -> None:
         is_ready = self._code is None and all(each.is_ready for each in self._workers)
@@ -344,8 +292,7 @@ class Supervisor:
                 process.kill()
             return
         process.join()
-        worker.hear()  # its last messages
-        worker.pipe.close()
+        worker.hear_the_last()
         if process.pid is not None:
             self.ended = self.ended.with_worker(process.pid, worker.snapshot)
         self._workers.remove(worker)
@@ -389,19 +336,6 @@ class Supervisor:
                 worker.process.terminate()
             else:  # it has no clients yet, and a constructor may hang
                 worker.process.kill()
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block signals, also in a new process until it has handlers that ignore them."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
 
 
 def _how(process: multiprocessing.process.BaseProcess) -> str:

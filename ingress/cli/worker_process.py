@@ -1,0 +1,132 @@
+"""One worker process, as its supervisor sees it, and the thread that reads its messages."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any
+
+import uvicorn
+
+from ingress.base.signals import stop_signals
+from ingress.base.snapshot import Snapshot
+from ingress.cli.worker import Served, work
+from ingress.http.shared_port import SharedPort
+
+LATE_S = 5.0  # five heartbeats: no command is sent to it
+LAST_MESSAGES_S = 1.0
+
+spawn = multiprocessing.get_context("spawn")
+
+
+class WorkerProcess:
+    """One worker, as its supervisor sees it. `failures` counts the failed starts just before it.
+
+    Its `number` is the least that no other worker has: a worker that replaces it has it again.
+    A thread reads its messages and calls `wake` for each: a worker that stands still in the middle
+    of one holds that thread, and not the supervisor.
+    """
+
+    __slots__ = (
+        "_pipe", "_reader", "_silence_s", "_told", "_wake", "answers", "cause", "failures",
+        "heard_at", "is_ready", "killing_at", "number", "process", "snapshot",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        served: Served,
+        port: SharedPort,
+        wake: Callable[[], None],
+        number: int,
+        failures: int = 0,
+    ) -> None:
+        self.number = number
+        self.failures = failures
+        self.snapshot: Snapshot | None = None  # the last one that it has pushed
+        self._silence_s = config.timeout_worker_healthcheck
+        self.is_ready = False
+        self.cause = ""
+        self.killing_at: float | None = None  # once it was told to leave
+        # Race of the reader with the supervisor, which writes it after a pause of its own: both
+        # write the present time.
+        self.heard_at = monotonic()
+        self.answers: list[tuple[int, Any]] = []  # to commands: their numbers, and the values
+        self._told: SimpleQueue[Any] = SimpleQueue()
+        self._wake = wake
+        self._pipe, theirs = spawn.Pipe()
+        named = served.as_process(f"worker-{number}")
+        self.process = spawn.Process(target=work, args=(config, named, port, theirs))
+        with _signals_blocked():
+            self.process.start()
+        theirs.close()  # otherwise the pipe would stay open after the worker's end
+        self._reader = threading.Thread(
+            target=self._read, name=f"ingress-worker-{number}", daemon=True
+        )
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                told = self._pipe.recv()
+                self.heard_at = monotonic()
+                self._told.put(told)
+                self._wake()
+
+    def hear(self) -> None:
+        """Take the messages that have arrived."""
+        with suppress(Empty):
+            while True:
+                told = self._told.get_nowait()
+                if isinstance(told, tuple):
+                    self.answers.append(told)
+                elif isinstance(told, Snapshot):
+                    self.snapshot = told
+                elif isinstance(told, str):
+                    self.cause = told
+                else:
+                    self.is_ready = told
+
+    def hear_the_last(self) -> None:
+        """Take the last messages of a worker that has ended, and close its pipe."""
+        self._reader.join(LAST_MESSAGES_S)
+        self.hear()
+        # A process that the worker has forked keeps the pipe open, and the reader waits for it: a
+        # pipe that is closed meanwhile would leave it with the descriptor of another file.
+        if not self._reader.is_alive():
+            self._pipe.close()
+
+    def send(self, told: Any) -> None:
+        """Send a message. Raises `OSError` if the worker has ended."""
+        self._pipe.send(told)
+
+    def leave(self, patience_s: float) -> None:
+        """Tell the worker to drain and end, within `patience_s`."""
+        self.killing_at = monotonic() + patience_s
+        self.process.terminate()
+
+    @property
+    def is_late(self) -> bool:
+        return self.is_ready and monotonic() - self.heard_at > LATE_S
+
+    @property
+    def is_silent(self) -> bool:
+        return self.is_ready and monotonic() - self.heard_at > self._silence_s
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block signals, also in a new process until it has handlers that ignore them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
