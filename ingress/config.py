@@ -24,6 +24,7 @@ from ingress.base.options import (
     Isolation,
     Json,
     LaneLimits,
+    LogAttribute,
     LogLevel,
     Loop,
     NonNegativeFloat,
@@ -170,7 +171,7 @@ class LoggingConfig(Options):
     log_level: LogLevel = "INFO"
     logs_dir: str | None = None
     enable_access_log: bool = True
-    additional_log_standard_attrs: list[str] = Field(default_factory=list)
+    additional_log_standard_attrs: list[LogAttribute] = Field(default_factory=list)
 
 
 class HTTPOptions(Options):

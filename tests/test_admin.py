@@ -242,7 +242,7 @@ def test_a_unix_socket_is_its_users_own(tmp_path: Path) -> None:
 def test_a_page_of_another_site_gets_nothing() -> None:
     with listening(ANY_PORT) as listener:
         port = port_of(listener)
-        for origin in ("http://evil.example", f"http://127.0.0.1:{port + 1}"):
+        for origin in ("http://evil.example", f"http://127.0.0.1:{port + 1}", "http://[", ""):
             assert get(port, "/api/snapshot", f"Origin: {origin}\r\n").status == 403
         raw = (
             f"GET /api/snapshot HTTP/1.1\r\nHost: evil.example:{port}\r\nConnection: close\r\n\r\n"

@@ -206,6 +206,10 @@ def test_user_config_is_recorded_as_it_was() -> None:
     [
         ({"backpressure_config": {"status_code": 404}}, "status_code must be 503 or 429, got 404"),
         ({"logging_config": {"encoding": "XML"}}, "encoding must be 'TEXT' or 'JSON', got 'XML'"),
+        (
+            {"logging_config": {"additional_log_standard_attrs": ["asctime", "threadNam"]}},
+            "must be names of attributes of Python's log records, such as threadName, got 'threa",
+        ),
         ({"autoscaling_config": {"min_replicas": -1}}, "min_replicas must be an integer ≥ 0"),
         ({"autoscaling_config": 5}, "autoscaling_config must be a valid dictionary or instance of"),
         ({"request_router_config": {"request_router_class": 5}}, "must be a class or its import"),

@@ -89,7 +89,7 @@ class Guard:
         if self._checks_host and not is_loopback(_name_of(f"//{host}")):
             return PlainTextResponse("This Host is not allowed here; use 127.0.0.1.", 403)
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _place_of(origin) != host:
             return PlainTextResponse("Requests from other sites are not allowed.", 403)
         # The page itself has no data: it asks its reader for the token, and sends it.
         token = None if scope["path"] == "/" else self._token
@@ -101,6 +101,14 @@ class Guard:
             )
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("The admin listener is read only.", 405, {"allow": "GET"})
+        return None
+
+
+def _place_of(url: str) -> str | None:
+    """Return the host and the port of an Origin; `None` if it is no URL."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
         return None
 
 

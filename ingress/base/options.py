@@ -184,6 +184,19 @@ LogLevel = Annotated[
     str | int,
     _must_be("DEBUG, INFO, WARNING, ERROR, CRITICAL or a number of Python's logging", _is_level),
 ]
+LOG_ATTRIBUTES = frozenset((
+    "args", "asctime", "created", "exc_info", "exc_text", "filename", "funcName", "levelname",
+    "levelno", "lineno", "message", "module", "msecs", "msg", "name", "pathname", "process",
+    "processName", "relativeCreated", "stack_info", "taskName", "thread", "threadName",
+))  # fmt: skip
+"""The attributes of each record of Python's logging. Ray 2.60.0, logging_constants.py."""
+LogAttribute = Annotated[
+    str,
+    _must_be(
+        "names of attributes of Python's log records, such as threadName",
+        lambda v: v in LOG_ATTRIBUTES,
+    ),
+]
 PositiveInt = Annotated[
     int, Field(ge=1), _must_be("an integer ≥ 1", lambda v: _is_int(v, at_least=1))
 ]

@@ -15,6 +15,7 @@ from ingress.cli.target import refusal
 from ingress.cli.terminal import console
 from ingress.engines import ray_engine
 from ingress.http.server_options import ServerOptions
+from ingress.logs.formats import tame
 
 if TYPE_CHECKING:
     from ingress.engines.ray.engine import RayEngine
@@ -65,7 +66,7 @@ def status(
             *(d.message for d in application.deployments.values()),
         ]:
             if message:
-                typer.echo(f"{name}: {message}")
+                typer.echo(f"{name}: {tame(message)}")
     for line in waits:
         typer.echo(line)
 

@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ingress.logs.formats import tame
+
 _BARS = "▁▂▃▄▅▆▇█"
 _GOOD = ("RUNNING", "HEALTHY")
 _BAD = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -49,7 +51,8 @@ def problems(view: Mapping[str, Any], most: int = 1000) -> list[Text]:
         mark, style = _MARKS[each["level"]]
         where = ":".join(filter(None, (each["application"], each["deployment"])))
         line = Text().append(f"{mark} ", style)
-        line.append(f"{where}: " if where else "", "bold").append(" ".join(each["text"].split()))
+        line.append(f"{where}: " if where else "", "bold")
+        line.append(tame(" ".join(each["text"].split())))  # it may be an exception's
         line.truncate(most, overflow="ellipsis")
         lines.append(line)
     return lines

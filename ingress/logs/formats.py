@@ -14,28 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ingress.base.options import LOG_ATTRIBUTES
 from ingress.execution.unreadable import readable
-from ingress.logs.identity import FIELDS
+from ingress.logs.identity import FIELDS, printable
 
-STANDARD = frozenset(
-    (
-        *(
-            "args",
-            "asctime",
-            "created",
-            "exc_info",
-            "exc_text",
-            "filename",
-            "funcName",
-            "levelname",
-        ),
-        *("levelno", "lineno", "message", "module", "msecs", "msg", "name", "pathname", "process"),
-        *("processName", "relativeCreated", "stack_info", "taskName", "thread", "threadName"),
-    )
-)
-"""The attributes of every record. All others came with `extra`, or are the identity."""
-
-_NOT_SHOWN = STANDARD | {"color_message", "skip_context_filter"}
+_NOT_SHOWN = LOG_ATTRIBUTES | {"color_message", "skip_context_filter"}
 _FLATTENED = "ray_serve_extra_fields"
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LIKE_A_RECORD = re.compile(r"\n(?=(?:(?:TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\{))")
@@ -107,7 +90,7 @@ class JSONFormatter(logging.Formatter):
         if record.stack_info:
             fields["stack_info"] = record.stack_info
         for name in self._attributes:
-            fields[name] = getattr(record, name, None)
+            fields.setdefault(name, getattr(record, name, None))
         for name, value in list(record.__dict__.items()):
             if name == _FLATTENED and isinstance(value, dict):
                 fields.update(value)
@@ -134,8 +117,10 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         first, *others = tame(message_of(record)).split("\n", 1)
+        made = {"message": message_of, "asctime": self.formatTime}  # by other formatters, if any
         for name in self._attributes:
-            first += f" {name}={tame(str(_plain(getattr(record, name, None))))}"
+            value = made[name](record) if name in made else getattr(record, name, None)
+            first += f" {name}={tame(str(_plain(value)))}"
         whose = [each for each in _whose(record) if each not in first]
         if whose:
             first += f" [{tame(' '.join(whose))}]"
@@ -176,6 +161,11 @@ def exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> str
     return record.exc_text
 
 
+def _one_word(text: str) -> str:
+    """Return a text of a client that is one word: neither a further field nor a command."""
+    return printable(text).replace(" ", "\\x20")
+
+
 class AccessText(logging.Formatter):
     """An access line as text.
 
@@ -195,13 +185,11 @@ class AccessText(logging.Formatter):
             f"queue {fields.get('queue_ms', 0):.1f}ms",
             *filter(None, (replica, fields.get("request_id"))),
         ]
-        head = [fields.get("client"), fields.get("method")]
-        route = fields.get("route") or fields.get("path") or "-"
+        head = [_one_word(str(fields.get(each) or "")) for each in ("client", "method")]
+        route = _one_word(fields.get("route") or fields.get("path") or "-")
         if self._colors:
             color = 31 if status >= "5" else 33 if status >= "4" else 32
             status = f"\x1b[{color}m{status}\x1b[0m"
-            route, rest = f"\x1b[1m{tame(route)}\x1b[0m", [f"\x1b[2m{' '.join(rest)}\x1b[0m"]
-        else:
-            route = tame(route)
+            route, rest = f"\x1b[1m{route}\x1b[0m", [f"\x1b[2m{' '.join(rest)}\x1b[0m"]
         line = " ".join([*filter(None, head), route, status, *rest])
         return f"{prefix_of(record.levelname, colors=self._colors)} {line}"
