@@ -89,6 +89,7 @@ alone = Quiet.bind()
 """
 
 FILE = """
+proxy_location: Disabled
 logging_config: {{encoding: JSON, log_level: WARNING, additional_log_standard_attrs: [threadName]}}
 applications:
 - {{name: main, import_path: "logged:hello", route_prefix: /, deployments: [
@@ -280,6 +281,43 @@ def test_a_file_has_the_logging_of_the_process_and_of_a_deployment(folder: Path)
         each["message"].rpartition(" ")[0] if "serve_access_log" in each else each["message"]
         for each in kept
     }
+
+
+PRINTING = """
+import io, multiprocessing, sys
+from ingress.logs.streams import write_json
+
+def child():
+    print("printed in a forked child")
+    sys.stdout.write("begun there")
+    raise ValueError("of the child")
+
+write_json()
+sys.stdout.write("begun ")
+child = multiprocessing.get_context("fork").Process(target=child)
+child.start()
+child.join()
+sys.stdout.reconfigure(line_buffering=True)
+print("and ended in", sys.stdout.name, sys.stdout.mode)
+io.TextIOWrapper(sys.stdout.detach(), write_through=True).write("wrapped\\n")
+print("the last words", end="", flush=True)
+"""
+
+
+def test_streams_as_json_are_like_pythons_and_lose_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTING],
+        capture_output=True, text=True, timeout=60, check=True, env=environment(tmp_path),
+    )  # fmt: skip
+
+    assert [each["message"] for each in objects(done.stdout)] == [
+        "printed in a forked child",
+        "begun there",
+        "begun and ended in <stdout> w",
+        "wrapped",
+        "the last words",
+    ]
+    assert objects(done.stderr)[-1]["message"] == "ValueError: of the child"
 
 
 SCRIPT = """

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
+import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ingress as serve
 from ingress.logs import sinks
+from ingress.logs.formats import AccessText, JSONFormatter, TextFormatter
 from tests.fakes import bind
 from tests.servers import wait_until
 
@@ -241,3 +246,106 @@ def test_the_thread_of_a_sink_ends_when_it_is_idle_and_loses_no_line(
     sink.put("after")
     assert sink.flush(PATIENCE_S)
     assert written == [*map(str, range(200)), "after"]
+
+
+def test_lines_wait_for_a_slow_reader_up_to_the_limit_after_each_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sinks, "QUEUE_CHARACTERS", 10_000)
+    monkeypatch.setattr(sinks, "MOST_LINES", 20)
+    monkeypatch.setattr(sinks.logger, "disabled", True)
+    written: list[str] = []
+    reading = threading.Semaphore(0)
+
+    def write(lines: list[str]) -> None:
+        reading.acquire()
+        written.extend(lines)
+
+    sink = sinks.Sink("of-the-test", write)
+    count = 0
+    for _ in range(4):
+        dropped, before = sink.dropped, len(written)
+        while sink.dropped == dropped:
+            sink.put("x" * 100)
+            count += 1
+        # The lines that were just written may not be counted yet.
+        assert 101 - 20 <= count - sink.dropped - before <= 101
+        reading.release()
+        wait_until(lambda: len(written) > before)  # noqa: B023
+    for _ in range(count):
+        reading.release()
+    assert sink.flush(PATIENCE_S)
+    assert len(written) == count - sink.dropped
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
+def test_a_line_that_cannot_be_written_loses_no_line_of_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks.logger, "disabled", True)
+    (tmp_path / "file").touch()
+    dropped = sinks.FILES.dropped
+    for path, line in (
+        ("one.log", "half of a pair: \ud800"),
+        ("file/of-no-folder.log", "lost"),
+        ("two.log", "mine é"),
+    ):
+        sinks.FILES.put((str(tmp_path / path), line), 10)
+
+    assert sinks.FILES.flush(PATIENCE_S)
+    wait_until(lambda: not open_files_in(tmp_path))
+    assert (tmp_path / "one.log").read_text() == "half of a pair: \\ud800\n"
+    assert (tmp_path / "two.log").read_text("utf-8") == "mine é\n"
+    assert sinks.FILES.dropped == dropped + 1
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
+def test_the_files_of_many_replicas_do_not_stay_open(tmp_path: Path) -> None:
+    for turn in ("first", "second"):
+        for number in range(200):
+            sinks.FILES.put((str(tmp_path / f"replica_{number}.log"), turn), 10)
+            assert len(open_files_in(tmp_path)) <= 65  # one is opened before another is closed
+        assert sinks.FILES.flush(PATIENCE_S)
+
+    for number in range(200):
+        assert (tmp_path / f"replica_{number}.log").read_text() == "first\nsecond\n"
+    wait_until(lambda: not open_files_in(tmp_path))
+
+
+def open_files_in(folder: Path) -> list[str]:
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    return [each for each in links if os.path.realpath(each).startswith(str(folder))]
+
+
+def record_of(**fields: Any) -> logging.LogRecord:
+    record = logging.LogRecord("ingress", logging.INFO, "f.py", 1, "said %s", ("so",), None)
+    record.__dict__.update(fields)
+    return record
+
+
+def test_each_attribute_of_a_record_is_there_if_it_is_asked_for() -> None:
+    names = ("asctime", "message", "levelname", "module")
+    fields = json.loads(JSONFormatter(names).format(record_of()))
+    assert fields["message"] == "said so"
+    assert re.match(r"\d{4}-\d\d-\d\d ", fields["asctime"])
+    assert (fields["levelname"], fields["module"]) == ("INFO", "f")
+    assert re.fullmatch(
+        r"INFO:     said so asctime=\d{4}-\S+ \S+ message=said so levelname=INFO module=f",
+        TextFormatter(names).format(record_of()),
+    )
+
+
+def test_no_text_of_a_client_adds_a_field_to_an_access_line() -> None:
+    line = AccessText().format(
+        record_of(
+            client="\x9b2J 6.6.6.6 GET /admin 200:0",
+            method="GET",
+            path="/nowhere 200 1.0ms",
+            status=404,
+            request_id="id",
+        )
+    )
+    assert line == (
+        r"INFO:     \x9b2J\x206.6.6.6\x20GET\x20/admin\x20200:0 GET /nowhere\x20200\x201.0ms 404 "
+        "0.0ms queue 0.0ms id"
+    )

@@ -360,7 +360,6 @@ def run(
     file = read_file(Path(target).absolute()) if is_config_file(target) else None
     if file is not None:
         check_file(file, name=name, route_prefix=route_prefix, factory=factory)
-        print_unused(file)
     elif watch:
         raise refusal("--watch is for a file, such as serve.yaml; for code there is --reload")
     process = process_logs(
@@ -374,6 +373,8 @@ def run(
     logs = {"log_config": _text(log_config) or LOGGING, "log_level": level}
     _configure(logs, access_log=access_log, env_file=_text(env_file))
     process.adopt()
+    if file is not None:
+        print_unused(file)
     several = reload or workers > 1
     http = given(
         host=host,

@@ -12,8 +12,10 @@ import logging
 import os
 import select
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import count
 from logging.handlers import RotatingFileHandler
 from queue import Empty, SimpleQueue
@@ -32,7 +34,16 @@ IDLE_S = 1.0
 """Time without lines after which the thread of a sink ends; the next line starts another."""
 TOLD_EVERY_S = 60.0
 LAST_LINES_S = 1.0
+OPEN_FILES = 64  # of deployments with a `logs_dir`: each replica has a file of its own
 ROTATED_BYTES, BACKUPS = 512 * 2**20, 5  # Ray 2.60.0, ray_constants.py
+
+
+class LostError(OSError):
+    """Some of the lines, `count`, could not be written."""
+
+    def __init__(self, first: Exception, count: int) -> None:
+        super().__init__(str(first))
+        self.count = count
 
 
 class Marker(threading.Event):
@@ -46,22 +57,30 @@ Line = Any
 class Sink:
     """A queue of lines, and the thread that writes them with `write`, which may block or fail.
 
-    A line may be a function that returns it, which the sink's thread then calls. Thread-safe.
-    `put` takes no lock, so that signal handlers and finalizers may log.
+    A line may be a function that returns it, which the sink's thread then calls. So is `rest`,
+    which may not fail, once no line has come for `IDLE_S`. Thread-safe. `put` takes no lock, so
+    that signal handlers and finalizers may log.
     """
 
     __slots__ = (
-        "_drops", "_is_told", "_lines", "_lock", "_name", "_queued", "_thread", "_told", "_told_at",
-        "_write", "dropped",
+        "_drops", "_is_told", "_lines", "_lock", "_name", "_put", "_rest", "_taken", "_thread",
+        "_told", "_told_at", "_write", "dropped",
     )  # fmt: skip
 
-    def __init__(self, name: str, write: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[list[Any]], None],
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
         self._name = name
         self._write = write
-        self._lines: SimpleQueue[Line | Marker] = SimpleQueue()
-        # Race of the threads that add to it with the sink's own, which sets it to 0 when it takes
-        # all lines: a lost addition makes the queue a line longer, until the next 0.
-        self._queued = 0
+        self._rest = rest
+        self._lines: SimpleQueue[tuple[Line | Marker, int]] = SimpleQueue()
+        # Characters that were ever put, and of them those that are written. Race of the threads
+        # that add to the first: a lost addition makes the queue a line longer, until the sink's
+        # thread, which alone writes the second, has taken all lines and sets it to the first.
+        self._put = self._taken = 0
         # Race of the threads whose lines are dropped: `next` is one step. The thread that stores
         # its number last may have an older one, until the next drop.
         self._drops = count(1)
@@ -74,11 +93,12 @@ class Sink:
 
     def put(self, line: Line, size: int = 0) -> None:
         """Queue a line, without its line break, or drop it. Never blocks."""
-        if self._queued > QUEUE_CHARACTERS:
+        if self._put - self._taken > QUEUE_CHARACTERS:
             self._drop("they are read too slowly")
             return
-        self._queued += size or len(line)
-        self._lines.put(line)
+        size = size or len(line)
+        self._put += size
+        self._lines.put((line, size))
         if self._thread is None:
             self._start()
 
@@ -93,14 +113,15 @@ class Sink:
         if self._thread is None and self._lines.empty():
             return True
         marker = Marker()
-        self._lines.put(marker)
+        self._lines.put((marker, 0))
         if self._thread is None:
             self._start()
         return marker.wait(timeout_s)
 
     def forget(self) -> None:
         """Drop the thread, which a fork has not copied, and the lines, which the parent writes."""
-        self._lines, self._queued, self._thread = SimpleQueue(), 0, None
+        self._lines, self._thread = SimpleQueue(), None
+        self._put = self._taken = 0
         self._lock = threading.Lock()
 
     def _start(self) -> None:
@@ -123,10 +144,11 @@ class Sink:
                 first = self._lines.get(timeout=IDLE_S)
             except Empty:
                 break
-            if monotonic() - wrote_at < GATHER_S and not isinstance(first, Marker):
+            if monotonic() - wrote_at < GATHER_S and not isinstance(first[0], Marker):
                 sleep(GATHER_S)
             self._take(first)
             wrote_at = monotonic()
+        self._rest()
         # Race with a thread that puts a line now. It sees no thread, and starts one; or it put the
         # line before, and this thread sees it. The lock is free of others, who do not wait for it.
         with self._lock:
@@ -134,27 +156,36 @@ class Sink:
         if not self._lines.empty():
             self._start()
 
-    def _take(self, first: Line | Marker) -> None:
-        """Write all lines that are queued."""
-        taken: list[Line | Marker] = [first]
+    def _take(self, first: tuple[Line | Marker, int]) -> None:
+        """Write the lines that are queued, at most `MOST_LINES`."""
+        taken = [first]
         try:
             while len(taken) < MOST_LINES:
                 taken.append(self._lines.get_nowait())
         except Empty:
-            pass
-        self._queued = 0
-        lines = [_made(line) for line in taken if not isinstance(line, Marker)]
-        if lines:
-            try:
-                self._write(lines)
-            except (OSError, ValueError) as error:  # ValueError: of a file that is closed
-                for _ in lines:
-                    self._drop(f"they cannot be written: {error}")
-            else:
-                self._tell()
-        for each in taken:
+            written = self._put
+        else:
+            written = self._taken + sum(size for _, size in taken)
+        lines = [_made(line) for line, _ in taken if not isinstance(line, Marker)]
+        lost = self._lost_of(lines)
+        self._taken = written
+        if lost < len(lines):
+            self._tell()
+        for each, _ in taken:
             if isinstance(each, Marker):
                 each.set()
+
+    def _lost_of(self, lines: list[Any]) -> int:
+        """Write lines, and return how many could not be written."""
+        try:
+            if lines:
+                self._write(lines)
+        except (OSError, ValueError) as error:  # ValueError: of a file that is closed
+            lost = error.count if isinstance(error, LostError) else len(lines)
+            for _ in range(lost):
+                self._drop(f"they cannot be written: {error}")
+            return lost
+        return 0
 
     def _tell(self) -> None:
         """Log the number of dropped lines, after lines that were written."""
@@ -197,14 +228,43 @@ def _parts(number: int, lines: Iterable[str]) -> Iterable[bytes]:
 
 
 def _to_files(lines: list[tuple[str, str]]) -> None:
-    """Write lines into files of a `logs_dir`, given as pairs of path and line."""
+    """Write lines into files of a `logs_dir`, given as pairs of path and line.
+
+    Raises `LostError` after the others are written, if some could not be.
+    """
+    lost: list[Exception] = []
     for path, line in lines:
-        file = _files.get(path)
-        if file is None:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = _Rotating(path, maxBytes=ROTATED_BYTES, backupCount=BACKUPS, delay=True)
-            _files[path] = file
-        file.emit(logging.LogRecord("", 0, "", 0, line, None, None))
+        try:
+            _file(path).emit(logging.LogRecord("", 0, "", 0, line, None, None))
+        except (OSError, ValueError) as error:
+            lost.append(error)
+    if lost:
+        raise LostError(lost[0], len(lost)) from lost[0]
+
+
+def _file(path: str) -> _Rotating:
+    """Return the file, and make it the last one of `_files`; the first ones are closed."""
+    file = _files.pop(path, None)
+    if file is None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        file = _Rotating(
+            path,
+            maxBytes=ROTATED_BYTES,
+            backupCount=BACKUPS,
+            encoding="utf-8",
+            errors="backslashreplace",
+            delay=True,
+        )
+    _files[path] = file
+    _close_files(OPEN_FILES)
+    return file
+
+
+def _close_files(kept: int = 0) -> None:
+    """Close all files but those that were written last."""
+    while len(_files) > kept:
+        with suppress(OSError, ValueError):  # of a full disk
+            _files.pop(next(iter(_files))).close()
 
 
 class _Rotating(RotatingFileHandler):
@@ -213,10 +273,10 @@ class _Rotating(RotatingFileHandler):
 
 
 _sinks: list[Sink] = []
-_files: dict[str, _Rotating] = {}  # of the thread of `FILES`
+_files: dict[str, _Rotating] = {}  # of the thread of `FILES`; the one written last is the last
 STDOUT = Sink("ingress-log-stdout", _to_descriptor(1))
 STDERR = Sink("ingress-log-stderr", _to_descriptor(2))
-FILES = Sink("ingress-log-files", _to_files)
+FILES = Sink("ingress-log-files", _to_files, _close_files)
 
 
 def flush_all() -> None:
@@ -225,11 +285,36 @@ def flush_all() -> None:
         each.flush()
 
 
+def at_exit(last: Callable[[], None]) -> None:
+    """Call a function at the end of the process, the latest first.
+
+    Children that `multiprocessing` has forked call it too: they end with `os._exit`.
+    """
+    atexit.register(last)
+    _lasts.append(last)
+
+
 def _forget_all() -> None:
     for each in _sinks:
         each.forget()
+    if "multiprocessing.util" in sys.modules:  # which clears its finalizers next
+        from multiprocessing import util
+
+        util.register_after_fork(_lasts, _finalize)
 
 
-atexit.register(flush_all)
+def _finalize(lasts: _Lasts) -> None:
+    from multiprocessing.util import Finalize
+
+    for priority, last in enumerate(lasts):
+        Finalize(None, last, exitpriority=priority)
+
+
+class _Lasts(list[Callable[[], None]]):
+    """A list that `multiprocessing` can refer to weakly."""
+
+
+_lasts = _Lasts()
+at_exit(flush_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)

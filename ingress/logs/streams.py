@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 import threading
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Any
 
 from ingress.logs.formats import JSONFormatter
 from ingress.logs.handlers import Printer
-from ingress.logs.sinks import STDERR, STDOUT, Sink
+from ingress.logs.sinks import STDERR, STDOUT, Sink, at_exit
 
 LONGEST = 64 * 1024  # characters of a text without a line break that wait for one
 
@@ -29,16 +30,23 @@ class JSONStream(io.TextIOBase):
     """A text stream that puts each line into a sink as a JSON object.
 
     A text that ends with a line break is one line, even with further line breaks in it: a traceback
-    is written at once. Each thread has its own beginning of a line.
+    is written at once. Each thread has its own beginning of a line. Programs find the attributes
+    of the standard streams of Python, as far as they have a meaning here.
     """
+
+    mode = "w"
+    line_buffering = write_through = True
+    _is_of_a_child = False
 
     def __init__(self, name: str, sink: Sink, number: int) -> None:
         super().__init__()
         self._stream_name = name
+        self.name = f"<{name}>"
         self._sink = sink
         self._number = number
-        self._begun = threading.local()
+        self._begun: dict[int, str] = {}  # by thread; each writes its own
         self.buffer = _Bytes(self)
+        _streams.append(self)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -57,16 +65,39 @@ class JSONStream(io.TextIOBase):
     def write(self, text: str, /) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        begun = getattr(self._begun, "text", "") + text
+        thread = threading.get_ident()
+        begun = self._begun.pop(thread, "") + text
         if begun.endswith("\n") or len(begun) > LONGEST:
-            self._begun.text = ""
             self._put(begun)
         else:
-            self._begun.text = begun
+            self._begun[thread] = begun
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: the sink writes, and must not be waited for."""
+        """Do nothing: the sink writes, and must not be waited for.
+
+        A forked child waits: `multiprocessing` flushes the streams just before it ends the child.
+        """
+        if self._is_of_a_child:
+            self._sink.flush()
+
+    def reconfigure(self, **options: Any) -> None:
+        """Do nothing: each line is one object in UTF-8, whatever a program prefers."""
+
+    def detach(self) -> _Bytes:  # type: ignore[override]
+        """Return the binary side. The stream can still be used."""
+        return self.buffer
+
+    def finish(self) -> None:
+        """Put the texts that no line break has ended."""
+        while self._begun:
+            _, text = self._begun.popitem()
+            self._put(text)
+
+    def forget(self) -> None:
+        """Drop the texts that were begun before a fork: the parent ends them."""
+        self._begun.clear()
+        self._is_of_a_child = True
 
     def _put(self, text: str) -> None:
         lines = text.rstrip("\n")
@@ -84,9 +115,22 @@ class JSONStream(io.TextIOBase):
 class _Bytes(io.RawIOBase):
     """The binary side of a stream, for programs that write bytes."""
 
+    mode = "wb"
+
     def __init__(self, stream: JSONStream) -> None:
         super().__init__()
         self._stream = stream
+        self.name = stream.name
+        self.raw = self
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Do nothing: a wrapper of a program, such as `io.TextIOWrapper`, closes it at its end."""
 
     def writable(self) -> bool:
         return True
@@ -95,6 +139,24 @@ class _Bytes(io.RawIOBase):
         view = bytes(data)
         self._stream.write(view.decode("utf-8", "backslashreplace"))
         return len(view)
+
+
+_streams: list[JSONStream] = []
+
+
+def _finish_all() -> None:
+    for each in _streams:
+        each.finish()
+
+
+def _forget_all() -> None:
+    for each in _streams:
+        each.forget()
+
+
+at_exit(_finish_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _is_object(line: str) -> bool:
