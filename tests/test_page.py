@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI
@@ -23,6 +23,7 @@ import ingress as serve
 from ingress.admin.address import AdminOptions
 from ingress.admin.listener import AdminListener
 from ingress.base.snapshot import Snapshot
+from ingress.cli import worker_commands
 from ingress.engines import local_engine
 from ingress.live.observer import Observer
 from ingress.live.page import routes
@@ -73,7 +74,7 @@ class Asked:
 
     def __call__(self, what: str, argument: float = 0.0) -> Any:
         self.counts[what] += 1
-        return [self._part], []
+        return [self._part], {}
 
 
 @contextmanager
@@ -159,6 +160,39 @@ def test_more_streams_than_there_may_be_are_refused_in_words() -> None:
         wait_until(lambda: _is_taken(port))
 
 
+def test_a_recording_without_some_processes_names_them() -> None:
+    parts: list[dict[str, Any]] = []
+
+    def ask(what: str, argument: float = 0.0) -> Any:
+        return parts, {7: "does not answer"}
+
+    with listening(ask) as port:
+        answer = get(port, "/api/record?seconds=1")
+        assert answer.status == 504
+        assert b"no process has recorded: worker 7 does not answer" in answer.body
+        parts.append({"pid": 8, "trace": "{}"})
+        answer = get(port, "/api/record?seconds=1")
+        assert (answer.status, answer.body) == (200, b"{}")
+        assert answer.headers["ingress-missing"] == "worker 7 does not answer"
+
+
+def test_a_recording_of_a_worker_may_come_later_than_a_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_commands, "STATUS_S", 0.01)
+
+    class Supervisor:
+        pid = 1
+
+        def post(self, asked: worker_commands.Asked) -> None:
+            asked.waits_for.add(7)
+            told = {"pid": 7, "trace": "{}"}
+            threading.Timer(0.3, asked.answer, (7, told)).start()
+
+    commands = worker_commands.WorkersCommands(cast("Any", Supervisor()), None)
+    assert commands.observer.record(0.01) == ("{}", [])
+
+
 def _is_taken(port: int) -> bool:
     with viewing(port) as viewer:
         return b" 200 " in viewer.receive_until(b"\r\n\r\n")
@@ -171,7 +205,7 @@ def test_a_server_that_does_not_answer_is_said_and_asked_again() -> None:
         error = next(answers, None)
         if error is not None:
             raise error
-        return [EMPTY], []
+        return [EMPTY], {}
 
     with listening(ask) as port, viewing(port) as viewer:
         assert event(viewer) == {"error": "RuntimeError: no worker answers"}

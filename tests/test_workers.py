@@ -26,6 +26,7 @@ from tests.servers import (
     environment,
     get,
     process,
+    run_ingress,
     wait_until,
     write_module,
 )
@@ -73,7 +74,12 @@ def starting(do):
 def fail():
     raise ValueError("no model file")
 
+def wait_for_a_file():
+    while not os.path.exists("may-start"):
+        threading.Event().wait(0.05)
+
 failing = starting(fail)
+waiting = starting(wait_for_a_file)
 crashing = starting(lambda: os._exit(7))
 hanging = starting(lambda: threading.Event().wait())
 """
@@ -210,6 +216,24 @@ def test_a_worker_that_stands_in_the_middle_of_a_message_holds_no_supervisor(fol
             server.wait_for(rf"worker {other} ended \(SIGKILL\); another one starts")
             server.wait_for(rf"worker {standing} does not answer; it is killed")
         server.wait_for(rf"worker {standing} ended \(SIGKILL\); another one starts")
+        server.signal()
+        server.wait()
+
+
+def test_a_server_whose_workers_start_again_is_not_healthy(folder: Path) -> None:
+    (folder / "may-start").touch()
+    with run(folder, "waiting") as server:
+        server.wait_for("is ready at")
+        (folder / "may-start").unlink()
+        for pid in workers_of(server):
+            os.kill(pid, signal.SIGKILL)
+            server.wait_for(f"worker {pid} ended")
+
+        status = run_ingress(folder, "status", "--pid", str(server.process.pid))
+        assert status.returncode == 1, status
+        assert "not healthy" in status.stdout
+        for pid in workers_of(server):
+            assert f"worker {pid} starts" in status.stdout
         server.signal()
         server.wait()
 

@@ -19,6 +19,8 @@ from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
 from ingress.live.observer import Observer
 from ingress.live.part import WHAT
+from ingress.live.recording import ASK_S
+from ingress.live.words import SILENT
 
 STATUS_S = 3.0  # for the status of a worker, which may stall
 APPLY_S = 60.0
@@ -38,7 +40,7 @@ class Asked:
 
     __slots__ = (
         "answers", "arguments", "command", "is_answered", "is_early", "is_given_up", "refusal",
-        "waits_for",
+        "starting", "waits_for",
     )  # fmt: skip
 
     def __init__(self, command: str, arguments: Mapping[str, Any]) -> None:
@@ -46,6 +48,7 @@ class Asked:
         self.arguments = dict(arguments)
         self.refusal = ""  # the reason if it was sent to no worker
         self.is_early = False  # if that is the start of a worker
+        self.starting: tuple[int, ...] = ()  # the workers that it was not sent to
         self.waits_for: set[int] = set()
         self.answers: dict[int, Any] = {}
         self.is_answered = threading.Event()
@@ -163,14 +166,25 @@ class WorkersCommands:
         }
 
     def status(self, arguments: Mapping[str, Any]) -> Any:
-        found, silent = self._answers("status")
+        found, absent = self._answers("status")
+        silent = [pid for pid, reason in absent.items() if reason == SILENT]
         return {**summed(self._workers.pid, self.url, found), "silent": silent}
 
-    def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], list[int]]:
-        """Return the answers of the workers, and the ids of those that are silent."""
-        asked = _asked(self._workers, command, STATUS_S + argument, {"argument": argument})
-        answers = [each for each in dict(asked.answers).values() if not isinstance(each, Failed)]
-        return answers, sorted(asked.waits_for)
+    def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
+        """Return the answers of the workers, and the reasons of those without one, by id."""
+        wait_s = STATUS_S
+        if command == "record":
+            wait_s += argument + ASK_S  # a worker waits so long for its child processes
+        asked = _asked(self._workers, command, wait_s, {"argument": argument})
+        absent = dict.fromkeys(asked.starting, "starts")
+        absent |= dict.fromkeys(sorted(asked.waits_for), SILENT)
+        answers = []
+        for pid, each in dict(asked.answers).items():
+            if isinstance(each, Failed):
+                absent[pid] = f"answers with an error: {each}"
+            else:
+                answers.append(each)
+        return answers, absent
 
     def scale(self, arguments: Mapping[str, Any]) -> list[str]:
         return self.change(scaling(arguments), is_scaling=True)

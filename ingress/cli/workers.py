@@ -196,9 +196,15 @@ class Supervisor:
     def _send(self, asked: Asked) -> None:
         self._count += 1
         self._asked[self._count] = asked
+        starting = []
         for worker in self._workers:
-            if worker.is_ready and worker.process.pid is not None:
-                asked.waits_for.add(worker.process.pid)
+            pid = worker.process.pid
+            assert pid is not None
+            if worker.is_ready:
+                asked.waits_for.add(pid)
+            elif worker is not self._newcomer:  # while that one starts, all others serve
+                starting.append(pid)
+        asked.starting = tuple(starting)
         if not asked.waits_for:
             asked.is_answered.set()
         for worker in self._workers:

@@ -14,8 +14,11 @@ from ingress.live.view import view_of
 JOIN_S = 1.0
 FRESH_S = 0.4  # a view this old is shown again: two viewers cost as much as one
 
-Ask = Callable[..., tuple[list[dict[str, Any]], list[int]]]
-"""`ask(what, argument)` returns the parts of the processes, and the ids of the silent ones."""
+Ask = Callable[..., tuple[list[dict[str, Any]], Mapping[int, str]]]
+"""`ask(what, argument)` returns the parts of the processes, and the reasons of those without one.
+
+A reason, such as `words.SILENT`, is by process id.
+"""
 
 
 class Observer:
@@ -69,11 +72,11 @@ class Observer:
     def look(self) -> dict[str, Any]:
         """Return the state of the server now."""
         with self._lock:
-            parts, silent = self._ask("part")
+            parts, absent = self._ask("part")
             self._history.add(monotonic(), _counts(parts))
             rates, span_s = self._history.window()
             recent = self._history.recent()
-            self._view = view_of(parts, silent, rates, span_s, recent, self._url())
+            self._view = view_of(parts, absent, rates, span_s, recent, self._url())
             self._viewed_at = monotonic()
             return self._view
 
@@ -82,10 +85,16 @@ class Observer:
         parts, _ = self._ask("configuration")
         return parts[0] if parts else {"flag": None, "moves": [], "options": []}
 
-    def record(self, seconds: float) -> str | None:
-        """Return a recording of all processes; `None` if one is being made. It blocks."""
-        parts, _ = self._ask("record", seconds)
-        return merged_traces(parts)
+    def record(self, seconds: float) -> tuple[str | None, list[str]]:
+        """Return a recording of all processes, and why some are missing in it. It blocks.
+
+        It is `None` if one is being made. Raises `TimeoutError` if no process answers.
+        """
+        parts, absent = self._ask("record", seconds)
+        missing = [f"worker {pid} {reason}" for pid, reason in absent.items()]
+        if not parts:
+            raise TimeoutError(f"no process has recorded: {', '.join(missing) or 'none serves'}")
+        return merged_traces(parts), missing
 
     def series(self, application: str, deployment: str, route: str) -> dict[str, Any]:
         """Return the last 15 minutes of a route, or of all routes of a deployment."""

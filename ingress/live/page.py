@@ -26,6 +26,8 @@ from ingress.live.observer import Observer
 from ingress.live.viewers import Viewers
 
 MOST_RECORD_S = 60.0
+MISSING = "ingress-missing"
+"""The header that names the processes which are missing in a recording."""
 
 
 def routes(observer: Observer) -> Sequence[BaseRoute]:
@@ -55,10 +57,14 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
             seconds = 0.0
         if not 0 < seconds <= MOST_RECORD_S:
             return PlainTextResponse(f"seconds must be a number up to {MOST_RECORD_S:g}.", 400)
-        recording = observer.record(seconds)
+        try:
+            recording, missing = observer.record(seconds)
+        except TimeoutError as error:
+            return PlainTextResponse(f"There is no recording, because {error}.", 504)
         if recording is None:
             return PlainTextResponse("A recording is made already; try again later.", 409)
-        return Response(recording, media_type="application/json")
+        headers = {MISSING: ascii(", ".join(missing))[1:-1]} if missing else None
+        return Response(recording, headers=headers, media_type="application/json")
 
     return [
         Route("/", page),

@@ -38,9 +38,9 @@ class Server(Protocol):
 
 def parts_of(
     server: Server, what: str, argument: float = 0.0
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the state of this process as its `Observer` asks for it: no process is silent."""
-    return [WHAT[what](server, argument)], []
+) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return the state of this process as its `Observer` asks for it: no process is absent."""
+    return [WHAT[what](server, argument)], {}
 
 
 def count_part(server: Server, argument: float = 0.0) -> dict[str, Any]:

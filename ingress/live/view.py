@@ -14,7 +14,7 @@ from typing import Any
 
 from ingress.live.counts import Deployment
 from ingress.live.history import Route
-from ingress.live.words import BAD, problems_of
+from ingress.live.words import BAD, SILENT, problems_of
 
 GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "NOT_STARTED")
 ROUTES = 500
@@ -25,19 +25,22 @@ _NO_RATES = {"rate": 0.0, "errors": 0.0, "p50": None, "p95": None, "p99": None, 
 
 def view_of(
     parts: Sequence[Mapping[str, Any]],
-    silent: Sequence[int],
+    absent: Mapping[int, str],
     rates: Mapping[Route, Mapping[str, Any]],
     span_s: float,
     recent: Mapping[Deployment, Mapping[str, Any]],
     url: str | None = None,
 ) -> dict[str, Any]:
-    """Return the view of a server from the parts of its processes."""
+    """Return the view of a server from the parts of its processes.
+
+    `absent` has the reason for each process without a part, such as `SILENT`, by id.
+    """
     replicas = [{**each, "process": part["pid"]} for part in parts for each in part["replicas"]]
     applications = [
         _application(name, parts, replicas, rates, recent)
         for name in dict.fromkeys(name for part in parts for name in part["applications"])
     ]
-    problems = problems_of(silent, applications, replicas)
+    problems = problems_of(absent, applications, replicas)
     routes = [
         {"application": app, "deployment": deployment, "route": route, **each}
         for (app, deployment, route), each in rates.items()
@@ -55,9 +58,10 @@ def view_of(
         "pid": os.getpid(),
         "url": url or next((part["url"] for part in parts if part["url"]), None),
         "workers": [part["pid"] for part in parts],
-        "silent": list(silent),
+        "silent": [pid for pid, reason in absent.items() if reason == SILENT],
         "span_s": round(span_s, 1),
-        "is_healthy": not silent
+        "is_healthy": bool(parts)
+        and not absent
         and all(each == "RUNNING" for each in statuses)
         and not any(each in BAD for each in of_deployments),
         "problems": problems,

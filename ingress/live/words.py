@@ -11,6 +11,7 @@ from time import time
 from typing import Any
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
+SILENT = "does not answer"
 STALLED_S = 60.0
 FAILING = 0.05  # share of failed requests that is bad
 
@@ -20,12 +21,12 @@ def _problem(level: str, application: str, deployment: str, text: str) -> dict[s
 
 
 def problems_of(
-    silent: Sequence[int],
+    absent: Mapping[int, str],
     applications: Sequence[Mapping[str, Any]],
     replicas: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return the problems in words, the gravest first."""
-    found = [_problem("bad", "", "", f"worker {pid} does not answer") for pid in silent]
+    found = [_problem("bad", "", "", f"worker {pid} {reason}") for pid, reason in absent.items()]
     for application in applications:
         name, status = application["name"], application["status"]
         own = [each for each in replicas if each["application"] == name]
