@@ -318,7 +318,7 @@ def test_workers_print_the_same_plan_and_the_same_line_as_one_process(folder: Pa
         with process(command, folder, environment(folder)) as server:
             server.wait_for("is ready at ")
             # Each has its own control socket, which in one process answers during the start too.
-            own = (" cores: ", "control socket ")
+            own = (" cores: ", "control socket ", "Metrics at ")
             lines = [line for line in server.output.splitlines() if not any(w in line for w in own)]
             printed.append([line.replace(f":{server.port}", "") for line in lines])
 
