@@ -20,12 +20,19 @@ from typer.testing import CliRunner
 from ingress.base.settings import RUNTIME_DIR
 from ingress.cli import commands as cli
 from ingress.cli import control_commands
+from ingress.cli.cluster_commands import are_healthy
 from ingress.cli.control_socket import (
     MOST_BYTES,
     CommandError,
     ControlSocket,
     RunningServer,
     running_servers,
+)
+from ingress.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
 )
 from tests.fakes import together
 from tests.servers import INGRESS, PATIENCE_S, environment, process, wait_until, write_module
@@ -240,3 +247,22 @@ def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
 def replicas(server: RunningServer) -> Any:
     """Return the number of `Model`'s replicas in each worker."""
     return server.ask("status")["applications"]["default"]["deployments"]["Model"]["per_worker"]
+
+
+@pytest.mark.parametrize(
+    ("application", "deployment", "healthy"),
+    [
+        (ApplicationStatus.RUNNING, DeploymentStatus.UPSCALING, True),
+        (ApplicationStatus.RUNNING, DeploymentStatus.UNHEALTHY, False),
+        (ApplicationStatus.DEPLOYING, DeploymentStatus.UPDATING, False),
+    ],
+)
+def test_a_cluster_is_healthy_as_a_server_is(
+    application: ApplicationStatus, deployment: DeploymentStatus, healthy: bool
+) -> None:
+    one = DeploymentStatusOverview(deployment, "", {}, "")
+    fine = ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, {})
+    found = {"fine": fine, "one": ApplicationStatusOverview(application, "", 0.0, {"D": one})}
+
+    assert are_healthy(found) is healthy
+    assert not are_healthy({})

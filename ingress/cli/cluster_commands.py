@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,9 @@ from ingress.cli.target import refusal
 from ingress.cli.terminal import console
 from ingress.engines import ray_engine
 from ingress.http.server_options import ServerOptions
+from ingress.live.words import all_healthy
 from ingress.logs.formats import tame
+from ingress.schema import ApplicationStatusOverview
 
 if TYPE_CHECKING:
     from ingress.engines.ray.engine import RayEngine
@@ -38,6 +41,8 @@ def status(
     """Print the applications of a Ray cluster, their deployers, and what replicas wait for.
 
     [dim]ingress status --address 10.0.0.1:6379[/dim]
+
+    Exits with 0 if all is healthy, else, and if there is none, with 1.
     """
     engine = _connected(address)
     found = engine.status().applications
@@ -47,11 +52,27 @@ def status(
         applications = {
             name: {**asdict(each), "deployed": deployers[name]} for name, each in found.items()
         }
-        typer.echo(json.dumps({"applications": applications, "waits": waits}, indent=2))
-        return
-    if not found:
-        typer.echo("no application is on this cluster")
-        return
+        shown = {"applications": applications, "waits": waits, "is_healthy": are_healthy(found)}
+        typer.echo(json.dumps(shown, indent=2))
+    elif found:
+        _show(found, deployers, waits)
+    else:
+        typer.echo("no application is on this cluster", err=True)
+    if not are_healthy(found):
+        raise typer.Exit(1)
+
+
+def are_healthy(found: Mapping[str, ApplicationStatusOverview]) -> bool:
+    """Return whether there is an application, and all are healthy: as on this machine."""
+    deployments = [one.status for each in found.values() for one in each.deployments.values()]
+    return bool(found) and all_healthy([each.status for each in found.values()], deployments)
+
+
+def _show(
+    found: Mapping[str, ApplicationStatusOverview],
+    deployers: Mapping[str, str],
+    waits: Iterable[str],
+) -> None:
     table = Table("application", "deployment", "status", "replicas", box=None, pad_edge=False)
     for name, application in found.items():
         table.add_row(name, "", application.status, "")

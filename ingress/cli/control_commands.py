@@ -1,7 +1,7 @@
 """`ingress status`, `stop`, `reload` and `scale`: commands for a server that runs on this machine.
 
-They take the only server that runs. Of several they list them, and `--name`, the name of one of its
-applications, or `--pid` chooses.
+`status` shows all servers. The others take the only one; of several they list them, and `--name`,
+the name of one of its applications, or `--pid` chooses.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ def status(
     [dim]ingress status[/dim]
     [dim]ingress status --address 10.0.0.1:6379[/dim]
 
-    On this machine: those of `ingress run`. On a cluster, which RAY_ADDRESS may name too:
-    all, their deployers, and what replicas wait for. Rates, and latencies in ms, are those
-    of the last minute.
+    On this machine: all servers of `ingress run`. Rates, and latencies in ms, are
+    those of the last minute. `--json` is for one server, in the shape of Ray's
+    ServeStatus.
 
-    Exits with 0 if all is healthy, else with 1. `--json` has the shape of Ray's ServeStatus.
+    On a cluster, which RAY_ADDRESS names too, unless --name or --pid is given:
+    all applications, their deployers, and what replicas wait for; also as JSON.
+
+    Exits with 0 if all is healthy; else, and if nothing runs, with 1.
     """
     if name is None and pid is None and (address or read_settings().ray_address):
         cluster_commands.status(address, as_json)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ingress.live.counts import Deployment
 from ingress.live.history import Route
-from ingress.live.words import BAD, SILENT, problems_of
+from ingress.live.words import SILENT, all_healthy, problems_of
 
 GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "NOT_STARTED")
 ROUTES = 500
@@ -60,10 +60,7 @@ def view_of(
         "workers": [part["pid"] for part in parts],
         "silent": [pid for pid, reason in absent.items() if reason == SILENT],
         "span_s": round(span_s, 1),
-        "is_healthy": bool(parts)
-        and not absent
-        and all(each == "RUNNING" for each in statuses)
-        and not any(each in BAD for each in of_deployments),
+        "is_healthy": bool(parts) and not absent and all_healthy(statuses, of_deployments),
         "problems": problems,
         "applications": applications,
         "routes": routes[:ROUTES],

@@ -6,7 +6,7 @@ Each problem is "bad" or "warn", and names its application and deployment; the t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import time
 from typing import Any
 
@@ -14,6 +14,12 @@ BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 SILENT = "does not answer"
 STALLED_S = 60.0
 FAILING = 0.05  # share of failed requests that is bad
+
+
+def all_healthy(applications: Iterable[str], deployments: Iterable[str]) -> bool:
+    """Return whether these statuses are those of a healthy server."""
+    runs = all(each == "RUNNING" for each in applications)
+    return runs and not any(each in BAD for each in deployments)
 
 
 def _problem(level: str, application: str, deployment: str, text: str) -> dict[str, Any]:

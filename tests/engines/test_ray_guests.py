@@ -186,7 +186,9 @@ def test_status_and_delete_are_for_the_applications_of_everybody(it: Cluster) ->
     assert "listed" in status.stdout
     assert "RUNNING" in status.stdout
     assert "deployed by process" in status.stdout
-    listed = json.loads(it.ingress("status", "--json").stdout)["applications"]["listed"]
+    answer = json.loads(it.ingress("status", "--json").stdout)
+    listed = answer["applications"]["listed"]
+    assert answer["is_healthy"]
     assert listed["status"] == "RUNNING"
     assert listed["deployments"]["hello"]["replica_states"] == {"RUNNING": 1}
 
@@ -220,7 +222,9 @@ def test_replicas_that_the_cluster_has_no_room_for_are_named_within_five_seconds
             assert text in told
     server.signal(signal.SIGINT)
     assert server.wait(PATIENCE_S) == 130
-    assert "waits" not in it.ingress("status").stdout
+    status = it.ingress("status")
+    assert "waits" not in status.stdout
+    assert status.returncode == (0 if "RUNNING" in status.stdout else 1)
 
 
 def test_a_cluster_of_its_own_that_is_too_small_is_refused_before_serve_starts(
