@@ -23,8 +23,10 @@ import uvicorn
 import ingress as serve
 from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
+    RUNTIME_DIR,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
+    runtime_folder,
 )
 from ingress.declaration.declaration import Application
 from ingress.schema import DeploymentStatusOverview
@@ -134,6 +136,9 @@ def process(command: list[str], folder: Path, environ: dict[str, str]) -> Iterat
         if server.process.poll() is None:
             server.process.kill()
         server.process.wait()
+        runtime = environ.get(RUNTIME_DIR)
+        folder = runtime_folder() if runtime is None else Path(runtime)
+        (folder / f"{server.process.pid}.sock").unlink(missing_ok=True)  # a killed one leaves it
 
 
 @dataclass

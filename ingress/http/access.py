@@ -1,5 +1,7 @@
 """The access log: one record of the logger `ingress.access` for each request.
 
+Health checks and the other paths of the server itself, `/-/...`, have none.
+
     method, route, status     the route is the path template; a request without one has a `path`
     latency_ms                until the last message of the response was given to the server
     queue_ms                  the part of it in which the request waited for a slot of a replica
@@ -143,6 +145,12 @@ def note_exchange(send: Send, exchange: Exchange) -> None:
     if isinstance(send, AccessLine):
         send.exchange = exchange
         send.scope = exchange.scope
+
+
+def leave_out(send: Send) -> None:
+    """Give a request for the server itself, such as a health check, no line, as in Ray Serve."""
+    if isinstance(send, AccessLine):
+        send.is_logged = True
 
 
 def _id_in(start: Message) -> str:

@@ -25,7 +25,7 @@ from ingress.base.counters import HTTPCounts
 from ingress.base.types import new_request_id
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
-from ingress.http.access import AccessLine, note_exchange
+from ingress.http.access import AccessLine, leave_out, note_exchange
 from ingress.http.exchange import Exchange
 from ingress.http.in_flight import InFlight
 from ingress.http.messages import GOING_AWAY, NORMAL, TRY_AGAIN_LATER, adding_request_id
@@ -145,6 +145,7 @@ class HTTPProxy:
         if path.startswith("/-/") and scope["type"] == "http":
             response = self._builtin(path, scope)
             if response is not None:
+                leave_out(send)
                 return response(scope, receive, adding_request_id(send, request_id_of(scope)))
         route = self.table.match(path)
         if route is None or (router := route.router) is None or self.is_draining:
