@@ -16,6 +16,7 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+import ingress as serve
 from ingress.admin.exposition import exposition
 from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.admin.source import as_json
@@ -32,7 +33,8 @@ from ingress.base.snapshot import (
     UserSeries,
     merged,
 )
-from tests.servers import ROOT, get
+from ingress.engines import local_engine
+from tests.servers import ROOT, bind, get, wait_until
 from tests.test_admin import admin_port, serving
 from tests.test_admin import folder as folder
 
@@ -72,7 +74,7 @@ def everything(*, replicas: int = 1) -> Snapshot:
         errors={"/items/{id}": {"ValueError": 1}},
         stalls={"Model.block": latency(250.0)},
         thread_waits={"": latency(1.5), "db": latency(2.5)},
-        batches={"Model.predict": BatchCount(2, 7)},
+        batches={"Model.predict": BatchCount(2, 7, latency(9.0, 10.0), latency(20.0, 30.0))},
         model_loads=3,
         model_unloads=1,
     )
@@ -119,6 +121,33 @@ def test_a_server_has_rays_names_with_its_counts(folder: Path) -> None:
     assert by_name["ray_serve_deployment_replica_starts_total"] == 2
 
 
+def test_a_batch_is_counted_with_the_time_it_waited_and_the_time_it_ran() -> None:
+    @serve.deployment
+    class Batched:
+        @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.05)
+        async def double(self, numbers: list[int]) -> list[int]:
+            return [2 * each for each in numbers]
+
+        async def __call__(self, number: int) -> int:
+            return int(await self.double(number))
+
+    handle = serve.run(bind(Batched), route_prefix=None)
+    assert handle.remote(4).result(timeout_s=20) == 8
+
+    def counted() -> Samples:
+        return samples(exposition(local_engine().snapshot()).decode())
+
+    names = {"application": "default", "deployment": "Batched", "replica": "0"}
+    of_batch, execution = {**names, "function_name": "double"}, "ray_serve_batch_execution_time_ms"
+    wait_until(lambda: value(counted(), f"{execution}_count", **of_batch) == 1)
+    found = counted()
+    serve.shutdown()
+
+    assert value(found, "ray_serve_batch_wait_time_ms_count", **of_batch) == 1
+    assert value(found, "ray_serve_batch_wait_time_ms_sum", **of_batch) >= 45
+    assert value(found, f"{execution}_sum", **of_batch) < 20_000
+
+
 def test_each_metric_is_shown_with_the_type_and_the_labels_of_the_table() -> None:
     text = exposition(everything()).decode()
     shown = {family.name: family for family in read_text(text)}
@@ -138,7 +167,7 @@ def test_rays_metrics_have_rays_types_labels_and_buckets() -> None:
             assert rays["type"] == each.kind, each.name
             absent = OF_RAYS_PARTS | WITHOUT.get(each.name, set())
             assert {*rays["labels"]} - absent == {*each.labels}, each.name
-            if each.kind == HISTOGRAM:
+            if "buckets" in rays:  # not those of batches, of which that server had none
                 bounds = [str(bound) for bound in LATENCY_BUCKETS_MS]
                 assert rays["buckets"] == [*bounds, "+Inf"]
 

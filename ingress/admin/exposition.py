@@ -197,6 +197,8 @@ def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:
         with_function = _and(labels, function_name=function.rpartition(".")[2])
         lines.add(f.BATCHES, with_function, batch.batches)
         lines.add(f.BATCHED_CALLS, with_function, batch.calls)
+        lines.add_latency(f.BATCH_WAIT, with_function, batch.wait)
+        lines.add_latency(f.BATCH_EXECUTION, with_function, batch.execution)
     if counts.model_loads:
         lines.add(f.MODEL_LOADS, labels, counts.model_loads)
         lines.add(f.MODEL_UNLOADS, labels, counts.model_unloads)

@@ -105,6 +105,18 @@ BATCHES = Family(
     (*_REPLICA, "function_name"),
     "Batches of a @serve.batch function that were run.",
 )
+BATCH_WAIT = Family(
+    "ray_serve_batch_wait_time_ms",
+    HISTOGRAM,
+    (*_REPLICA, "function_name"),
+    "Time from the first call of a batch until the batch begins, in ms.",
+)
+BATCH_EXECUTION = Family(
+    "ray_serve_batch_execution_time_ms",
+    HISTOGRAM,
+    (*_REPLICA, "function_name"),
+    "Time that a batch took, in ms.",
+)
 MODELS = Family(
     "ray_serve_num_multiplexed_models",
     GAUGE,

@@ -27,14 +27,6 @@ class LaneLoad:
 
 
 @dataclass(slots=True)
-class BatchCount:
-    """The batches of one function of a replica that were run, and the calls in them."""
-
-    batches: int = 0
-    calls: int = 0
-
-
-@dataclass(slots=True)
 class Latency:
     """The latencies of one route's requests: `serve_deployment_processing_latency_ms`."""
 
@@ -60,6 +52,31 @@ class Latency:
     def copy(self) -> Latency:
         """Return a copy, which the owner of this does not write. Thread-safe."""
         return Latency(self.errors, self.total_ms, list(self.buckets))
+
+
+@dataclass(slots=True)
+class BatchCount:
+    """The batches of one function of a replica that were run, and the calls in them.
+
+    `wait` has the times from the first call of a batch until it was complete or its time was over,
+    `execution` those that the function took.
+    """
+
+    batches: int = 0
+    calls: int = 0
+    wait: Latency = field(default_factory=Latency)
+    execution: Latency = field(default_factory=Latency)
+
+    def merge(self, other: BatchCount) -> None:
+        """Add the batches of another replica, or of another process."""
+        self.batches += other.batches
+        self.calls += other.calls
+        self.wait.merge(other.wait)
+        self.execution.merge(other.execution)
+
+    def copy(self) -> BatchCount:
+        """Return a copy, which the owner of this does not write. Thread-safe."""
+        return BatchCount(self.batches, self.calls, self.wait.copy(), self.execution.copy())
 
 
 METHODS = frozenset(

@@ -54,9 +54,7 @@ class ReplicaCounts:
             for name, count in types.items():
                 counts[name] = counts.get(name, 0) + count
         for function, batch in other.batches.items():
-            there = self.batches.setdefault(function, BatchCount())
-            there.batches += batch.batches
-            there.calls += batch.calls
+            self.batches.setdefault(function, BatchCount()).merge(batch)
         self.model_loads += other.model_loads
         self.model_unloads += other.model_unloads
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from ingress.base.counters import BatchCount
@@ -77,8 +78,9 @@ class BatchQueue:
     """
 
     __slots__ = (
-        "_context", "_forming", "_forming_limits", "_handler", "_instance", "_limits", "_on_idle",
-        "_own_pool", "_plan", "_replica", "_runs", "_timer", "_waiting", "loop",
+        "_context", "_forming", "_forming_limits", "_forming_since", "_handler", "_instance",
+        "_limits", "_on_idle", "_own_pool", "_plan", "_replica", "_runs", "_timer", "_waiting",
+        "loop",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +101,7 @@ class BatchQueue:
         self._waiting: deque[Item] = deque()
         self._forming: list[Item] = []
         self._forming_limits = limits()
+        self._forming_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._runs: dict[asyncio.Task[None], tuple[Call, list[Item]]] = {}
         # An empty one: the variables of the request that comes first must not reach the others.
@@ -168,6 +171,7 @@ class BatchQueue:
                 continue
             if not self._forming:
                 self._forming_limits = self._limits()
+                self._forming_since = monotonic()
             elif item.group != self._forming[0].group:
                 others.append(item)
                 continue
@@ -249,6 +253,7 @@ class BatchQueue:
             counts = replica.batch_counts.setdefault(self._handler.name, BatchCount())
             counts.batches += 1
             counts.calls += len(items)
+            counts.wait.add((batch.started_at - self._forming_since) * 1e3)
         task.add_done_callback(self._ended, context=self._context)
 
     async def _run(self, items: list[Item], batch: Call) -> None:
@@ -333,6 +338,8 @@ class BatchQueue:
         batch.settle()
         if self._replica is not None:
             self._replica.batches.pop(task, None)
+            counts = self._replica.batch_counts[self._handler.name]
+            counts.execution.add((monotonic() - batch.started_at) * 1e3)
             models = self._replica.models
             if models is not None and models.loop is self.loop:
                 models.end(batch)

@@ -15,7 +15,6 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from time import monotonic, thread_time
@@ -467,7 +466,7 @@ class Replica:
             stalls=copied(self.stalls),
             thread_waits=self.pools.waits(),
             batches={
-                each: replace(self.context.batch_counts[each])
+                each: self.context.batch_counts[each].copy()
                 for each in list(self.context.batch_counts)
             },
             model_loads=loads,
