@@ -321,6 +321,15 @@ class DeploymentConfig(Options):
         return self
 
     @model_validator(mode="after")
+    def _processes_share_no_loop(self) -> Self:
+        if self.isolation == "process" and self.loop == "shared":
+            raise ValueError(
+                'loop="shared" is for replicas in threads, got isolation="process", where each '
+                "replica has a process and a loop of its own; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _only_processes_are_retired(self) -> Self:
         for name in ("max_requests_per_replica", "max_memory_mb"):
             value = getattr(self, name)

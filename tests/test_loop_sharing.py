@@ -399,6 +399,11 @@ def test_the_first_replica_of_a_shared_loop_starts_alone() -> None:
     assert tables == ["users"]
 
 
+def test_replicas_in_processes_share_no_loop() -> None:
+    with pytest.raises(ValueError, match=r'loop="shared" is for replicas in threads'):
+        serve.deployment(loop="shared", isolation="process")
+
+
 def test_a_wrong_loop_is_refused_where_it_is_written() -> None:
     wrong: Any = "mine"
     with pytest.raises(ValueError, match="""loop must be "own", "shared" or None, got 'mine'"""):
@@ -457,6 +462,7 @@ app = A.bind()
         "": [],
         "num_replicas=2, loop='own'": [],
         "num_replicas=2, loop='shared'": [],
+        "num_replicas=2, isolation='process'": [],
     }.items(),
 )
 def test_the_check_names_what_replicas_share(

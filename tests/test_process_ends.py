@@ -136,6 +136,41 @@ def test_options_of_a_child_change_while_it_runs() -> None:
 
 
 @pytest.mark.reliability("P01")
+def test_the_status_names_the_end_of_a_process_while_its_replacement_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(
+        tmp_path,
+        "slow_module",
+        "import os\n"
+        "import ingress as serve\n"
+        "@serve.deployment(isolation='process')\n"
+        "class Slow:\n"
+        "    def __init__(self):\n"
+        "        if os.path.exists('go'): open('go').close()\n"
+        "    async def __call__(self):\n"
+        "        os.write(2, b'the last words\\n')\n"
+        "        os._exit(7)\n",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("slow_module")
+    handle = serve.run(module.Slow.bind(), route_prefix=None)
+    os.mkfifo(tmp_path / "go")
+    with pytest.raises(ReplicaUnavailableError):
+        handle.remote().result()
+
+    def deployment() -> Any:
+        return serve.status().applications["default"].deployments["Slow"]
+
+    wait_until(lambda: "ended with exit code 7" in deployment().message)
+    assert "the last words" in deployment().message
+    assert deployment().status == "HEALTHY"
+    with (tmp_path / "go").open("w"):
+        pass
+    wait_until(lambda: not deployment().message)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems name signals differently")
 def test_a_crash_in_c_ends_one_replica_and_an_allocation_that_fails_none() -> None:
     handle = serve.run(process_app.spinning, route_prefix=None)

@@ -16,11 +16,12 @@ from ingress.declaration.loop_objects import LoopObject, loop_objects
 def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> Iterator[Finding]:
     """Yield the objects of one loop that would be used on several.
 
-    A deployment whose `loop` is written has decided.
+    A deployment whose `loop` is written has decided. Replicas in processes share no object.
     """
     found: defaultdict[LoopObject, list[BuiltDeployment]] = defaultdict(list)
     for built in deployments:
-        if built.deployment.config.loop is None:
+        config = built.deployment.config
+        if config.loop is None and config.isolation == "thread":
             for each in loop_objects(built):
                 found[each].append(built)
     for each, users in found.items():

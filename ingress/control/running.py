@@ -130,6 +130,7 @@ class RunningDeployment:
 
     config         the options in use, which may have been changed since it was built
     borrowed       the loop that its replicas run on, `None` if each has its own
+    loss           the end of the last replica that was lost, until another one has started
     has_started    becomes true when the replicas of the first start serve
     left           replicas that have stopped, but whose threads still run user code
     attempts       failed starts, one after another, before a start or an update is given up;
@@ -165,6 +166,7 @@ class RunningDeployment:
     left: list[Replica] = field(default_factory=list)
     next_number: int = 0
     has_started: bool = False
+    loss: str = ""
     is_stopping: bool = False
     is_rushed: bool = False
     resized: int = 0
@@ -292,6 +294,7 @@ class RunningDeployment:
     def note_loss(self, lived_s: float, text: str, now: float) -> None:
         """Count a replica that was lost; from the second in a row on, the next has to wait."""
         self.losses += 1
+        self.loss = text
         self.crashes = self.crashes + 1 if lived_s < SHORT_LIFE_S else 0
         if self.crashes > 1:
             self.retry_at = now + retry_after_s(self.crashes - 1)
@@ -309,7 +312,7 @@ class RunningDeployment:
         return pause_s
 
     def note_start(self) -> None:
-        self.start_failures, self.retry_at, self.problem = 0, 0.0, ""
+        self.start_failures, self.retry_at, self.problem, self.loss = 0, 0.0, "", ""
 
     def begin_rollout(self) -> None:
         """Have the replicas that start from now on given up after too many failures.
@@ -402,7 +405,8 @@ class RunningDeployment:
         status = DeploymentStatus.UPDATING if starting else self._size()
         stuck = [f"{each.replica.replica_id}: {each.stuck}" for each in members if each.stuck]
         excess = [f"{each.replica.replica_id}: {each.excess}" for each in members if each.excess]
-        message = self.rejected or self.problem or "; ".join(stuck or excess)
+        loss = self.loss if self.serving() < self.desired.count else ""
+        message = self.rejected or self.problem or loss or "; ".join(stuck or excess)
         trouble = self.trouble() or ("" if serving is None else serving.trouble())
         if trouble:
             status, message = DeploymentStatus.UNHEALTHY, trouble
