@@ -301,6 +301,27 @@ def run(folder: Path, *, calls: int, at_import: str = "", **environ: str) -> tup
         return found, server.output
 
 
+CHILD = """
+import os
+import ingress as serve
+
+@serve.deployment(isolation="process", ray_actor_options={"num_cpus": 7})
+class Child:
+    async def __call__(self, request):
+        return [os.environ[each] for each in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+
+child = Child.bind()
+"""
+
+
+def test_a_child_process_has_the_threads_of_its_num_cpus_under_run(tmp_path: Path) -> None:
+    write_module(tmp_path, "child", CHILD)
+    command = [*INGRESS, "run", "child:child", "--port", "0"]
+    with process(command, tmp_path, unset(tmp_path) | {"MKL_NUM_THREADS": "5"}) as server:
+        server.wait_for("is ready")
+        assert json.loads(get(server.port, "/").body) == ["7", "5"]
+
+
 @pytest.mark.parametrize("at_import", ["", "import numpy"], ids=["numpy-later", "numpy-at-import"])
 def test_run_gives_numpy_the_threads_it_prints(tmp_path: Path, at_import: str) -> None:
     cores = int(available_cores())

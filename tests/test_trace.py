@@ -129,6 +129,12 @@ class Endless:
         await asyncio.Event().wait()
 endless = Endless.bind()
 
+@serve.deployment(isolation="process")
+class Stalling:
+    async def __call__(self):
+        threading.Event().wait(0.5)
+stalling = Stalling.bind()
+
 api = FastAPI()
 
 @serve.deployment(isolation="process", lanes={"db": 1})
@@ -485,6 +491,14 @@ def test_a_child_process_has_tracks_of_its_own_on_the_same_clock(folder: Path) -
         assert here.began <= there.began <= worker.began
         if is_over:
             assert worker.ended <= there.ended <= here.ended
+
+
+def test_the_stalls_of_a_child_process_are_counted(folder: Path) -> None:
+    result = ingress(folder, "app:stalling", "--svg", "trace.svg")
+
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"3 requests in .*, \d stalls?$", result.stdout, re.MULTILINE)
+    assert "trace.svg: a picture of the server's process" in result.stdout
 
 
 def test_the_page_records_child_processes_without_a_trace_file(folder: Path) -> None:

@@ -84,6 +84,7 @@ START_METHOD = "INGRESS_START_METHOD"
 RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
 ADMIN = "INGRESS_ADMIN"
 ADMIN_TOKEN = "INGRESS_ADMIN_TOKEN"
+THREADS_SET = "INGRESS_NATIVE_THREADS_SET"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
     OMP_NUM_THREADS,
@@ -215,6 +216,20 @@ def export(variables: Mapping[str, str | None]) -> dict[str, str | None]:
         else:
             os.environ[name] = value
     return before
+
+
+def export_threads(variables: Mapping[str, str]) -> None:
+    """Set variables of `NATIVE_THREADS`, and note in the environment that no user has set them.
+
+    In the environment, because a command may start its process again.
+    """
+    if variables:
+        export({**variables, THREADS_SET: ",".join(variables)})
+
+
+def threads_set(env: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that `export_threads` has set."""
+    return env.get(THREADS_SET, "").split(",")
 
 
 def environment() -> dict[str, str]:

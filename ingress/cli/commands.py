@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from ingress import __version__
-from ingress.base.settings import TRACE_FILE, export
+from ingress.base.settings import TRACE_FILE, export, export_threads
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.cli.build_command import build_command
@@ -205,7 +205,8 @@ def trace(
         Path, typer.Option("--out", "-o", help="Write Chrome Trace Event JSON to this file.")
     ] = Path("trace.json"),
     svg: Annotated[
-        Path | None, typer.Option(help="Also write a picture of it to this file.")
+        Path | None,
+        typer.Option(help="Also write a picture of it to this file, without child processes."),
     ] = None,
     app_dir: AppDir = Path("."),
 ) -> None:
@@ -224,7 +225,8 @@ def trace(
     application = _load(target, app_dir)
     budget = budget_for([application], read_settings(), processes=1)
     to_set = budget.variables
-    export({**to_set, TRACE_FILE: None})  # INGRESS_TRACE is for a running server
+    export_threads(to_set)
+    export({TRACE_FILE: None})  # INGRESS_TRACE is for a running server
     start_again_if_needed(budget, to_set)
     logging.config.dictConfig(LOGGING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

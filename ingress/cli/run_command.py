@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import uvicorn
 
-from ingress.base.settings import TRACING, export
+from ingress.base.settings import TRACING, export, export_threads
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.reloading import FileState
 from ingress.cli.run_checks import check_admin, check_engine, check_server, check_workers, given
@@ -456,7 +456,7 @@ def run(
         state = FileState(file, served.app_dir, variables, before)
     budget = budget_for([each.target for each in targets], settings, processes=workers)
     to_set = budget.variables
-    export(to_set)
+    export_threads(to_set)
     if not several:
         start_again_if_needed(budget, to_set, before)
         serve_until_ctrl_c(targets, served, settings, budget, engine, state, watches=watch)

@@ -65,7 +65,7 @@ class Session:
         written. The server has ended at return.
         """
         timelines, answers = self._record(application)
-        timeline = timelines[0]
+        timeline, *children = timelines
         by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
         for answer in answers:
             by_request[answer.wanted][answer.status] += 1
@@ -74,13 +74,14 @@ class Session:
                 raise TraceError(f"{each} is not found; {_what_there_is(application)}")
         for each in dict.fromkeys(self._requests):
             yield f"{each}: {_counted(by_request[each])}"
-        yield summary(timeline)
+        yield summary(timeline, children)
         try:
             self._out.write_text(as_json(timelines, self._target))
             yield f"{self._out}: open it at https://ui.perfetto.dev or in chrome://tracing"
             if self._svg is not None:
                 self._svg.write_text(as_svg(timeline, self._target))
-                yield f"{self._svg}: the same as a picture"
+                what = "a picture of the server's process" if children else "the same as a picture"
+                yield f"{self._svg}: {what}"
         except OSError as error:
             raise TraceError(f"cannot write {error.filename!r}: {error.strerror}") from None
 

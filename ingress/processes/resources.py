@@ -1,7 +1,7 @@
 """The environment of a child: its variables, its native threads, and its GPUs.
 
     runtime_env.env_vars    as given
-    num_cpus                OMP_NUM_THREADS and its like, unless a variable has a value already
+    num_cpus                OMP_NUM_THREADS and its like, unless the user has set a variable
     num_gpus                CUDA_VISIBLE_DEVICES: GPUs of its own, or a part of one
 
 The GPUs are those of CUDA_VISIBLE_DEVICES, else those that the driver lists. Each process of the
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ingress.base.settings import NATIVE_THREADS, environment
+from ingress.base.settings import NATIVE_THREADS, environment, threads_set
 from ingress.config import DeploymentConfig
 
 EnvironmentOf = Callable[[], tuple[dict[str, str], Callable[[], None]]]
@@ -75,7 +75,10 @@ def environment_of(
     found: dict[str, str] = {}
     if "num_cpus" in config.ray_actor_options:
         threads = str(max(1, int(config.num_cpus)))
-        found |= {each: threads for each in NATIVE_THREADS if not there.get(each)}
+        ours = threads_set(there)  # by `ingress run`, for all that its process computes
+        found |= dict.fromkeys(
+            (each for each in NATIVE_THREADS if not there.get(each) or each in ours), threads
+        )
     number = config.num_gpus
     if not number:
         return found | config.env_vars, _nothing

@@ -31,12 +31,12 @@ def in_ms(seconds: float) -> str:
     return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
 
 
-def summary(timeline: Timeline) -> str:
-    """Return the counts and the duration of a timeline in one line."""
+def summary(timeline: Timeline, children: Iterable[Timeline] = ()) -> str:
+    """Return the counts and the duration of a timeline in one line, with stalls of `children`."""
     kinds = Counter(each.kind for each in timeline.journeys)
     what = " and ".join(_several(kinds[kind], kind) for kind in _KINDS if kinds[kind])
     took = in_ms(timeline.ended_at - timeline.began_at)
-    stalls = len(timeline.standstills)
+    stalls = sum(len(each.standstills) for each in (timeline, *children))
     return f"{what or 'nothing'} in {took}" + (f", {_several(stalls, 'stall')}" if stalls else "")
 
 
