@@ -135,7 +135,6 @@ def test_options_of_a_child_change_while_it_runs() -> None:
     assert pids("Model") == before
 
 
-@pytest.mark.reliability("P01")
 def test_the_status_names_the_end_of_a_process_while_its_replacement_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +170,7 @@ def test_the_status_names_the_end_of_a_process_while_its_replacement_starts(
     wait_until(lambda: not deployment().message)
 
 
+@pytest.mark.reliability("P01")
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems name signals differently")
 def test_a_crash_in_c_ends_one_replica_and_an_allocation_that_fails_none() -> None:
     handle = serve.run(process_app.spinning, route_prefix=None)

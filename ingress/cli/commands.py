@@ -39,7 +39,7 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
     name="ingress",
-    help="FastAPI classes on a pool of replicas, in one process.",
+    help="FastAPI classes on a pool of replicas, in threads or in processes.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
@@ -62,7 +62,7 @@ def _main(
         ),
     ] = False,
 ) -> None:
-    """FastAPI classes on a pool of replicas, in one process."""
+    """FastAPI classes on a pool of replicas, in threads or in processes."""
 
 
 app.command()(run)
@@ -162,7 +162,9 @@ def check(
     ] = Format.TEXT,
     app_dir: AppDir = Path("."),
 ) -> None:
-    """Find code that blocks an event loop, and with --migrate code that is not safe in threads.
+    """Find code that blocks an event loop or that replicas cannot share.
+
+    With --migrate it also finds code that is not safe in threads.
 
     [dim]ingress check main:hello --migrate[/dim]
 

@@ -234,8 +234,8 @@ def run(
         str | None,
         _option(
             metavar="ADDRESS",
-            help="Address of the admin listener, with /metrics: HOST:PORT, the path of a Unix "
-            "socket, or off.  [default: INGRESS_ADMIN, or the first free port from "
+            help="Address of the admin listener, with the page and /metrics: HOST:PORT, the "
+            "path of a Unix socket, or off.  [default: INGRESS_ADMIN, or the first free port from "
             "127.0.0.1:8265 on]",
             rich_help_panel=_ADMIN,
         ),
