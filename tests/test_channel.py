@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ingress.calls.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, EndOfStream
 from ingress.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.exceptions import StreamClosedError
+from tests.servers import turns
 
 PATIENCE_S = 60.0
 
@@ -477,3 +478,67 @@ def test_what_comes_out_is_a_prefix_of_what_went_in_and_whole_unless_cut(
     else:
         assert len(got) == cut
         assert not failed
+
+
+# Several producers: the handlers of a WebSocket application that broadcast.
+
+
+@on_the_loop
+@pytest.mark.parametrize("end", ["takes", "closes"])
+async def test_all_producers_that_wait_for_room_are_woken(end: str) -> None:
+    channel = Channel(2)
+    for number in range(2):
+        await channel.put(number)
+    waiting = [asyncio.ensure_future(channel.put(number)) for number in (2, 3)]
+    await turns()
+    assert not channel.put_nowait(4)  # which must not drop the wake-ups of those that wait
+
+    if end == "takes":
+        assert [await channel.get() for _ in range(4)] == [0, 1, 2, 3]
+        await asyncio.gather(*waiting)
+    else:
+        channel.close()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in answers] == [StreamClosedError] * 2
+
+
+@on_the_loop
+async def test_a_producer_beside_the_one_that_finishes_does_not_wait_for_ever() -> None:
+    channel = Channel(1)
+    await channel.put(0)
+    waiting = asyncio.ensure_future(channel.put(1))
+    await turns()
+    channel.finish()
+
+    assert [item async for item in channel] in ([0], [0, 1])
+
+    await asyncio.gather(waiting, return_exceptions=True)
+    with pytest.raises(StreamClosedError):
+        await channel.put(2)
+
+
+@on_the_loop
+async def test_a_full_channel_keeps_nothing_of_producers_that_were_cancelled() -> None:
+    channel = Channel(1)
+    await channel.put(0)
+    for _ in range(5):
+        with anyio.move_on_after(0.001):
+            await channel.put(1)
+
+    assert channel._wake_producers == ()
+
+
+def test_items_of_several_producers_all_cross(switch_interval: None) -> None:
+    channel = Channel(4)
+
+    def produce_some(first: int) -> None:
+        for number in range(first, first + 500):
+            channel.put_blocking(number)
+
+    threads = [in_thread(produce_some, first) for first in range(0, 2_000, 500)]
+
+    got = [channel.get_blocking(PATIENCE_S) for _ in range(2_000)]
+
+    assert sorted(got) == list(range(2_000))
+    for thread in threads:
+        thread.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A bounded stream from one producer to one consumer, each on a loop or in a thread.
+"""A bounded stream from producers to one consumer, each on a loop or in a thread.
 
     producer   put / put_blocking ... finish(error)                waits while the channel is full
     consumer   get / get_many / get_blocking, `async for`; close   waits while it is empty
@@ -7,7 +7,7 @@ A full channel is the backpressure: at most 16 items or 64 KiB wait, unless its 
 limits. Items that were put before an error arrive before the error.
 
 A single item goes through at once. If items come faster than a thread or a loop wakes up, they go
-in batches: `get_many` takes all items, and a waiting producer is woken when the channel is half
+in batches: `get_many` takes all items, and waiting producers are woken when the channel is half
 empty, not for every free place. Two wake-ups a batch instead of two an item make a stream cheap:
 each wake-up costs tens of microseconds where two threads share one interpreter.
 """
@@ -35,7 +35,10 @@ class EndOfStream(Exception):
 
 
 class Channel:
-    """A bounded stream between two loops or threads. Thread-safe; one producer and one consumer.
+    """A bounded stream between loops or threads. Thread-safe; one consumer.
+
+    It has one producer as a rule. A WebSocket has several if each of an application's handlers
+    broadcasts.
 
     Every state change is a few lines under one lock. A side that has to wait stores its wake-up in
     the same critical section in which it finds that it has to, so no wake-up is lost.
@@ -56,7 +59,7 @@ class Channel:
         "_taken_bytes",
         "_wake_closer",
         "_wake_consumer",
-        "_wake_producer",
+        "_wake_producers",
     )
 
     def __init__(self, max_items: int = MAX_ITEMS, max_bytes: int = MAX_BYTES) -> None:
@@ -72,7 +75,7 @@ class Channel:
         self._finished = False
         self._error: BaseException | None = None
         self._closed = False
-        self._wake_producer: Callable[[], Any] | None = None
+        self._wake_producers: tuple[Callable[[], Any], ...] = ()
         self._wake_consumer: Callable[[], Any] | None = None
         self._wake_closer: Callable[[], Any] | None = None
 
@@ -93,7 +96,11 @@ class Channel:
             if wakeup is None:
                 wakeup = Wakeup(asyncio.get_running_loop())
             else:
-                await wakeup.wait()
+                try:
+                    await wakeup.wait()
+                except asyncio.CancelledError:
+                    self._forget(wakeup.wake)
+                    raise
                 wakeup = None
 
     def put_nowait(self, item: Any, size: int = 0) -> bool:
@@ -136,7 +143,8 @@ class Channel:
                 len(self._items) + self._taken >= self._max_items
                 or self._bytes + self._taken_bytes >= self._max_bytes
             ):
-                self._wake_producer = wake
+                if wake is not None:
+                    self._wake_producers += (wake,)
                 return False
             self._items.append((item, size))
             self._bytes += size
@@ -144,6 +152,11 @@ class Channel:
         if wake_consumer is not None:
             wake_consumer()
         return True
+
+    def _forget(self, wake: Callable[[], Any]) -> None:
+        """Drop the wake-up of a producer that was cancelled: a consumer may take nothing more."""
+        with self._lock:
+            self._wake_producers = tuple(each for each in self._wake_producers if each != wake)
 
     # The consumer's side.
 
@@ -197,13 +210,13 @@ class Channel:
             event.clear()
 
     def close(self) -> None:
-        """Stop taking items: the producer's next `put` raises. Idempotent."""
+        """Stop taking items: every later `put` raises, and those that wait. Idempotent."""
         with self._lock:
             self._closed = True
             self._items.clear()
             self._bytes = 0
-            wake, self._wake_producer = self._wake_producer, None
-        if wake is not None:
+            wake_producers, self._wake_producers = self._wake_producers, ()
+        for wake in wake_producers:
             wake()
 
     async def finished(self) -> None:
@@ -229,16 +242,16 @@ class Channel:
 
     def _try_get(self, count: int, wake: Callable[[], Any] | None) -> list[Any]:
         """Take `count` items, or all for 0. If there are none, `wake` is called for the next."""
-        wake_producer: Callable[[], Any] | None = None
+        wake_producers: tuple[Callable[[], Any], ...] = ()
         with self._lock:
             self._taken = self._taken_bytes = 0
+            taken: list[Any] | None = None
             if not self._items:
                 if self._finished:
-                    if self._error is not None:
-                        raise self._error
-                    raise EndOfStream
-                self._wake_consumer = wake
-                taken: list[Any] = []
+                    self._closed = True  # for producers other than the one that finished
+                else:
+                    self._wake_consumer = wake
+                    taken = []
             elif count:
                 item, size = self._items.popleft()
                 self._bytes -= size
@@ -248,14 +261,17 @@ class Channel:
                 self._taken, self._taken_bytes = len(taken), self._bytes
                 self._items.clear()
                 self._bytes = 0
-            if self._wake_producer is not None and self._has_room():
-                wake_producer, self._wake_producer = self._wake_producer, None
-        if wake_producer is not None:
-            wake_producer()
+            if self._wake_producers and self._has_room():
+                wake_producers, self._wake_producers = self._wake_producers, ()
+        if wake_producers:
+            for wake_producer in wake_producers:
+                wake_producer()
+        if taken is None:
+            raise EndOfStream if self._error is None else self._error
         return taken
 
     def _has_room(self) -> bool:
-        """Return whether half of the channel is empty, so that it pays to wake the producer."""
+        """Return whether half of the channel is empty, so that it pays to wake producers."""
         return (
             len(self._items) + self._taken <= self._max_items // 2
             and self._bytes + self._taken_bytes <= self._max_bytes // 2

@@ -30,7 +30,7 @@ from ingress.processes.messages import (
     plain,
     response_as_sent,
 )
-from ingress.processes.window import Taken, Window
+from ingress.processes.window import Taken, Waiters, Window
 from ingress.replicas.user_code import UserCode
 
 
@@ -51,6 +51,10 @@ class HostedCall(Call):
         self.number = number
         self.frames = frames
         self.window = Window()
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        self.close()  # user code that swallows its cancellation may wait for room
 
     def close(self) -> None:
         """Make the user's generator end: its consumer takes no more."""
@@ -109,10 +113,10 @@ class HostedExchange(HostedCall):
         "_is_gone",
         "_is_http",
         "_is_streaming",
-        "_news",
         "_start",
         "_taken",
         "_template",
+        "_waiters",
         "scope",
     )
 
@@ -130,7 +134,7 @@ class HostedExchange(HostedCall):
         self._first = first
         self._inputs: deque[tuple[Message, int]] = deque()
         self._taken = Taken()
-        self._news: asyncio.Future[None] | None = None
+        self._waiters: Waiters | None = None  # most requests arrive as a whole
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
         self._is_streaming = self._is_complete = self._is_gone = False
@@ -164,10 +168,6 @@ class HostedExchange(HostedCall):
         self._inputs.append((message, size))
         self._wake()
 
-    def interrupt(self) -> None:
-        super().interrupt()
-        self.close()
-
     def close(self) -> None:
         """Make every later `send` fail, and `receive` report the disconnect: the client is gone."""
         super().close()
@@ -175,9 +175,8 @@ class HostedExchange(HostedCall):
         self._wake()
 
     def _wake(self) -> None:
-        news, self._news = self._news, None
-        if news is not None and not news.done():
-            news.set_result(None)
+        if self._waiters is not None:
+            self._waiters.wake()
 
     async def _receive(self) -> Message:
         if self._first is not None:
@@ -188,8 +187,9 @@ class HostedExchange(HostedCall):
                 if self._is_http:
                     return {"type": "http.disconnect"}
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            if self._waiters is None:
+                self._waiters = Waiters()
+            await self._waiters.wait()
         message, size = self._inputs[0]
         if message["type"].endswith(".disconnect"):
             return message  # the last one, for every later `receive`
@@ -213,13 +213,18 @@ class HostedExchange(HostedCall):
             if start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
             self._answer = response_as_sent(start, bytes(message.get("body", b"")))
-            self._is_complete = True
+            self._complete()
             # If the work ends in this turn of the loop, its last frame brings the response.
             asyncio.get_running_loop().call_soon(self.flush)
         else:
             if self._start is not None:
                 await self._stream(self._start)
             await self._stream(message)
+
+    def _complete(self) -> None:
+        """Note that the response is complete: a `receive` that waits reports the disconnect."""
+        self._is_complete = True
+        self._wake()
 
     def last_frame(self, value: Any) -> tuple[Kind, int, Content]:
         answer, self._answer = self._answer, None
@@ -248,5 +253,6 @@ class HostedExchange(HostedCall):
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
         content = message_as_sent(message)
         await self.window.take(size_of_content(content))
-        self._is_complete = kind == RESPONSE_BODY
         self.frames.post(Kind.OUTPUT, self.number, content)
+        if kind == RESPONSE_BODY:
+            self._complete()

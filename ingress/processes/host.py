@@ -176,6 +176,7 @@ class Host:
 
     def _end(self, call: HostedCall, value: Any, error: BaseException | None) -> None:
         del self._calls[call.number]
+        call.close()  # tasks of other calls may wait for room: those that broadcast
         if call.metadata.multiplexed_model_id and self.replica.model_ids != self._models:
             self._models = self.replica.model_ids
             self.frames.post(Kind.MODELS, 0, dumps(self._models))

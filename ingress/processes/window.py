@@ -17,25 +17,53 @@ _GIVEN_MESSAGES = MAX_ITEMS // 2
 _GIVEN_BYTES = MAX_BYTES // 2
 
 
+class Waiters:
+    """The tasks of one loop that wait for a change. Owned by that loop."""
+
+    __slots__ = ("_futures",)
+
+    def __init__(self) -> None:
+        self._futures: tuple[asyncio.Future[None], ...] = ()
+
+    async def wait(self) -> None:
+        """Wait for the next `wake`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._futures += (future,)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._futures = tuple(each for each in self._futures if each is not future)
+            raise
+
+    def wake(self) -> None:
+        """Wake all tasks that wait."""
+        if self._futures:
+            futures, self._futures = self._futures, ()
+            for future in futures:
+                if not future.done():
+                    future.set_result(None)
+
+
 class Window:
     """The room that a receiver in the other process has. Owned by the sender's loop.
 
     The bounds are those of a `Channel`: at most `messages` messages or `size` bytes are on the way.
     """
 
-    __slots__ = ("_bytes", "_messages", "_waiter", "is_closed")
+    __slots__ = ("_bytes", "_messages", "_waiters", "is_closed")
 
     def __init__(self, messages: int = MAX_ITEMS, size: int = MAX_BYTES) -> None:
         self._messages = messages
         self._bytes = size
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: Waiters | None = None  # few calls have any
         self.is_closed = False
 
     async def take(self, size: int) -> None:
         """Take room for a message, or wait for it. Raises `StreamClosedError` if it is closed."""
         while not self.is_closed and (self._messages <= 0 or self._bytes <= 0):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            if self._waiters is None:
+                self._waiters = Waiters()
+            await self._waiters.wait()
         if self.is_closed:
             raise StreamClosedError("the consumer has closed this stream")
         self._messages -= 1
@@ -54,9 +82,8 @@ class Window:
         self._wake()
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._waiters is not None:
+            self._waiters.wake()
 
 
 class Taken:

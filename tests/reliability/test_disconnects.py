@@ -126,7 +126,7 @@ class Server:
         exchanges = list(local_engine().http.proxy.in_flight.exchanges)
         listeners = [each._client_reader for each in exchanges]
         inbound = [each._inbound for each in listeners if each is not None]
-        return sum(each._wake_producer is not None for each in inbound)
+        return sum(bool(each._wake_producers) for each in inbound)
 
 
 class Client:

@@ -1,0 +1,80 @@
+"""The applications of `test_process_calls`: its children import them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, WebSocket
+from starlette.types import Receive, Scope, Send
+
+import ingress as serve
+
+LINE = "x" * 100_000
+
+chat = FastAPI()
+
+
+@serve.deployment
+@serve.ingress(chat)
+class Chat:
+    """A chat of which each handler sends to all clients."""
+
+    def __init__(self) -> None:
+        self.members: list[WebSocket] = []
+        self.sent = 0
+        self.sending = 0
+
+    @chat.websocket("/chat")
+    async def join(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        self.members.append(websocket)
+        try:
+            async for text in websocket.iter_text():
+                for member in list(self.members):
+                    await self._tell(member, text)
+        finally:
+            self.members.remove(websocket)
+
+    async def _tell(self, member: WebSocket, text: str) -> None:
+        self.sending += 1
+        try:
+            await member.send_text(text + LINE)
+        except Exception:  # that one has left
+            return
+        finally:
+            self.sending -= 1
+        self.sent += 1
+
+    @chat.get("/counts")
+    async def counts(self) -> tuple[int, int, int]:
+        return self.sent, self.sending, len(self.members)
+
+
+async def awaits_the_end(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer, and return once a task of the request has heard that it is over."""
+
+    async def hear() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    hearing = asyncio.create_task(hear())
+    await asyncio.sleep(0)
+    length = [] if scope["path"].endswith("stream") else [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": length})
+    await send({"type": "http.response.body", "body": b"ok"})
+    await hearing
+
+
+mounted = FastAPI()
+mounted.mount("/raw", awaits_the_end)
+
+
+@serve.deployment
+@serve.ingress(mounted)
+class Mounted:
+    """An application with an ASGI application in it."""
+
+
+def in_isolation(name: str, isolation: str) -> Any:
+    return globals()[name].options(isolation=isolation).bind()

@@ -1,0 +1,114 @@
+"""Calls of replicas in processes at their edges: several senders, early ends, errors that cross."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+import ingress as serve
+from ingress.base.types import DeploymentID
+from ingress.engines import local_engine
+from tests.process_calls_app import LINE, in_isolation
+from tests.servers import PATIENCE_S, served, steady, wait_until
+
+LINES = 100  # of each client that talks: more than the buffers of a client that does not read
+
+in_both_places = pytest.mark.parametrize("isolation", ["thread", "process"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+# A stream with several senders.
+
+
+class Member:
+    """A client of the chat, which counts in a thread the lines of each client."""
+
+    def __init__(self, url: str, name: str, *, reads: bool = True) -> None:
+        self.name = name
+        self.lines: dict[str, int] = {}
+        self._stack = ExitStack()
+        self.socket: ClientConnection = self._stack.enter_context(
+            connect(f"{url}/chat", proxy=None, close_timeout=1, compression=None)
+        )
+        self._thread = threading.Thread(target=self._read)
+        if reads:
+            self.read()
+
+    def read(self) -> None:
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                text = str(self.socket.recv(timeout=PATIENCE_S))
+                name = text.removesuffix(LINE)
+                self.lines[name] = self.lines.get(name, 0) + 1
+        except (ConnectionClosed, TimeoutError):
+            return
+
+    def talk(self) -> None:
+        for _ in range(LINES):
+            self.socket.send(self.name)
+
+    def leave(self) -> None:
+        self._stack.close()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE_S)
+
+
+@in_both_places
+@pytest.mark.parametrize("end", ["reads", "leaves"])
+def test_handlers_that_wait_for_one_slow_client_all_go_on(isolation: str, end: str) -> None:
+    port = served(in_isolation("Chat", isolation))
+
+    def counts() -> list[int]:
+        found: list[int] = httpx.get(f"http://127.0.0.1:{port}/counts").json()
+        return found
+
+    slow = Member(f"ws://127.0.0.1:{port}", "slow", reads=False)
+    talkers = [Member(f"ws://127.0.0.1:{port}", name) for name in "ab"]
+    wait_until(lambda: counts()[2] == 3)
+    for each in talkers:
+        each.talk()
+    steady(lambda: counts()[0])
+    assert counts()[1] == 2  # each handler waits for the slow client
+
+    if end == "reads":
+        slow.read()
+    else:
+        slow.leave()
+
+    expected = {"a": LINES, "b": LINES}
+    wait_until(lambda: all(each.lines == expected for each in talkers))
+    if end == "reads":
+        wait_until(lambda: slow.lines == expected)
+    for each in (*talkers, slow):
+        each.leave()
+
+
+# The end of a request.
+
+
+@in_both_places
+@pytest.mark.parametrize("path", ["whole", "stream"])
+def test_a_task_that_waits_for_the_disconnect_hears_of_it_once_the_response_is_complete(
+    isolation: str, path: str
+) -> None:
+    port = served(in_isolation("Mounted", isolation))
+    router = local_engine().routers[DeploymentID("Mounted", "default")]
+    with httpx.Client() as client:  # keeps its connection
+        for _ in range(3):
+            assert client.get(f"http://127.0.0.1:{port}/raw/{path}").text == "ok"
+
+        wait_until(lambda: router.num_ongoing == 0)
