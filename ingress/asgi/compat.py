@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import fastapi
@@ -51,6 +52,7 @@ __all__ = [
     "endpoint_contexts",
     "get_cache_key",
     "get_route_path",
+    "is_original",
     "normalize_non_finite_floats",
     "ping_interval_s",
     "routing",
@@ -120,6 +122,13 @@ def warn_if_not_compiled(routes: int) -> None:
 
 
 _has_warned = False
+
+
+def is_original(func: object) -> bool:
+    """Return whether a function is FastAPI's or Starlette's, and not one that replaced theirs."""
+    return type(func) is FunctionType and func.__globals__["__name__"].startswith(
+        ("fastapi.", "starlette.")
+    )
 
 
 def check_kind(route: BaseRoute) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
-from types import FunctionType
 from typing import Any
 
 import fastapi.routing
@@ -27,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.asgi.compat import why_not_compiled, wrap_app_handling_exceptions
+from ingress.asgi.compat import is_original, why_not_compiled, wrap_app_handling_exceptions
 from ingress.asgi.rendering import encoder, makes_events, renderer
 from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
@@ -138,10 +137,8 @@ def _check(route: Any) -> None:
 
 def _is_fastapi_s(name: str) -> bool:
     owner, _, attribute = name.rpartition(".")
-    func = getattr(getattr(fastapi.routing, owner) if owner else fastapi.routing, attribute)
-    return type(func) is FunctionType and func.__globals__["__name__"].startswith(
-        ("fastapi.", "starlette.")
-    )
+    holder = getattr(fastapi.routing, owner) if owner else fastapi.routing
+    return is_original(getattr(holder, attribute))
 
 
 def _request(scope: Scope, receive: Receive, send: Send, first: Message, body: Any) -> Request:

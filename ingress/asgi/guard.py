@@ -20,12 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.calls.cancel_scopes import OnceScope
 from ingress.exceptions import StreamClosedError
-from ingress.execution.execution import Containment, contained, raise_instead
+from ingress.execution.execution import contain, contained, raise_instead
 
 ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""
-
-_CONTAINMENT = Containment("the ASGI app")
 
 
 class Answer:
@@ -123,8 +121,11 @@ class OutermostGuard:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _CONTAINMENT:
+        try:
             await self.app(scope, receive, send)
+        except BaseException as error:
+            contain(error, "the ASGI app")
+            raise
 
 
 def guarded(middleware: list[Middleware]) -> list[Any]:
