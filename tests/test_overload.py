@@ -28,6 +28,7 @@ from ingress.base.types import DeploymentID
 from ingress.calls.call import Call
 from ingress.config import BackpressureConfig
 from ingress.exceptions import BackPressureError
+from ingress.execution.gil_pressure import GIL_PRESSURE, GILPressure
 from ingress.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
@@ -42,7 +43,6 @@ from ingress.replicas.overload import (
 from ingress.replicas.replica import LATE_S
 from ingress.replicas.router import Router
 from ingress.testing import Latch
-from ingress.watchdog.pressure import GIL_PRESSURE, GILPressure
 from tests.fakes import FakeReplica, bind, make_call, together
 from tests.servers import wait_until
 
@@ -623,13 +623,47 @@ def test_pressure_stays_high_while_one_thread_computes_and_no_longer() -> None:
     turn = sys.getswitchinterval()
     pressure.note(8, 8 * turn, 0.0)
 
-    for now in (0.9, 1.8, 2.7):
-        pressure.note(1, turn, now)
+    for look in range(1, 120):
+        pressure.note(2, turn, look * 0.025)
         assert pressure.is_high
-    pressure.note(0, 0.0, 3.6)
-    assert pressure.is_high
-    pressure.note(50, 0.1 * turn, 3.8)
+    for look in range(120, 200):
+        pressure.note(50, 0.1 * turn, look * 0.025)
     assert not pressure.is_high
+
+
+def test_turns_stay_short_while_one_thread_computes(switch_interval: None) -> None:
+    """An HTTP loop takes the GIL anew for each event: at 5 ms each it would serve 200 a second."""
+    sys.setswitchinterval(0.005)
+    pressure = GILPressure()
+    pressure.note(8, 0.04, 0.0)
+
+    for look in range(1, 120):
+        pressure.note(3, 0.001, look * 0.025)
+    assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
+    for look in range(120, 200):
+        pressure.note(1, 0.0001, look * 0.025)
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+def test_turns_are_short_before_many_threads_compute(switch_interval: None) -> None:
+    sys.setswitchinterval(0.005)
+    pressure = GILPressure()
+    pressure.expect(32)
+    assert sys.getswitchinterval() == pytest.approx(0.005), "no watchdog would restore it"
+
+    pressure.begin()
+    pressure.expect(32)
+    assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
+    assert not pressure.is_high, "they may sleep"
+    pressure.expect(4)
+    assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
+    pressure.note(2, 0.0006, time.monotonic())
+    is_high = [pressure.is_high]
+    pressure.end()
+    is_high.append(pressure.is_high)
+
+    assert is_high == [True, False], "one of many computes"
+    assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
 def test_pressure_ends_although_threads_wake_a_little_late(switch_interval: None) -> None:

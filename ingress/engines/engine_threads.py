@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager, nullcontext
 from ingress.base.settings import Settings
 from ingress.calls.deadlines import Deadlines, deadlines_of
 from ingress.calls.loops import EventLoopThread, NewLoop, new_event_loop
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.loop_executor import LoopExecutor, lend_executor
 from ingress.timeline.recorder import Recorder
 from ingress.timeline.window import Window
 from ingress.watchdog import WATCHDOG
-from ingress.watchdog.pressure import GIL_PRESSURE
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
 JOIN_S = 1.0

@@ -13,9 +13,9 @@ from ingress.control.snapshots import (
     http_counts,
     process_snapshot,
 )
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.metrics import series
 from ingress.watchdog import WATCHDOG, Stall
-from ingress.watchdog.pressure import GIL_PRESSURE
 
 if TYPE_CHECKING:
     from ingress.engines.local import LocalEngine

@@ -34,6 +34,7 @@ from ingress.calls.compat import (
 from ingress.calls.loops import Home, Mailbox
 from ingress.calls.tracing import TRACING, trace_thread
 from ingress.exceptions import StreamClosedError, is_cancellation
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.unreadable import readable
 
 logger = logging.getLogger("ingress")
@@ -94,7 +95,7 @@ class WorkerThreads:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the worker threads of {self.name} are closed")
-            self._unfinished += 1
+            self._unfinished = unfinished = self._unfinished + 1
             start = len(self._threads) < min(self._unfinished, self.limit)
             if start:
                 thread = threading.Thread(
@@ -102,6 +103,8 @@ class WorkerThreads:
                 )
                 self._started += 1
                 self._threads.add(thread)
+        if unfinished > GIL_PRESSURE.expected:
+            GIL_PRESSURE.expect(unfinished)
         if start:
             try:
                 thread.start()

@@ -37,6 +37,7 @@ from ingress.exceptions import (
     RayServeException,
     RequestTimeoutError,
 )
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.http.access import AccessLine, note_exchange
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
@@ -55,7 +56,6 @@ from ingress.http.transport import CrossLoopTransport, SameLoopTransport
 from ingress.http.uvicorn_connection import send_chunks
 from ingress.replicas.router import Router
 from ingress.replicas.user_code import UserCode
-from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Retries(Protocol):

@@ -34,6 +34,7 @@ from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
 from ingress.execution import execution
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.lane_pools import ReplicaPools
 from ingress.execution.lanes import lanes_of
 from ingress.execution.loop_executor import LoopExecutor
@@ -46,7 +47,6 @@ from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
 from ingress.replicas.user_code import MakePlan
 from ingress.watchdog import WATCHDOG
-from ingress.watchdog.pressure import GIL_PRESSURE
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
@@ -335,7 +335,10 @@ class Replica:
             self.is_late, self._in_time = self._delays_calls(), 0
         elif self.is_late:
             self._in_time += 1
-            self.is_late = self._in_time < CALLS_IN_TIME
+            # While threads compute, all free slots at once would start as many of them.
+            self.is_late = self._in_time < CALLS_IN_TIME or (
+                GIL_PRESSURE.is_high and self.pools.were_used
+            )
         if self.slots.position == HELD:  # after the call was counted: see `Router._settle_position`
             self._resume(self)
 

@@ -34,11 +34,11 @@ from ingress.calls.call import Call, Runner
 from ingress.calls.deadlocks import check_deadlock
 from ingress.config import BackpressureConfig, RequestRouterConfig
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.replicas.choosing import Chooser, RoutedCalls, policy_of
 from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
 from ingress.replicas.slots import FULL, HELD, REMOVED, Slots
 from ingress.replicas.two_choices import TwoChoices
-from ingress.watchdog.pressure import GIL_PRESSURE
 
 
 class Router:

@@ -15,10 +15,10 @@ from types import FrameType
 from ingress.base.counters import Latency
 from ingress.calls.tracing import TRACING, note_stall
 from ingress.context import REPLICA
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.watchdog import stacks
 from ingress.watchdog.clocks import ENOUGH_WAITS, GILWait, ThreadClocks
 from ingress.watchdog.loop_probe import LoopProbe, Runner
-from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import StallLog
 from ingress.watchdog.stacks import Stack
 

@@ -12,9 +12,9 @@ from time import localtime, monotonic, strftime
 from types import FrameType
 
 from ingress.base.signals import handling
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.watchdog import stacks
 from ingress.watchdog.loop_probe import LoopProbe, Owner
-from ingress.watchdog.pressure import GIL_PRESSURE
 from ingress.watchdog.records import QUIET_S, Stall, StallLog
 from ingress.watchdog.sampler import Sampler
 from ingress.watchdog.stacks import Stack
@@ -163,6 +163,7 @@ class Watchdog:
         if previous is not None:
             previous.join()  # it may be in the middle of its last look
         sampler = Sampler(threshold_s, self._log)
+        GIL_PRESSURE.begin()
         pause_s = 0.0
         while not running.acquire(timeout=pause_s):
             try:
@@ -174,7 +175,7 @@ class Watchdog:
                 logger.exception("the watchdog of event loops failed; it resumes in a minute")
                 pause_s = QUIET_S
         sampler.look([])  # reports current stalls, whose loops are no longer watched
-        GIL_PRESSURE.relax()
+        GIL_PRESSURE.end()
 
     def _open_loops(self) -> list[LoopProbe]:
         for loop in list(self._loops):

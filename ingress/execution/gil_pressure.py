@@ -1,0 +1,134 @@
+"""GIL pressure: many threads want the GIL at once, and loops must not wait for all of them.
+
+CPython hands the GIL on in turns of `sys.getswitchinterval()`, 5 ms by default. With 32 threads
+that compute, a loop waits 160 ms for each turn of its own. While the pressure is high,
+
+    turns get shorter     with N threads before a loop, to 15 ms / N, at least 0.5 ms; for a second
+    calls start later     a request that gets a slot begins by way of its server's loop, see
+                          `Exchange.start`: that loop has a turn between two calls that compute
+
+Both end a second after the last sign of pressure. Turns also get shorter as soon as N > 3 worker
+threads of a pool have a call: if these compute, the watchdog itself gets its turn only after all
+of them. Turns stay short while one thread computes, because uvloop takes the GIL anew for each
+event of a socket. The switch interval is the whole process's; with
+`INGRESS_ADAPT_SWITCH_INTERVAL=0` ingress does not change it.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import inf
+from threading import Lock
+from time import monotonic
+
+WAITS = 3  # the pressure is high once the watchdog waited so many turns for the GIL
+ROUND_S = 0.015  # target wait of a loop for one turn of its own
+SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
+CALM_S = 1.0
+LOOKS = 8  # about as many of the watchdog's looks decide whether a thread computes
+MOST = 0.5
+
+
+class GILPressure:
+    """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread.
+
+    Any thread may `expect` it; what that writes is guarded by a lock.
+
+    expected   number of threads with a call, from which on turns get shorter than they are
+    waited_s   seconds by which the watchdog woke late, in all, while it waited for the GIL
+    """
+
+    __slots__ = (
+        "_calm_at", "_given_s", "_is_measured", "_lock", "_set_s", "_share", "adapts", "expected",
+        "is_high", "waited_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.is_high = False
+        self.expected = WAITS
+        self.waited_s = 0.0
+        self.adapts = True
+        self._calm_at = 0.0
+        self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
+        self._set_s = 0.0
+        self._share = 0.0  # of the last looks, that waited for the GIL for a turn
+        self._is_measured = False
+        self._lock = Lock()
+
+    def begin(self) -> None:
+        """Allow `expect`: the watchdog runs, and will see when the pressure has ended."""
+        with self._lock:
+            self._is_measured = True
+
+    def end(self) -> None:
+        """Restore the switch interval, because the watchdog ends."""
+        with self._lock:
+            self._is_measured = False
+        self.relax()
+
+    def expect(self, threads: int) -> None:
+        """Shorten the switch interval for threads that may compute. Thread-safe.
+
+        They may also sleep, for whom it makes no difference. Called if `threads` > `expected`.
+        """
+        with self._lock:
+            if self._is_measured and threads > self.expected:
+                self.expected = threads
+                self._calm_at = monotonic() + CALM_S
+                self._set(max(SHORTEST_S, ROUND_S / threads))
+
+    def note(self, waits: int, late_s: float, now: float) -> None:
+        """Take in how often the watchdog has just waited for the GIL, and how late it is.
+
+        A turn is a switch interval. Threads that do little give the GIL back at once, so many short
+        waits for them are not pressure.
+        """
+        turn_s = sys.getswitchinterval()
+        if waits and 0 < late_s < inf:
+            self.waited_s += late_s
+        turns = min(waits, late_s / turn_s + 1)
+        # A wait for the GIL, beside the watchdog's own sleep, that lasted for a turn.
+        computes = waits > 1 and late_s >= turn_s
+        self._share += (computes - self._share) / LOOKS
+        # One thread that computes, of many that have calls, is the first of many.
+        if turns >= WAITS or (computes and self.expected > WAITS):
+            self.is_high = True
+            self._share = 1.0
+            with self._lock:
+                self._calm_at = now + CALM_S
+                self._set(min(max(SHORTEST_S, ROUND_S / turns), turn_s))
+        elif self.is_high and self._share >= MOST:
+            # One thread computes, perhaps only because the others' calls are held back.
+            with self._lock:
+                self._calm_at = now + CALM_S
+                self._set(SHORTEST_S)
+        elif (self.is_high or self._set_s) and now >= self._calm_at:
+            self.relax()
+
+    def relax(self) -> None:
+        """Restore the process's own switch interval, unless user code has set another."""
+        self.is_high = False
+        with self._lock:
+            self._restore()
+
+    def _restore(self) -> None:
+        self.expected = WAITS
+        if self._set_s and sys.getswitchinterval() == self._set_s:
+            sys.setswitchinterval(self._given_s)
+        self._set_s = 0.0
+
+    def _set(self, interval_s: float) -> None:
+        """Set the switch interval, to no more than the process's own."""
+        if not self.adapts:
+            return
+        now_s = sys.getswitchinterval()
+        if not self._set_s:
+            self._given_s = now_s
+        elif now_s != self._set_s:
+            return  # user code has set an interval meanwhile
+        sys.setswitchinterval(min(interval_s, self._given_s))
+        self._set_s = sys.getswitchinterval()  # in whole microseconds
+
+
+GIL_PRESSURE = GILPressure()
+"""The GIL pressure in this process."""
