@@ -137,7 +137,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [[], ["--workers", "2"]], ids=["run", "workers"])
 @pytest.mark.parametrize("how", ["nohup", "plain"])
-def test_a_terminal_that_closes_stops_a_server_cleanly_unless_under_nohup(
+def test_a_terminal_that_closes_ends_no_server(
     tmp_path: Path, how: str, options: list[str]
 ) -> None:
     write_module(tmp_path, "app", APP)
@@ -156,10 +156,9 @@ def test_a_terminal_that_closes_stops_a_server_cleanly_unless_under_nohup(
     try:
         wait_until(lambda: answers(port))
         os.close(ours)
-        if how == "nohup":
-            for _ in range(3):
-                assert get(port, "/").body == b"x"
-            running.send_signal(signal.SIGTERM)
+        for _ in range(3):
+            assert get(port, "/").body == b"x"
+        running.send_signal(signal.SIGTERM)
 
         assert running.wait(PATIENCE_S) == 0
     finally:
