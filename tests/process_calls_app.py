@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
@@ -78,3 +80,26 @@ class Mounted:
 
 def in_isolation(name: str, isolation: str) -> Any:
     return globals()[name].options(isolation=isolation).bind()
+
+
+class Bomb:
+    """An argument whose arrival ends the process."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+class Exit:
+    """A value whose arrival raises `SystemExit`."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (4,)
+
+
+@serve.deployment(num_replicas=2)
+class Echo:
+    async def __call__(self, value: Any) -> Any:
+        return value
+
+    async def exit(self) -> Exit:
+        return Exit()

@@ -14,7 +14,9 @@ from websockets.sync.client import ClientConnection, connect
 import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
-from tests.process_calls_app import LINE, in_isolation
+from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
+from tests.process_app import pids
+from tests.process_calls_app import LINE, Bomb, Exit, in_isolation
 from tests.servers import PATIENCE_S, served, steady, wait_until
 
 LINES = 100  # of each client that talks: more than the buffers of a client that does not read
@@ -112,3 +114,30 @@ def test_a_task_that_waits_for_the_disconnect_hears_of_it_once_the_response_is_c
             assert client.get(f"http://127.0.0.1:{port}/raw/{path}").text == "ok"
 
         wait_until(lambda: router.num_ongoing == 0)
+
+
+# Arguments and results that do harm where they arrive.
+
+
+def test_an_argument_that_ends_the_process_ends_one_replica_only() -> None:
+    handle = serve.run(in_isolation("Echo", "process"), route_prefix=None)
+    before = pids("Echo")
+
+    with pytest.raises(ReplicaUnavailableError, match="ended with exit code 3"):
+        handle.remote(Bomb()).result(timeout_s=PATIENCE_S)
+
+    assert handle.remote(7).result(timeout_s=PATIENCE_S) == 7
+    assert set(before) & set(pids("Echo"))
+
+
+def test_a_value_whose_arrival_exits_fails_its_call_only() -> None:
+    handle = serve.run(in_isolation("Echo", "process"), route_prefix=None)
+    before = pids("Echo")
+
+    with pytest.raises(UserCodeExit, match="SystemExit"):
+        handle.remote(Exit()).result(timeout_s=PATIENCE_S)
+    with pytest.raises(RayServeException, match="SystemExit"):
+        handle.exit.remote().result(timeout_s=PATIENCE_S)
+
+    assert handle.remote(7).result(timeout_s=PATIENCE_S) == 7
+    assert pids("Echo") == before

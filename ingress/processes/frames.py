@@ -28,6 +28,7 @@ from importlib import import_module
 from struct import Struct
 from typing import Any, TypeAlias
 
+from ingress.exceptions import UserCodeExit
 from ingress.processes.segments import IDLE_S, Received, Segments
 
 PICKLE = 5  # the protocol
@@ -71,7 +72,7 @@ def dumps(value: Any) -> bytes:
 
 def loads(content: bytes | memoryview) -> Any:
     """Return the value of a pickle that arrived in a frame. A pickle can run any code."""
-    return pickle.loads(content)
+    return _read(content)
 
 
 def encode(value: Any) -> Content:
@@ -83,7 +84,17 @@ def encode(value: Any) -> Content:
 
 def decode(content: memoryview, buffers: Buffers) -> Any:
     """Return the value of a content. The arrays in it are read-only, and are not copied."""
-    return pickle.loads(content, buffers=buffers)
+    return _read(content, buffers=buffers)
+
+
+def _read(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
+    """Return the value of a pickle, whose code may raise anything: also here, it ends no loop."""
+    try:
+        return pickle.loads(content, buffers=buffers)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UserCodeExit(error, "a value that arrived") from error
 
 
 def outside(body: bytes) -> Any:

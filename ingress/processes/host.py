@@ -110,11 +110,15 @@ class Host:
             self._page.turn(monotonic())
 
     def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
+        # Else a request that ends this process here would end one replica after the other.
+        self._page.read(number)
         try:
             call = self._arrived(kind, number, decode(content, buffers))
         except Exception as error:  # of reading the arguments, which may run user code
             self.frames.post(Kind.FAILED, number, pickled_error(error))
             return
+        finally:
+            self._page.read(0)
         call.waits_for = Waits(self.directory, number)
         self._calls[number] = call
         self._own(self._run(call), call.context)

@@ -367,11 +367,11 @@ class Link:
         self.end = end_of(child.pid, child.code, child.failure)
         if self._errands is not None:
             self._errands.stop()
-        last_begun = page.last_begun
+        last_begun, being_read = page.last_begun, page.being_read
         page.close()
         works, self._works = self._works, {}
         for number, work in works.items():
-            may_have_begun = number <= last_begun or work.has_fed
+            may_have_begun = number <= last_begun or number == being_read or work.has_fed
             kind = ReplicaUnavailableError if may_have_begun else NotBegunError
             work.end(error=died(self._replica_id, self.end, kind))
         if self._started is not None and not self._started.done():

@@ -1,8 +1,9 @@
 """A page of memory that a child shares with its parent: numbers that outlive the child.
 
 A child that is killed in user code takes the frames that it has not written with it. The number of
-the last call that it began is in this page before the first line of that call runs. A child whose
-user loop stalls sends no frame: the page has the time at which that loop last turned.
+the last call that it began is in this page before the first line of that call runs, and that of a
+call whose arguments it reads, which may run code of the user too. A child whose user loop stalls
+sends no frame: the page has the time at which that loop last turned.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from struct import Struct
 _SIZE = mmap.PAGESIZE
 _BEGUN = Struct("<Q")
 _TURNED = Struct("<d")
+_READ = Struct("<Q")
+_READ_AT = _BEGUN.size + _TURNED.size
 
 
 class SharedPage:
@@ -47,6 +50,16 @@ class SharedPage:
         """The number of the last call that has begun; 0 for none."""
         begun: int = _BEGUN.unpack_from(self._memory, 0)[0]
         return begun
+
+    def read(self, call: int) -> None:
+        """Note that the arguments of a call are being read; 0 for none."""
+        _READ.pack_into(self._memory, _READ_AT, call)
+
+    @property
+    def being_read(self) -> int:
+        """The number of the call whose arguments are being read; 0 for none."""
+        number: int = _READ.unpack_from(self._memory, _READ_AT)[0]
+        return number
 
     def turn(self, now: float) -> None:
         """Note that the user loop turns, in seconds of `monotonic`, the same in all processes."""
