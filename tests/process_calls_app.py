@@ -11,6 +11,7 @@ from fastapi import FastAPI, WebSocket
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
+from tests.servers import bind
 
 LINE = "x" * 100_000
 
@@ -79,7 +80,8 @@ class Mounted:
 
 
 def in_isolation(name: str, isolation: str) -> Any:
-    return globals()[name].options(isolation=isolation).bind()
+    inner = [bind(Echo)] if name == "Outer" else []
+    return globals()[name].options(isolation=isolation).bind(*inner)
 
 
 class Bomb:
@@ -103,3 +105,14 @@ class Echo:
 
     async def exit(self) -> Exit:
         return Exit()
+
+
+@serve.deployment
+class Outer:
+    """A deployment that calls another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    async def __call__(self, value: Any) -> Any:
+        return await self.inner.remote(value)

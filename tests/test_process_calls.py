@@ -15,6 +15,7 @@ import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
+from ingress.processes.link import Link
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation
 from tests.servers import PATIENCE_S, served, steady, wait_until
@@ -141,3 +142,18 @@ def test_a_value_whose_arrival_exits_fails_its_call_only() -> None:
 
     assert handle.remote(7).result(timeout_s=PATIENCE_S) == 7
     assert pids("Echo") == before
+
+
+# The numbers of calls.
+
+
+def test_calls_go_on_after_four_thousand_million_of_them() -> None:
+    handle = serve.run(in_isolation("Outer", "process"), route_prefix=None)
+    (replica,) = local_engine().routers[DeploymentID("Outer", "default")].replicas
+    link: Link = replica._code.link  # type: ignore[attr-defined]
+    for last in (2**31 - 2, 2**32 - 2):
+        link._last = last  # to count that far takes days
+
+        answers = [handle.remote(number).result(timeout_s=PATIENCE_S) for number in range(4)]
+
+        assert answers == list(range(4))

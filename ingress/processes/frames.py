@@ -1,7 +1,7 @@
 """Frames over a socket pair between two processes of ingress, in both directions.
 
     length    4 bytes   of the content in the stream, without this head
-    call      4 bytes   the number of the call that the frame belongs to; 0 for none
+    call      8 bytes   the number of the call that the frame belongs to; 0 for none
     kind      1 byte    `messages.Kind`
     form      1 byte    of the content: `_PLAIN`, or one of those below it
     content
@@ -33,7 +33,7 @@ from ingress.processes.segments import IDLE_S, Received, Segments
 
 PICKLE = 5  # the protocol
 LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
-HEAD = Struct("<IIBB")
+HEAD = Struct("<IQBB")
 _PLAIN = 0
 _PARTS = 1  # the number of parts and their lengths, 8 bytes each; the parts
 _SHARED = 2  # the place in a segment; that content is as of `_PARTS`

@@ -47,7 +47,7 @@ from ingress.calls.tracing import SpanHeaders
 from ingress.processes.frames import Buffers, Content, decode, encode, outside
 from ingress.watchdog import Stall
 
-UPWARD = 1 << 31  # numbers of calls from here on are those that a child makes
+UPWARD = 1 << 63  # numbers of calls from here on are those that a child makes
 
 
 class Kind(IntEnum):
