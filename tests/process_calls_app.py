@@ -11,7 +11,6 @@ from fastapi import FastAPI, WebSocket
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
-from tests.servers import bind
 
 LINE = "x" * 100_000
 
@@ -80,7 +79,7 @@ class Mounted:
 
 
 def in_isolation(name: str, isolation: str) -> Any:
-    inner = [bind(Echo)] if name == "Outer" else []
+    inner = [in_isolation("Echo", "process")] if name == "Outer" else []
     return globals()[name].options(isolation=isolation).bind(*inner)
 
 
@@ -113,6 +112,11 @@ class Outer:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        self.runs = 0
 
     async def __call__(self, value: Any) -> Any:
+        self.runs += 1
         return await self.inner.remote(value)
+
+    async def count(self) -> int:
+        return self.runs

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
+from ingress.base.settings import MAX_RETRIES
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
@@ -157,3 +161,48 @@ def test_calls_go_on_after_four_thousand_million_of_them() -> None:
         answers = [handle.remote(number).result(timeout_s=PATIENCE_S) for number in range(4)]
 
         assert answers == list(range(4))
+
+
+# Calls that a process had not begun when it ended.
+
+
+def stopped(name: str) -> list[Any]:
+    """Return the replicas of a deployment, whose processes stand still from now on."""
+    replicas = list(local_engine().routers[DeploymentID(name, "default")].replicas)
+    for each in replicas:
+        os.kill(each.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    return replicas
+
+
+@in_both_places
+def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
+    isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MAX_RETRIES, "1")
+    outer = serve.run(in_isolation("Outer", isolation), route_prefix=None)
+    left = stopped("Echo")
+    response = outer.remote(1)
+    while left:
+        wait_until(lambda: any(each.ongoing for each in left))
+        (victim,) = (each for each in left if each.ongoing)
+        left.remove(victim)
+        os.kill(victim.pid, signal.SIGKILL)
+
+    with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL") as caught:
+        response.result(timeout_s=PATIENCE_S)
+
+    assert caught.type is ReplicaUnavailableError
+    assert outer.count.remote().result(timeout_s=PATIENCE_S) == 1
+
+
+def test_a_call_that_goes_to_another_replica_is_no_error_of_its_route() -> None:
+    handle = serve.run(in_isolation("Echo", "process"), route_prefix=None)
+    one, two = stopped("Echo")
+    responses = [handle.remote(number) for number in range(6)]
+    wait_until(lambda: one.ongoing and two.ongoing)
+
+    os.kill(one.pid, signal.SIGKILL)
+    os.kill(two.pid, signal.SIGCONT)
+
+    assert [each.result(timeout_s=PATIENCE_S) for each in responses] == list(range(6))
+    assert [sum(each.errors.values()) for each in (one, two)] == [0, 0]

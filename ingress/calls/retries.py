@@ -40,7 +40,14 @@ def longest_pause_s(retry: int) -> float:
 
 
 class NotBegunError(ReplicaUnavailableError):
-    """The replica's process ended before a call began: another replica may serve the call."""
+    """The replica's process ended before a call began: another replica may serve the call.
+
+    It is for the router. The caller gets the error `for_caller`: if the caller is a replica, its
+    own call has begun.
+    """
+
+    def for_caller(self) -> ReplicaUnavailableError:
+        return ReplicaUnavailableError(*self.args)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,6 @@ class ProcessReplica(Replica):
     def _end_call(self, work: RemoteCall) -> None:
         """End a call without a task, as `serve` and `_run` end the others."""
         call, error = work.call, work.error
-        sent = call.work, call.context
         if error is None:
             self.end(call, work.began_at, None)
             call.settle(work.value)
@@ -211,8 +210,6 @@ class ProcessReplica(Replica):
         else:
             error = contained(error, str(self.replica_id), is_task=False)
             self.end(call, work.began_at, error)
-            if isinstance(error, NotBegunError):
-                call.work, call.context = sent  # for another replica
             assert isinstance(error, Exception)
             self.fail(call, error)
 
@@ -222,13 +219,13 @@ class ProcessReplica(Replica):
             return False
         return super().admit(call, task)
 
-    async def serve(self, call: Call) -> Any:
-        work, context = call.work, call.context
-        try:
-            return await super().serve(call)
-        except NotBegunError:
-            call.work, call.context = work, context  # for another replica
-            raise
+    def end(self, call: Call, begin: float, failure: BaseException | None) -> None:
+        if isinstance(failure, NotBegunError):
+            # Another replica may serve it: it keeps its work, and is no failure of the route.
+            del self._calls[call]
+            self.release(call)
+        else:
+            super().end(call, begin, failure)
 
     def fail(self, call: Call, error: Exception) -> None:
         if isinstance(error, NotBegunError) and self._reassign is not None and not call.settled:

@@ -190,6 +190,8 @@ class Router:
                 self.replicas and all(each is call.runner for each in self.replicas)
             ):
                 refused = error
+                if isinstance(error, retries.NotBegunError):
+                    refused = error.for_caller()
             else:
                 self._resting.add(call)
                 self.num_retries += 1
