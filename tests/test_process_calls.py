@@ -206,3 +206,17 @@ def test_a_call_that_goes_to_another_replica_is_no_error_of_its_route() -> None:
 
     assert [each.result(timeout_s=PATIENCE_S) for each in responses] == list(range(6))
     assert [sum(each.errors.values()) for each in (one, two)] == [0, 0]
+
+
+def test_calls_that_meet_a_replica_that_has_just_ended_go_to_another() -> None:
+    handle = serve.run(in_isolation("Echo", "process"), route_prefix=None)
+    later: list[Any] = []
+    response = handle.remote(Bomb())
+    # At this moment the router does not know that the replica is gone.
+    response._call.when_settled(lambda _: later.extend(handle.remote(each) for each in range(6)))
+
+    with pytest.raises(ReplicaUnavailableError):
+        response.result(timeout_s=PATIENCE_S)
+
+    wait_until(lambda: len(later) == 6)
+    assert [each.result(timeout_s=PATIENCE_S) for each in later] == list(range(6))

@@ -193,7 +193,8 @@ class ProcessReplica(Replica):
             return
         work.begin(call, monotonic(), self._end_call)
         try:
-            call.context.run(self._code.send, work, invocation)
+            # A copy: the call's context is entered if a replica that has ended turned it away.
+            call.context.copy().run(self._code.send, work, invocation)
         except BaseException as error:  # of user code, which pickling may call
             # Later, for the reason above.
             self.loop.call_soon(work.end, None, error)
