@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, WebSocket
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
+from ingress.calls.call import CURRENT_CALL
 
+INNER = {"Outer": ("Echo", "process"), "Asker": ("Facts", "thread")}
 LINE = "x" * 100_000
 
 chat = FastAPI()
@@ -79,7 +82,7 @@ class Mounted:
 
 
 def in_isolation(name: str, isolation: str) -> Any:
-    inner = [in_isolation("Echo", "process")] if name == "Outer" else []
+    inner = [in_isolation(*INNER[name])] if name in INNER else []
     return globals()[name].options(isolation=isolation).bind(*inner)
 
 
@@ -120,3 +123,30 @@ class Outer:
 
     async def count(self) -> int:
         return self.runs
+
+
+@serve.deployment
+class Facts:
+    """A deployment that answers with the metadata of its call."""
+
+    async def __call__(self) -> tuple[str, str, int, bool]:
+        metadata = CURRENT_CALL.get().metadata
+        has_deadline = metadata.deadline is not None
+        return metadata.request_id, metadata.session_id, metadata.priority, has_deadline
+
+
+@serve.deployment
+class Asker:
+    """A deployment that calls `Facts`, with options and in a thread that works for no request."""
+
+    def __init__(self, facts: Any) -> None:
+        self.facts = facts
+
+    async def ask(self, options: dict[str, Any]) -> Any:
+        return await self.facts.options(**options).remote()
+
+    @serve.method(execution="threadpool")
+    def ask_alone(self) -> tuple[str, Any]:
+        with ThreadPoolExecutor(1) as pool:
+            response = pool.submit(self.facts.remote).result()
+            return response.request_id, response.result(timeout_s=20)

@@ -220,3 +220,29 @@ def test_calls_that_meet_a_replica_that_has_just_ended_go_to_another() -> None:
 
     wait_until(lambda: len(later) == 6)
     assert [each.result(timeout_s=PATIENCE_S) for each in later] == list(range(6))
+
+
+# The options of calls that a process makes.
+
+
+@in_both_places
+def test_the_options_of_a_call_that_a_replica_makes_have_their_effect(isolation: str) -> None:
+    asker = serve.run(in_isolation("Asker", isolation), route_prefix=None)
+
+    def asked(handle: Any, options: dict[str, Any]) -> Any:
+        return handle.ask.remote(options).result(timeout_s=PATIENCE_S)[1:3]
+
+    assert asked(asker, {}) == ("", 0)
+    assert asked(asker, {"session_id": "s", "priority": "high"}) == ("s", 1)
+    low = asker.options(priority="low", session_id="t")
+    assert asked(low, {}) == ("", -1)  # a priority is passed on, a session id is not
+    assert asked(low, {"priority": "normal"}) == ("", 0)
+
+
+@in_both_places
+def test_a_call_that_is_made_for_no_request_has_one_request_id(isolation: str) -> None:
+    asker = serve.run(in_isolation("Asker", isolation), route_prefix=None)
+
+    request_id, facts = asker.ask_alone.remote().result(timeout_s=PATIENCE_S)
+
+    assert tuple(facts) == (request_id, "", 0, False)

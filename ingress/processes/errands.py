@@ -1,7 +1,8 @@
 """The calls that a child makes by handle, in the server's process.
 
 A call is made with the handle of the deployment, as a child of the call that the replica works for:
-it has that call's request id and deadline, and is cancelled with it.
+it has that call's request id and deadline, and is cancelled with it. The child has found out its
+session id and priority.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
-from ingress.base.types import DeploymentID
+from ingress.base.types import PRIORITIES, DeploymentID
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.loops import mailbox_of
 from ingress.calls.tracing import adopt
@@ -19,11 +20,12 @@ from ingress.exceptions import RequestCycleError
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ingress.processes.errors import pickled_error, unsendable
 from ingress.processes.frames import Buffers, Frames, decode, encode, loads, size_of_content
-from ingress.processes.messages import Kind
+from ingress.processes.messages import Kind, metadata_of
 from ingress.processes.window import Window
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 FindCall = Callable[[int], Call | None]
+_PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
 
 
 class Errands:
@@ -63,14 +65,21 @@ class Errands:
 
     def _begin(self, kind: int, number: int, content: tuple[Any, ...]) -> None:
         envelope, args, kwargs, deployment_id, parent, waiters = content
+        metadata = metadata_of(
+            envelope, deployment_id, is_http=False, is_streaming=kind == Kind.STREAM
+        )
         handle = self._make_handle(deployment_id).options(
-            method_name=envelope[3],
-            stream=kind == Kind.STREAM,
-            multiplexed_model_id=envelope[4],
+            method_name=metadata.method_name,
+            stream=metadata.is_streaming,
+            multiplexed_model_id=metadata.multiplexed_model_id,
+            session_id=metadata.session_id,
+            priority=_PRIORITY_NAMES[metadata.priority],
         )
         context = Context()
         adopt(envelope[-1], context)
-        response = self._made_in(context, self._find_call(parent), handle, args, kwargs)
+        # A call of a batch, or of a task that outlives its request, has no parent here.
+        origin = self._find_call(parent) or Call(metadata, None, context)
+        response = self._made_in(context, origin, handle, args, kwargs)
         self._responses[number] = response
         if isinstance(response, DeploymentResponseGenerator):
             self._windows[number] = Window()
@@ -104,14 +113,13 @@ class Errands:
     def _made_in(
         self,
         context: Context,
-        parent: Call | None,
+        parent: Call,
         handle: DeploymentHandle,
         args: Any,
         kwargs: Any,
     ) -> DeploymentResponse | DeploymentResponseGenerator:
         def make() -> Any:
-            if parent is not None:
-                CURRENT_CALL.set(parent)
+            CURRENT_CALL.set(parent)
             return handle.remote(*args, **kwargs)
 
         return context.run(make)  # type: ignore[no-any-return]

@@ -114,8 +114,9 @@ class News(NamedTuple):
     new_stalls: list[Stall]
 
 
-Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, SpanHeaders]
-"""Request id, route, application, method, model id, seconds until the deadline, and the span."""
+Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, str, int, SpanHeaders]
+"""Request id, route, application, method, model id, seconds until the deadline, session id,
+priority, and the span."""
 
 
 def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
@@ -128,6 +129,8 @@ def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
         metadata.method_name,
         metadata.multiplexed_model_id,
         None if deadline is None else deadline - monotonic(),
+        metadata.session_id,
+        metadata.priority,
         span,
     )
 
@@ -136,7 +139,7 @@ def metadata_of(
     envelope: Envelope, deployment: DeploymentID, *, is_http: bool, is_streaming: bool
 ) -> RequestMetadata:
     """Return the metadata of a call that has arrived, with the deadline on this process's clock."""
-    request_id, route, app_name, method_name, model_id, left_s, _ = envelope
+    request_id, route, app_name, method_name, model_id, left_s, session_id, priority, _ = envelope
     deadline = None if left_s is None else monotonic() + left_s
     return RequestMetadata(
         request_id,
@@ -148,6 +151,8 @@ def metadata_of(
         is_streaming,
         app_name,
         deadline,
+        session_id,
+        priority,
     )
 
 
