@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -150,3 +152,29 @@ class Asker:
         with ThreadPoolExecutor(1) as pool:
             response = pool.submit(self.facts.remote).result()
             return response.request_id, response.result(timeout_s=20)
+
+
+@serve.deployment
+class Large:
+    """A deployment with large results, and with a generator that does not end."""
+
+    async def same(self, value: bytes) -> bytes:
+        return value
+
+    async def take_descriptors(self) -> None:
+        """Have the system refuse all new descriptors."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+
+    async def result(self, size: int) -> bytes:
+        return bytes(size)
+
+    async def stubborn(self) -> AsyncIterator[int]:
+        """Swallow the cancellation, and go on."""
+        try:
+            yield 0
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+        for number in range(100):
+            yield number

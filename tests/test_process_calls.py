@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -246,3 +249,49 @@ def test_a_call_that_is_made_for_no_request_has_one_request_id(isolation: str) -
     request_id, facts = asker.ask_alone.remote().result(timeout_s=PATIENCE_S)
 
     assert tuple(facts) == (request_id, "", 0, False)
+
+
+# The end of calls where something fails.
+
+
+@in_both_places
+def test_a_generator_that_goes_on_after_its_cancellation_frees_its_slot(isolation: str) -> None:
+    handle = serve.run(in_isolation("Large", isolation), route_prefix=None)
+    router = local_engine().routers[DeploymentID("Large", "default")]
+    items = handle.options(stream=True).stubborn.remote()
+    assert next(iter(items)) == 0
+
+    items.cancel()
+
+    wait_until(lambda: router.num_ongoing == 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere segments are not descriptors")
+def test_a_result_that_cannot_be_sent_for_lack_of_descriptors_names_that() -> None:
+    handle = serve.run(in_isolation("Large", "process"), route_prefix=None)
+    handle.take_descriptors.remote().result(timeout_s=PATIENCE_S)
+
+    with pytest.raises(RayServeException, match="Too many open files") as caught:
+        handle.result.remote(1_000_000).result(timeout_s=PATIENCE_S)
+
+    assert "plain data" not in str(caught.value)
+    assert handle.result.remote(10).result(timeout_s=PATIENCE_S) == bytes(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere segments are not descriptors")
+def test_a_call_that_could_not_be_sent_leaves_nothing_for_the_end_of_the_process() -> None:
+    handle = serve.run(in_isolation("Large", "process"), route_prefix=None)
+    (pid,) = pids("Large")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # all new ones are refused
+        with pytest.raises(OSError, match="Too many open files"):
+            handle.same.remote(np.zeros(1_000_000, np.uint8)).result(timeout_s=PATIENCE_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    after = handle.same.remote(b"x")
+
+    os.kill(pid, signal.SIGKILL)
+
+    assert after.result(timeout_s=PATIENCE_S) == b"x"  # by the replacement

@@ -78,9 +78,9 @@ class ServerDirectory(LoopOfHandles):
         waiters = self._waiters.get(call, ())
         content = encode((*head, [*waiters, *_members_that_wait(call)]))
         self._last += 1
+        self.frames.post(kind, self._last, content)  # may raise: there is no work then
         work = self.works[self._last] = RemoteWork(self._last, self.frames)
         self._numbers[call] = self._last
-        self.frames.post(kind, self._last, content)
         return work
 
     def forget(self, call: Call) -> None:
@@ -99,12 +99,14 @@ class ServerDirectory(LoopOfHandles):
                 self._mailbox.post(self._note_wait, number, node, begins)
 
     def _note_wait(self, number: int, call: Call, begins: bool) -> None:
+        if call.settled:
+            return  # it may be forgotten already
         waiters = self._waiters.setdefault(call, set())
         (waiters.add if begins else waiters.discard)(number)
         if not waiters:
             del self._waiters[call]
         sent = self._numbers.get(call)
-        if sent is not None and not call.settled:
+        if sent is not None:
             self.frames.post(Kind.WAIT, sent, dumps((number, begins)))
 
 

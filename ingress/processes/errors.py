@@ -59,10 +59,12 @@ def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeEx
     """
     paths = (culprit(value, name) for name, value in values.items())
     path = next(filter(None, paths), next(iter(values)))
+    advice = (
+        '; send plain data instead, make the object where it is needed, or use isolation="thread"'
+    )
     return RayServeException(
         f"{path}, of a call of deployment {deployment!r}, cannot be sent to another process: "
-        f"{described(problem)}; send plain data instead, make the object where it is needed, or "
-        'use isolation="thread"'
+        f"{described(problem)}{'' if isinstance(problem, OSError) else advice}"
     )
 
 

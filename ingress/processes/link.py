@@ -299,17 +299,17 @@ class Link:
         if self.end:
             work.end(error=died(self._replica_id, self.end, NotBegunError))
         else:
+            self._frames.post(kind, self._last, content)  # may raise: there is no work then
             self._works[self._last] = work
-            self._frames.post(kind, self._last, content)
         return work
 
     def send_call(self, work: RemoteCall, content: Content) -> None:
         """Send the frame of a call that no task waits for. The process has not ended."""
         assert self._frames is not None
         self._last += 1
+        self._frames.post(Kind.CALL, self._last, content)  # may raise: there is no work then
         work.number, work.frames = self._last, self._frames
         self._works[self._last] = work
-        self._frames.post(Kind.CALL, self._last, content)
 
     def _call_of(self, number: int) -> Call | None:
         work = self._works.get(number)
@@ -373,7 +373,10 @@ class Link:
         for number, work in works.items():
             may_have_begun = number <= last_begun or number == being_read or work.has_fed
             kind = ReplicaUnavailableError if may_have_begun else NotBegunError
-            work.end(error=died(self._replica_id, self.end, kind))
+            try:
+                work.end(error=died(self._replica_id, self.end, kind))
+            except Exception:  # the other calls must end, too
+                logger.exception("%s: a call did not end with its process", self._replica_id)
         if self._started is not None and not self._started.done():
             self._started.set_exception(RuntimeError(self.end + self.last_words))
         if self._ended is not None and not self._ended.done():
