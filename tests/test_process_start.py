@@ -197,7 +197,7 @@ def test_a_start_whose_import_hangs_in_the_fork_server_can_be_stopped(
         "hanging_module",
         "import os, sys\n"
         "import ingress as serve\n"
-        "if sys.argv[0] == '-c':\n"
+        "if 'pytest' not in sys.modules:  # in the child\n"
         "    with open('begun', 'w') as file: file.write(str(os.getpid()))\n"
         "    open('never')\n"
         "@serve.deployment(isolation='process', graceful_shutdown_timeout_s=0)\n"
