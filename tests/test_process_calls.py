@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,6 +33,8 @@ LINES = 100  # of each client that talks: more than the buffers of a client that
 
 in_both_places = pytest.mark.parametrize("isolation", ["thread", "process"])
 
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc, and uses memfd")
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
@@ -41,15 +45,30 @@ def _nothing_is_left() -> Iterator[None]:
 # A stream with several senders.
 
 
+def _small_socket(port: int) -> socket.socket:
+    """Return a connection that buffers little, so that a client is soon too slow."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    connection.connect(("127.0.0.1", port))
+    return connection
+
+
 class Member:
     """A client of the chat, which counts in a thread the lines of each client."""
 
-    def __init__(self, url: str, name: str, *, reads: bool = True) -> None:
+    def __init__(self, port: int, name: str, *, reads: bool = True) -> None:
         self.name = name
         self.lines: dict[str, int] = {}
         self._stack = ExitStack()
         self.socket: ClientConnection = self._stack.enter_context(
-            connect(f"{url}/chat", proxy=None, close_timeout=1, compression=None)
+            connect(
+                "ws://127.0.0.1/chat",
+                sock=_small_socket(port),
+                compression=None,
+                close_timeout=1,
+                ping_interval=None,
+                max_queue=1,
+            )
         )
         self._thread = threading.Thread(target=self._read)
         if reads:
@@ -86,13 +105,13 @@ def test_handlers_that_wait_for_one_slow_client_all_go_on(isolation: str, end: s
         found: list[int] = httpx.get(f"http://127.0.0.1:{port}/counts").json()
         return found
 
-    slow = Member(f"ws://127.0.0.1:{port}", "slow", reads=False)
-    talkers = [Member(f"ws://127.0.0.1:{port}", name) for name in "ab"]
+    slow = Member(port, "slow", reads=False)
+    talkers = [Member(port, name) for name in "ab"]
     wait_until(lambda: counts()[2] == 3)
     for each in talkers:
         each.talk()
-    steady(lambda: counts()[0])
-    assert counts()[1] == 2  # each handler waits for the slow client
+    # Until each handler waits for the slow client.
+    wait_until(lambda: steady(lambda: counts()[0]) and counts()[1] == 2)
 
     if end == "reads":
         slow.read()
@@ -173,10 +192,22 @@ def stopped(name: str) -> list[Any]:
     """Return the replicas of a deployment, whose processes stand still from now on."""
     replicas = list(local_engine().routers[DeploymentID(name, "default")].replicas)
     for each in replicas:
-        os.kill(each.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        stop(each.pid)  # type: ignore[attr-defined]
     return replicas
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and return once all its threads stand still: each stops by itself."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> set[str]:
+        files = Path(f"/proc/{pid}/task").glob("*/stat")
+        return {each.read_text().rpartition(")")[2].split()[0] for each in files}
+
+    wait_until(lambda: states() == {"T"})
+
+
+@on_linux
 @in_both_places
 def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
     isolation: str, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +229,7 @@ def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
     assert outer.count.remote().result(timeout_s=PATIENCE_S) == 1
 
 
+@on_linux
 def test_a_call_that_goes_to_another_replica_is_no_error_of_its_route() -> None:
     handle = serve.run(in_isolation("Echo", "process"), route_prefix=None)
     one, two = stopped("Echo")
@@ -266,7 +298,7 @@ def test_a_generator_that_goes_on_after_its_cancellation_frees_its_slot(isolatio
     wait_until(lambda: router.num_ongoing == 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere segments are not descriptors")
+@on_linux
 def test_a_result_that_cannot_be_sent_for_lack_of_descriptors_names_that() -> None:
     handle = serve.run(in_isolation("Large", "process"), route_prefix=None)
     handle.take_descriptors.remote().result(timeout_s=PATIENCE_S)
@@ -278,12 +310,12 @@ def test_a_result_that_cannot_be_sent_for_lack_of_descriptors_names_that() -> No
     assert handle.result.remote(10).result(timeout_s=PATIENCE_S) == bytes(10)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere segments are not descriptors")
+@on_linux
 def test_a_call_that_could_not_be_sent_leaves_nothing_for_the_end_of_the_process() -> None:
     handle = serve.run(in_isolation("Large", "process"), route_prefix=None)
     (pid,) = pids("Large")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # all new ones are refused
         with pytest.raises(OSError, match="Too many open files"):
