@@ -653,16 +653,11 @@ def test_turns_are_short_before_many_threads_compute(switch_interval: None) -> N
 
     pressure.begin()
     pressure.expect(32)
-    assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
+    assert sys.getswitchinterval() == pytest.approx(0.0025, rel=0.1)
     assert not pressure.is_high, "they may sleep"
     pressure.expect(4)
-    assert sys.getswitchinterval() == pytest.approx(0.0005, rel=0.1)
-    pressure.note(2, 0.0006, time.monotonic())
-    is_high = [pressure.is_high]
+    assert sys.getswitchinterval() == pytest.approx(0.0025, rel=0.1)
     pressure.end()
-    is_high.append(pressure.is_high)
-
-    assert is_high == [True, False], "one of many computes"
     assert sys.getswitchinterval() == pytest.approx(0.005)
 
 

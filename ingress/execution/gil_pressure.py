@@ -24,6 +24,7 @@ from time import monotonic
 WAITS = 3  # the pressure is high once the watchdog waited so many turns for the GIL
 ROUND_S = 0.015  # target wait of a loop for one turn of its own
 SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
+EXPECTED_S = 0.0025  # for threads that may compute: 0.5 ms would cost 32 short calls a tenth
 CALM_S = 1.0
 LOOKS = 8  # about as many of the watchdog's looks decide whether a thread computes
 MOST = 0.5
@@ -75,7 +76,7 @@ class GILPressure:
             if self._is_measured and threads > self.expected:
                 self.expected = threads
                 self._calm_at = monotonic() + CALM_S
-                self._set(max(SHORTEST_S, ROUND_S / threads))
+                self._set(max(EXPECTED_S, ROUND_S / threads))
 
     def note(self, waits: int, late_s: float, now: float) -> None:
         """Take in how often the watchdog has just waited for the GIL, and how late it is.
@@ -86,12 +87,12 @@ class GILPressure:
         turn_s = sys.getswitchinterval()
         if waits and 0 < late_s < inf:
             self.waited_s += late_s
-        turns = min(waits, late_s / turn_s + 1)
+        # Before it is high, in turns of the process's own: short calls make others wait, too.
+        own_s = turn_s if self.is_high else self._given_s if self._set_s else turn_s
+        turns = min(waits, late_s / own_s + 1)
         # A wait for the GIL, beside the watchdog's own sleep, that lasted for a turn.
-        computes = waits > 1 and late_s >= turn_s
-        self._share += (computes - self._share) / LOOKS
-        # One thread that computes, of many that have calls, is the first of many.
-        if turns >= WAITS or (computes and self.expected > WAITS):
+        self._share += ((waits > 1 and late_s >= turn_s) - self._share) / LOOKS
+        if turns >= WAITS:
             self.is_high = True
             self._share = 1.0
             with self._lock:
