@@ -118,7 +118,7 @@ class AutoscalingContext:
     """The load and the replicas of a deployment, as an autoscaling policy gets them.
 
     `total_num_requests` and `total_queued_requests` are aggregated over the look-back period; times
-    are in seconds of `time.time()`. There are no metrics of the user's own.
+    are Unix time in seconds. There are no metrics of the user's own.
     """
 
     deployment_id: DeploymentID

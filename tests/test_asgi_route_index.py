@@ -187,6 +187,28 @@ async def ask(app: FastAPI, method: str, path: str) -> list[Any]:
     return sent
 
 
+@pytest.mark.parametrize("owner", [Route, APIRoute, APIRouter])
+def test_what_a_tracer_has_replaced_is_called(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "app" if owner is APIRouter else "handle"
+    original = getattr(owner, name)
+    traced: list[str] = []
+
+    async def tracing(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        traced.append(scope["path"])
+        await original(self, scope, receive, send)
+
+    monkeypatch.setattr(owner, name, tracing)
+    app = indexed(build(FastAPI(openapi_url=None), [("/items/{item}", "GET")]))
+    app.add_api_route("/here", lambda: "", name="here")
+
+    async def run() -> None:
+        for _ in range(2):  # the second time the path is known
+            assert (await ask(app, "GET", "/items/me"))[0]["status"] == 200
+
+    anyio.run(run)
+    assert traced == ["/items/me"] * 2
+
+
 def test_what_routes_cost_does_not_grow_with_their_number() -> None:
     matched: list[str] = []
 

@@ -678,6 +678,36 @@ def test_pressure_ends_although_threads_wake_a_little_late(switch_interval: None
     assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
+@pytest.mark.parametrize("interval_s", [1e-6, 0.005])
+def test_threads_that_are_expected_while_the_watchdog_looks_leave_nothing(
+    switch_interval: None, interval_s: float
+) -> None:
+    sys.setswitchinterval(interval_s)
+    given = sys.getswitchinterval()
+    pressure = GILPressure()
+    for _ in range(20):
+        pressure.begin()
+        together(
+            *[partial(expect_often, pressure, threads) for threads in (4, 8, 32)],
+            partial(look_often, pressure),
+        )
+        pressure.end()
+
+        pressure.expect(64)
+        assert not pressure.is_high
+        assert sys.getswitchinterval() == given
+
+
+def expect_often(pressure: GILPressure, threads: int) -> None:
+    for _ in range(50):
+        pressure.expect(threads)
+
+
+def look_often(pressure: GILPressure) -> None:
+    for look in range(50):
+        pressure.note(32 * (look % 2), 0.2 * (look % 2), time.monotonic() + look)
+
+
 def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

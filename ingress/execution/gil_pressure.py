@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from math import inf
+from sys import maxsize
 from threading import Lock
 from time import monotonic
 
@@ -33,39 +34,39 @@ MOST = 0.5
 class GILPressure:
     """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread.
 
-    Any thread may `expect` it; what that writes is guarded by a lock.
+    Any thread may `expect` it. Race of that with a look of the watchdog and with its end: both set
+    the interval and remember what they have set, so they do it under a lock.
 
-    expected   number of threads with a call, from which on turns get shorter than they are
+    expected   turns get shorter for more threads with a call than these; none without a watchdog
     waited_s   seconds by which the watchdog woke late, in all, while it waited for the GIL
     """
 
     __slots__ = (
-        "_calm_at", "_given_s", "_is_measured", "_lock", "_set_s", "_share", "adapts", "expected",
-        "is_high", "waited_s",
+        "_calm_at", "_given_s", "_lock", "_set_s", "_share", "adapts", "expected", "is_high",
+        "waited_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.is_high = False
-        self.expected = WAITS
+        self.expected = maxsize
         self.waited_s = 0.0
         self.adapts = True
         self._calm_at = 0.0
         self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
         self._set_s = 0.0
         self._share = 0.0  # of the last looks, that waited for the GIL for a turn
-        self._is_measured = False
         self._lock = Lock()
 
     def begin(self) -> None:
         """Allow `expect`: the watchdog runs, and will see when the pressure has ended."""
-        with self._lock:
-            self._is_measured = True
+        self.expected = WAITS
 
     def end(self) -> None:
         """Restore the switch interval, because the watchdog ends."""
+        self.is_high = False
         with self._lock:
-            self._is_measured = False
-        self.relax()
+            self._restore()
+            self.expected = maxsize
 
     def expect(self, threads: int) -> None:
         """Shorten the switch interval for threads that may compute. Thread-safe.
@@ -73,7 +74,7 @@ class GILPressure:
         They may also sleep, for whom it makes no difference. Called if `threads` > `expected`.
         """
         with self._lock:
-            if self._is_measured and threads > self.expected:
+            if threads > self.expected:
                 self.expected = threads
                 self._calm_at = monotonic() + CALM_S
                 self._set(max(EXPECTED_S, ROUND_S / threads))

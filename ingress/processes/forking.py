@@ -229,7 +229,6 @@ def _forked(
     """
     life, theirs = socket.socketpair()
     (out, stdout), (err, stderr) = os.pipe(), os.pipe()
-    told = b""
     try:
         socket.send_fds(server.control, [message], [*inherited, stdout, stderr, theirs.fileno()])
     except OSError:
