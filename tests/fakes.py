@@ -70,7 +70,7 @@ class FakeReplica:
             self.release(call)
             return
         with self._lock:
-            call.has_begun = True
+            call.began_at = monotonic()
             self.begun += 1
             self.started.append(call)
             self.running.add(call)

@@ -105,7 +105,7 @@ class Call(Node):
     retries         times it was sent on, because its replica was gone before it began
     is_interrupted  becomes true when its answer is not wanted any more, or its replica stops
     assigned_at     when it got its slot
-    has_begun       becomes true before the first line of its user code
+    began_at        when its replica began it, before the first line of its user code; 0 till then
     answered_at     when the answer to a request with a deadline was sent; 0 if at its work's end
     """
 
@@ -116,9 +116,9 @@ class Call(Node):
         "_parent",
         "answered_at",
         "assigned_at",
+        "began_at",
         "context",
         "error",
-        "has_begun",
         "is_interrupted",
         "members",
         "metadata",
@@ -156,7 +156,7 @@ class Call(Node):
         self.started_at = monotonic()
         self.assigned_at = 0.0
         self.answered_at = 0.0
-        self.has_begun = False
+        self.began_at = 0.0
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Call], Any]] = []
         self._parent: Call | None = None

@@ -569,7 +569,7 @@ class Exchange(Call):
         timer, and must not hold what frameworks keep in a scope. Another replica needs the scope
         if this one ended before the call began.
         """
-        if isinstance(failure, NotBegunError):
+        if failure is not None and isinstance(failure, NotBegunError):
             return
         # For the counts of the replica and of the server.
         self.route = self.router.templates.label(self.scope, self.metadata.route)

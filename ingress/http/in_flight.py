@@ -10,7 +10,6 @@ The proxy of this process and the replicas on Ray serve with it.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from time import monotonic
 
 from starlette.requests import ClientDisconnect
@@ -50,7 +49,7 @@ class InFlight:
         self._watches = watches
         # Any HTTP loop adds to it and removes from it; `drain` reads it.
         self.exchanges: set[Exchange] = set()
-        self._swept: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        self._swept: set[asyncio.AbstractEventLoop] = set()
 
     async def serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, attempt after attempt, to its response or the answer to its failure.
@@ -62,8 +61,7 @@ class InFlight:
             exchange, following = following, None
             self.exchanges.add(exchange)
             if self._watches and exchange.loop not in self._swept:
-                self._swept.add(exchange.loop)
-                exchange.loop.call_later(SWEEP_S, self._sweep, exchange.loop)
+                self._begin_sweeps(exchange.loop)
             deadline = exchange.metadata.deadline
             if deadline is not None:
                 deadlines_of(exchange.loop).add(exchange, deadline)
@@ -110,6 +108,13 @@ class InFlight:
         if not uvicorn_connection.is_answer_complete(receive):
             await uvicorn_connection.cut(receive)
         return True
+
+    def _begin_sweeps(self, loop: asyncio.AbstractEventLoop) -> None:
+        for each in list(self._swept):
+            if each.is_closed():  # before its last sweep
+                self._swept.discard(each)
+        self._swept.add(loop)
+        loop.call_later(SWEEP_S, self._sweep, loop)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the exchanges that are older than a sweep watch for their client's disconnect.

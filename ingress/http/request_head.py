@@ -100,8 +100,9 @@ def request_metadata(
 ) -> RequestMetadata:
     """Return the metadata of a request. Not for one that is refused, which must cost little."""
     _, _, _, model_id, deadline, _, session_id, priority = head
-    # By position: with keywords it takes 0.3 us more, at every request.
-    return RequestMetadata(
+    # Not by `RequestMetadata` itself, nor with keywords: 0.2 and 0.3 us more, at every request.
+    values = (
         request_id, deployment, "__call__", route, model_id, True, False, "", deadline, session_id,
         priority,
     )  # fmt: skip
+    return tuple.__new__(RequestMetadata, values)

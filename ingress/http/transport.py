@@ -102,7 +102,9 @@ class CrossLoopTransport(Transport):
     __slots__ = ("_is_pumping", "_mailbox", "_outbound")
 
     def __init__(self, client: Client, first: Message | None, mailbox: Mailbox) -> None:
-        super().__init__(client, first)
+        self._client = client  # not by `super`, which costs every request 0.1 us
+        self._first = first
+        self._start = None
         self._mailbox = mailbox
         self._is_pumping = False
         self._outbound: Channel | None = None
@@ -156,7 +158,7 @@ class SameLoopTransport(Transport):
     __slots__ = ("_sent",)
 
     def __init__(self, client: Client, first: Message | None) -> None:
-        self._client = client  # not by `super`, which costs every request 0.1 us
+        self._client = client
         self._first = first
         self._start = None
         self._sent = 0
@@ -188,4 +190,7 @@ class SameLoopTransport(Transport):
 
 def _has_length(start: Message) -> bool:
     """Return whether the body follows the start at once, so that both can be sent together."""
-    return b"content-length" in [name for name, _ in start.get("headers", ())]
+    for name, _ in start.get("headers", ()):  # noqa: SIM110 - a generator costs 0.3 us
+        if name == b"content-length":
+            return True
+    return False

@@ -208,7 +208,7 @@ class _Look:
         """Return one call: where it runs, or what it awaits."""
         where, place = self._at.get(call, ("", NOWHERE))
         if not where:
-            where = "awaits" if call.has_begun else "starts"
+            where = "awaits" if call.began_at else "starts"
             place = awaiting(task.get_coro()) if isinstance(task, asyncio.Task) else NOWHERE
         return {
             **self._named(call),

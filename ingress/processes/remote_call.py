@@ -20,7 +20,7 @@ class RemoteCall(asyncio.Future[None]):
     """
 
     __slots__ = (
-        "began_at", "call", "error", "frames", "is_cancelled", "is_over", "number", "on_end",
+        "call", "error", "frames", "is_cancelled", "is_over", "number", "on_end",
         "value",
     )  # fmt: skip
     call: Call
@@ -29,9 +29,8 @@ class RemoteCall(asyncio.Future[None]):
     frames: Frames
     has_fed = False  # its only frame brought all of its input
 
-    def begin(self, call: Call, began_at: float, on_end: Callable[[RemoteCall], None]) -> None:
+    def begin(self, call: Call, on_end: Callable[[RemoteCall], None]) -> None:
         self.call = call
-        self.began_at = began_at
         self.on_end = on_end
         self.is_over = self.is_cancelled = False
         self.value: Any = None

@@ -191,7 +191,7 @@ class ProcessReplica(Replica):
         work = RemoteCall(loop=self.loop)
         if not self.admit(call, work):
             return
-        work.begin(call, monotonic(), self._end_call)
+        work.begin(call, self._end_call)
         try:
             # A copy: the call's context is entered if a replica that has ended turned it away.
             call.context.copy().run(self._code.send, work, invocation)
@@ -203,14 +203,14 @@ class ProcessReplica(Replica):
         """End a call without a task, as `serve` and `_run` end the others."""
         call, error = work.call, work.error
         if error is None:
-            self.end(call, work.began_at, None)
+            self.end(call, None)
             call.settle(work.value)
         elif isinstance(error, asyncio.CancelledError):
-            self.end(call, work.began_at, error)
+            self.end(call, error)
             self.settle_cancelled(call, error)
         else:
             error = contained(error, str(self.replica_id), is_task=False)
-            self.end(call, work.began_at, error)
+            self.end(call, error)
             assert isinstance(error, Exception)
             self.fail(call, error)
 
@@ -220,17 +220,17 @@ class ProcessReplica(Replica):
             return False
         return super().admit(call, task)
 
-    def end(self, call: Call, begin: float, failure: BaseException | None) -> None:
+    def end(self, call: Call, failure: BaseException | None) -> None:
         if isinstance(failure, NotBegunError):
             # Another replica may serve it: it keeps its work, and is no failure of the route.
             del self._calls[call]
             self.release(call)
         else:
-            super().end(call, begin, failure)
+            super().end(call, failure)
 
     def fail(self, call: Call, error: Exception) -> None:
         if isinstance(error, NotBegunError) and self._reassign is not None and not call.settled:
-            call.has_begun = False
+            call.began_at = 0.0
             self._reassign(call, error)
         else:
             super().fail(call, error)

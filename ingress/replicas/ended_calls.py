@@ -14,7 +14,7 @@ _MOST_TEXT = 500  # of an error
 
 
 def note_end(
-    call: Call, replica_id: ReplicaID, begin: float, ended: float, failure: BaseException | None
+    call: Call, replica_id: ReplicaID, ended: float, failure: BaseException | None
 ) -> None:
     """Keep a call. A call that was cancelled has not failed."""
     error, place = "", None
@@ -33,7 +33,7 @@ def note_end(
             replica_id.unique_id,
             call.started_at,
             call.assigned_at,
-            begin,
+            call.began_at,
             getattr(call, "streamed_at", 0.0),  # an attribute of requests
             ended,
             error,

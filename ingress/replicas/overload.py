@@ -158,7 +158,7 @@ class ServiceRate:
 class WaitingCalls:
     """The calls that wait for a slot of a deployment. Guarded by its router's lock."""
 
-    __slots__ = ("_calls", "_num_others", "_others", "_rate", "_usual", "_without_deadline")
+    __slots__ = ("_calls", "_num_others", "_others", "_rate", "_usual", "_without_deadline", "size")
 
     def __init__(self, usual: UsualTimes) -> None:
         self._usual = usual
@@ -168,9 +168,10 @@ class WaitingCalls:
         self._others: dict[int, OrderedDict[Call, float]] = {1: OrderedDict(), -1: OrderedDict()}
         self._num_others = 0
         self._without_deadline = 0
+        self.size = 0  # for the end of every call, where `len` costs 0.1 us
 
     def __len__(self) -> int:
-        return len(self._calls) + self._num_others
+        return self.size
 
     def __contains__(self, call: Call) -> bool:
         return call in self._class_of(call)
@@ -211,7 +212,7 @@ class WaitingCalls:
 
     def add(self, call: Call, now: float) -> None:
         """Add a call behind all others."""
-        if not self._calls and not self._num_others:
+        if not self.size:
             self._rate.restart(now)
         if priority := call.metadata.priority:
             self._others[priority][call] = now
@@ -219,6 +220,7 @@ class WaitingCalls:
         else:
             self._calls[call] = now
         self._without_deadline += call.metadata.deadline is None
+        self.size += 1
 
     def add_first(self, call: Call, now: float) -> None:
         """Add a call that had a slot before any of the others."""
@@ -234,6 +236,7 @@ class WaitingCalls:
         elif self._calls.pop(call, None) is None:
             return False
         self._without_deadline -= call.metadata.deadline is None
+        self.size -= 1
         return True
 
     def clear(self) -> list[Call]:
@@ -244,6 +247,7 @@ class WaitingCalls:
             each.clear()
         self._num_others = 0
         self._without_deadline = 0
+        self.size = 0
         return calls
 
     def next(self, now: float, shed: list[Shed]) -> Call | None:

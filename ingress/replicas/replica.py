@@ -28,7 +28,14 @@ from ingress.base.snapshot import ReplicaCounts
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.cancel_scopes import cancel_once
-from ingress.calls.loops import BorrowedLoop, EventLoopThread, OnDead, run_on, running_loop
+from ingress.calls.loops import (
+    BorrowedLoop,
+    EventLoopThread,
+    OnDead,
+    run_on,
+    running_loop,
+    runs_here,
+)
 from ingress.calls.notable import NOTABLE
 from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA, ReplicaRuntime
@@ -217,7 +224,9 @@ class Replica:
         """Run a call that holds a slot of this replica. Thread-safe."""
         # While the replica ends, by way of the mailbox, or calls would recurse: each one that
         # `_begin` turns away frees the slot of the next.
-        if running_loop() is self.loop and self.state not in _ENDING:
+        thread = self.thread
+        is_here = runs_here(self.loop, thread) if thread else running_loop() is self.loop
+        if is_here and self.state not in _ENDING:
             self._begin(call)
         else:
             self._home.mailbox.post(self._begin, call)
@@ -321,26 +330,29 @@ class Replica:
             # This adds the call and then reads the state, so one of the two sees the other.
             self._calls[call] = task or asyncio.current_task(self.loop)
             if self.state not in _ENDING:
-                self._note_begin(call)
+                call.began_at = now = monotonic()
+                self.begun += 1
+                is_late = now - call.assigned_at > LATE_S
+                if is_late or self.is_late:
+                    self._note_late(is_late=is_late)
+                # After the call was counted: see `Router._settle_position`.
+                if self.slots.position == HELD:
+                    self._resume(self)
                 return True
             del self._calls[call]
         self._turn_away(call)
         return False
 
-    def _note_begin(self, call: Call) -> None:
-        """Count a call that begins, and notice whether calls begin late."""
-        call.has_begun = True
-        self.begun += 1
-        if monotonic() - call.assigned_at > LATE_S:
+    def _note_late(self, *, is_late: bool) -> None:
+        """Notice whether the replica is late, when a call begins late, or in time again."""
+        if is_late:
             self.is_late, self._in_time = self._delays_calls(), 0
-        elif self.is_late:
+        else:
             self._in_time += 1
             # While threads compute, all free slots at once would start as many of them.
             self.is_late = self._in_time < CALLS_IN_TIME or (
                 GIL_PRESSURE.is_high and self.pools.were_used
             )
-        if self.slots.position == HELD:  # after the call was counted: see `Router._settle_position`
-            self._resume(self)
 
     def _delays_calls(self) -> bool:
         """Return whether calls begin late because of other calls of this replica.
@@ -416,7 +428,6 @@ class Replica:
         """Run an admitted call in the current task, then give its slot back."""
         replica_token = REPLICA.set(self.context)
         call_token = CURRENT_CALL.set(call)
-        begin = monotonic()
         failure: BaseException | None = None
         if TRACING.tracer is not None:
             trace_begin(call)
@@ -430,29 +441,29 @@ class Replica:
         finally:
             CURRENT_CALL.reset(call_token)
             REPLICA.reset(replica_token)
-            self.end(call, begin, failure)
+            self.end(call, failure)
             failure = None  # else it would be in a cycle with this frame, by its traceback
 
-    def end(self, call: Call, begin: float, failure: BaseException | None) -> None:
+    def end(self, call: Call, failure: BaseException | None) -> None:
         """Count a call whose work has ended, and give its slot back."""
         latency = self.latencies.get(call.route)
         if latency is None:
             latency = self.latencies[call.route] = Latency()
         ended = monotonic()
-        latency_ms = (ended - begin) * 1e3
+        latency_ms = (ended - call.began_at) * 1e3
         latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
         bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
         latency.buckets[bucket] += 1
         if failure is not None:
             latency.errors += 1
             self._count_error(call.route, type(failure).__name__)
-            note_end(call, self.replica_id, begin, ended, failure)
+            note_end(call, self.replica_id, ended, failure)
         elif ended - call.started_at >= NOTABLE.least_s:
-            note_end(call, self.replica_id, begin, ended, None)
+            note_end(call, self.replica_id, ended, None)
         del self._calls[call]
         if self._models.in_use:
             self._models.end(call)
-        self.release(call)
+        self._release(self, call)
         call.release_references()
 
     def _count_error(self, route: str, kind: str) -> None:

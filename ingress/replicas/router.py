@@ -230,12 +230,12 @@ class Router:
             self._holders.discard(call)
             if slots.requested and call.metadata.multiplexed_model_id:
                 slots.count_model(call.metadata.multiplexed_model_id, -1)
-            if not call.has_begun:
+            if not call.began_at:
                 slots.given -= 1
             elif call.metadata.deadline is not None:
                 self._usual.add(call, monotonic())
             slots.ongoing -= 1
-            if self._waiting or replica.is_late or slots.position == HELD:
+            if self._waiting.size or replica.is_late or slots.position == HELD:
                 self._settle_position(slots, started, shed)
             else:
                 # A number of slots that was lowered may still be exceeded.
@@ -489,7 +489,7 @@ class Router:
         """Give one of these slots to a call, whatever its model."""
         slots.ongoing += 1
         slots.given += 1
-        call.has_begun = False
+        call.began_at = 0.0
         call.assigned_at = monotonic()
         self._holders.add(call)
         if call.metadata.multiplexed_model_id:
