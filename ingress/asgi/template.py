@@ -77,7 +77,7 @@ class RouteTemplates:
         """
         route = scope.get("route")
         if route is None:
-            return _join(prefix, self.find(scope))
+            return _join(prefix, self.find(scope)) if self._paths or self._patterns else prefix
         if "app_root_path" in scope:  # of a mount
             return _join(prefix, route_template(scope) or "")
         if "fastapi" in scope:  # an included route does not know its prefix

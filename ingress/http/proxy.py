@@ -158,7 +158,7 @@ class HTTPProxy:
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
-        if not has_body and scope["type"] == "http":
+        if not has_body and not router.available and scope["type"] == "http":
             refused = router.turns_away(deadline)
             if refused is not None:
                 method, status = scope["method"], refused.status_code

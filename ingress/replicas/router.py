@@ -49,9 +49,9 @@ class Router:
     """
 
     __slots__ = (
-        "_available", "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
+        "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
         "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
-        "deployment_id", "http", "max_queued_requests", "num_expired", "num_rejected",
+        "available", "deployment_id", "http", "max_queued_requests", "num_expired", "num_rejected",
         "num_requests", "num_retries", "num_shed", "replicas", "templates",
     )  # fmt: skip
 
@@ -78,7 +78,8 @@ class Router:
         self.replicas: list[Runner] = []
         self._policy = TwoChoices()
         self._lock = threading.Lock()
-        self._available: list[Slots] = []  # of the replicas with a free slot, in no order
+        # Of the replicas with a free slot, in no order. The proxy looks whether there is one.
+        self.available: list[Slots] = []
         # Of the replicas with all slots free; the last one is chosen next.
         self._idle: OrderedDict[Slots, None] = OrderedDict()
         self._last: Slots | None = None  # of the replica chosen last
@@ -118,7 +119,7 @@ class Router:
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
-            elif self._available and self._chooser is None:
+            elif self.available and self._chooser is None:
                 self.num_requests += 1
                 replica = self._reserve(call)
             else:
@@ -148,10 +149,10 @@ class Router:
 
         Under overload most calls are refused, so a refusal must cost little.
         """
-        if self._available:
+        if self.available:
             return None
         with self._lock:
-            if self._available or self._refuses is not None:
+            if self.available or self._refuses is not None:
                 return None
             return self._full(deadline, monotonic())
 
@@ -208,7 +209,7 @@ class Router:
             if call not in self._resting:
                 return  # cancelled or refused meanwhile
             self._resting.discard(call)
-            if self._available and self._chooser is None:
+            if self.available and self._chooser is None:
                 replica = self._reserve(call)
             else:
                 self._waiting.add_first(call, monotonic())
@@ -409,7 +410,7 @@ class Router:
 
     def _may_find_a_slot(self) -> bool:
         """Return whether there is a free slot for a call beside those that are being placed."""
-        free = sum(each.max_ongoing - each.ongoing for each in self._available)
+        free = sum(each.max_ongoing - each.ongoing for each in self.available)
         return len(self._waiting) < free + max(self.max_queued_requests, 0)
 
     def _fail(self, call: Call, error: Exception) -> None:
@@ -446,7 +447,7 @@ class Router:
 
     def _reserve(self, call: Call) -> Runner:
         """Give the call a slot of an available replica, if possible not of its last replica."""
-        available = self._available
+        available = self.available
         model_id = call.metadata.multiplexed_model_id
         if call.runner is not None:
             available = [each for each in available if each.replica is not call.runner] or available
@@ -454,6 +455,8 @@ class Router:
             slots = self._policy.choose_for_model(available, model_id)
         elif self._idle and len(self.replicas) >= _MANY and call.runner is None:
             slots = next(reversed(self._idle))  # no replica has fewer calls
+        elif len(available) == 1:
+            slots = self._last = available[0]
         else:
             awake = self._last
             if awake is not None and (not awake.ongoing or awake.position < 0 or call.runner):
@@ -504,19 +507,19 @@ class Router:
         way round: some replicas are drawn twice, and woken once.
         """
         self._idle[slots] = None
-        if random() * _CALLS_A_TURN < 1:
+        if len(self.replicas) >= _MANY and random() * _CALLS_A_TURN < 1:
             self._idle.move_to_end(slots, last=False)
 
     def _add_available(self, slots: Slots) -> None:
-        slots.position = len(self._available)
-        self._available.append(slots)
+        slots.position = len(self.available)
+        self.available.append(slots)
 
     def _remove_available(self, slots: Slots) -> None:
         """Remove a replica in constant time: the last in the list takes its place."""
-        last = self._available.pop()
+        last = self.available.pop()
         if last is not slots:
             last.position = slots.position
-            self._available[last.position] = last
+            self.available[last.position] = last
         slots.position = FULL
 
 

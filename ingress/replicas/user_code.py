@@ -26,6 +26,9 @@ from ingress.replicas.collectors import share_collectors
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
 
+_GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+
+
 class UserCode:
     """The user's class or function inside one replica. Owned by the replica's user loop."""
 
@@ -130,7 +133,7 @@ class UserCode:
     async def _plain(self, scope: Scope, receive: Receive, send: Send) -> None:
         plan = self._plans.get("__call__") or self._plan("__call__")
         args = (Request(scope, receive, send),) if self._takes_request else ()
-        if plan.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR):
+        if plan.kind in _GENERATORS:
             await send_stream(plan.stream(*args), send)
             return
         result = await plan.run(*args)
