@@ -28,7 +28,8 @@ from ingress.base.types import DeploymentID
 from ingress.calls.call import Call
 from ingress.config import BackpressureConfig
 from ingress.exceptions import BackPressureError
-from ingress.execution.gil_pressure import GIL_PRESSURE, GILPressure
+from ingress.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
+from ingress.http.exchange import Exchange
 from ingress.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
@@ -706,6 +707,40 @@ def expect_often(pressure: GILPressure, threads: int) -> None:
 def look_often(pressure: GILPressure) -> None:
     for look in range(50):
         pressure.note(32 * (look % 2), 0.2 * (look % 2), time.monotonic() + look)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts one connection a turn: with one turn a call, a burst of connections waits."""
+    monkeypatch.setattr(GIL_PRESSURE, "is_high", True)
+
+    async def nothing(*_: Any) -> Any:
+        raise AssertionError("no code reads or answers the request")
+
+    async def scenario() -> None:
+        router = Router(DeploymentID("D"))
+        replica = FakeReplica(router, 1)
+        router.add(replica)
+        metadata = make_call(left_s=60).metadata
+        exchange = Exchange(metadata, router, {"type": "http"}, nothing, nothing)
+        answer = asyncio.create_task(exchange.respond())
+        turns = 0
+        while not replica.started and not replica.skipped:
+            await asyncio.sleep(0)
+            turns += 1
+            if is_cancelled and turns == TURNS // 2:
+                exchange.cancel()
+
+        assert turns >= TURNS
+        assert replica.skipped == [exchange] * is_cancelled
+        if not is_cancelled:
+            replica.finish(exchange)
+        await asyncio.wait([answer])
+        assert router.num_ongoing == 0
+
+    asyncio.run(scenario())
 
 
 def test_a_switch_interval_that_the_user_sets_meanwhile_stays(

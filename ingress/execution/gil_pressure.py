@@ -3,14 +3,14 @@
 CPython hands the GIL on in turns of `sys.getswitchinterval()`, 5 ms by default. With 32 threads
 that compute, a loop waits 160 ms for each turn of its own. While the pressure is high,
 
-    turns get shorter     with N threads before a loop, to 15 ms / N, at least 0.5 ms; for a second
+    turns get shorter     0.5 ms, also while one thread computes: uvloop takes the GIL anew for each
+                          event of a socket
     calls start later     a request that gets a slot begins by way of its server's loop, see
-                          `Exchange.start`: that loop has a turn between two calls that compute
+                          `Exchange.start`: that loop has turns between two calls that compute
 
-Both end a second after the last sign of pressure. Turns also get shorter as soon as N > 3 worker
+Both end a second after the last sign of pressure. Turns are 2.5 ms as soon as more than 3 worker
 threads of a pool have a call: if these compute, the watchdog itself gets its turn only after all
-of them. Turns stay short while one thread computes, because uvloop takes the GIL anew for each
-event of a socket. The switch interval is the whole process's; with
+of them. The switch interval is the whole process's; with
 `INGRESS_ADAPT_SWITCH_INTERVAL=0` ingress does not change it.
 """
 
@@ -23,10 +23,10 @@ from threading import Lock
 from time import monotonic
 
 WAITS = 3  # the pressure is high once the watchdog waited so many turns for the GIL
-ROUND_S = 0.015  # target wait of a loop for one turn of its own
 SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
 EXPECTED_S = 0.0025  # for threads that may compute: 0.5 ms would cost 32 short calls a tenth
 CALM_S = 1.0
+TURNS = 16  # of an HTTP loop before the next call: in one turn it accepts one connection
 LOOKS = 8  # about as many of the watchdog's looks decide whether a thread computes
 MOST = 0.5
 
@@ -77,7 +77,8 @@ class GILPressure:
             if threads > self.expected:
                 self.expected = threads
                 self._calm_at = monotonic() + CALM_S
-                self._set(max(EXPECTED_S, ROUND_S / threads))
+                if not self.is_high:
+                    self._set(EXPECTED_S)
 
     def note(self, waits: int, late_s: float, now: float) -> None:
         """Take in how often the watchdog has just waited for the GIL, and how late it is.
@@ -96,11 +97,8 @@ class GILPressure:
         if turns >= WAITS:
             self.is_high = True
             self._share = 1.0
-            with self._lock:
-                self._calm_at = now + CALM_S
-                self._set(min(max(SHORTEST_S, ROUND_S / turns), turn_s))
-        elif self.is_high and self._share >= MOST:
-            # One thread computes, perhaps only because the others' calls are held back.
+        # Also while one thread computes, perhaps only because the others' calls are held back.
+        if self.is_high and self._share >= MOST:
             with self._lock:
                 self._calm_at = now + CALM_S
                 self._set(SHORTEST_S)

@@ -37,7 +37,7 @@ from ingress.exceptions import (
     RayServeException,
     RequestTimeoutError,
 )
-from ingress.execution.gil_pressure import GIL_PRESSURE
+from ingress.execution.gil_pressure import GIL_PRESSURE, TURNS
 from ingress.http.access import AccessLine, note_exchange
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
@@ -286,9 +286,16 @@ class Exchange(Call):
         if self._task is None and runner.loop is self.loop:
             self._post(self._assign_here)
         elif GIL_PRESSURE.is_high:
-            # By way of the HTTP loop, which then has a turn between two calls that compute.
+            # By way of the HTTP loop, which then has turns between two calls that compute.
             # Otherwise N computing threads start each other's calls, and it has one turn in N.
-            self._post(runner.submit, self)
+            self._post(self._submit_after, TURNS, runner)
+        else:
+            runner.submit(self)
+
+    def _submit_after(self, turns: int, runner: Runner) -> None:
+        """Give the call to its replica after so many turns of the HTTP loop."""
+        if turns:
+            self.loop.call_soon(self._submit_after, turns - 1, runner)
         else:
             runner.submit(self)
 
