@@ -723,6 +723,7 @@ def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
         router = Router(DeploymentID("D"))
         replica = FakeReplica(router, 1)
         router.add(replica)
+        replica.is_late = True
         metadata = make_call(left_s=60).metadata
         exchange = Exchange(metadata, router, {"type": "http"}, nothing, nothing)
         answer = asyncio.create_task(exchange.respond())

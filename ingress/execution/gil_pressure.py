@@ -26,7 +26,7 @@ WAITS = 3  # the pressure is high once the watchdog waited so many turns for the
 SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
 EXPECTED_S = 0.0025  # for threads that may compute: 0.5 ms would cost 32 short calls a tenth
 CALM_S = 1.0
-TURNS = 16  # of an HTTP loop before the next call: in one turn it accepts one connection
+TURNS = 8  # of an HTTP loop before the next call: in one turn it accepts one connection
 LOOKS = 8  # about as many of the watchdog's looks decide whether a thread computes
 MOST = 0.5
 

@@ -288,7 +288,8 @@ class Exchange(Call):
         elif GIL_PRESSURE.is_high:
             # By way of the HTTP loop, which then has turns between two calls that compute.
             # Otherwise N computing threads start each other's calls, and it has one turn in N.
-            self._post(self._submit_after, TURNS, runner)
+            # A replica that begins its calls late is one of those that compute.
+            self._post(self._submit_after, TURNS if runner.is_late else 0, runner)
         else:
             runner.submit(self)
 
