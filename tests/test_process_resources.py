@@ -1,4 +1,4 @@
-"""The environment of replicas in child processes: native threads and GPUs of their own."""
+"""The environment of replicas in child processes: native threads, cores, GPUs of their own."""
 
 from __future__ import annotations
 
@@ -164,3 +164,74 @@ def test_native_threads_follow_num_cpus_unless_they_are_set(
 
     assert handle.variable.remote("OMP_NUM_THREADS").result() == "3"
     assert handle.variable.remote("MKL_NUM_THREADS").result() == "7"
+
+
+def cores_of(pid: int) -> set[frozenset[int]]:
+    """Return the sets of cores that the threads of a process may use."""
+    return {frozenset(os.sched_getaffinity(int(each))) for each in os.listdir(f"/proc/{pid}/task")}
+
+
+ALL = frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc, and sets affinities")
+
+
+@on_linux
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_are_pinned_to_cores_in_turn_and_a_replacement_to_those_that_are_free(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INGRESS_START_METHOD", method)
+    monkeypatch.setenv("INGRESS_PIN_CPUS", "1")
+    handle = serve.run(model(min(2, len(ALL)), num_cpus=1.5), route_prefix=None)
+    before = pids("Model")
+    handle.variable.remote("MODEL_FOLDER").result()
+
+    found = [cores_of(each) for each in before]
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: len(pids("Model")) == len(before) and before[0] not in pids("Model"))
+    (new,) = set(pids("Model")) - set(before)
+
+    assert all(len(each) == 1 for each in found)  # also the threads of user code
+    assert set().union(*found) == {frozenset([each]) for each in sorted(ALL)[:2]}
+    assert cores_of(new) == found[0]
+    assert handle.variable.remote("INGRESS_PINNED_CPUS").result() is None
+
+
+@on_linux
+def test_a_child_that_needs_more_cores_than_there_are_fails_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INGRESS_PIN_CPUS", "1")
+    message = rf"'num_cpus': {len(ALL) + 1}}} a replica, and this process may use {len(ALL)} of"
+
+    with pytest.raises(RuntimeError, match=message):
+        serve.run(model(num_cpus=len(ALL) + 1), route_prefix=None)
+
+    serve.run(model(num_cpus=len(ALL)), route_prefix=None)
+    assert cores_of(pids("Model")[0]) == {ALL}
+
+
+@on_linux
+def test_a_child_that_gets_no_gpu_gives_its_core_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INGRESS_PIN_CPUS", "1")
+    monkeypatch.setenv(GPUS, "4")
+    with pytest.raises(RuntimeError, match="too little is free of the GPUs"):
+        serve.run(model(num_cpus=1, num_gpus=2), route_prefix=None)
+
+    serve.run(model(num_cpus=1), route_prefix=None)
+
+    assert cores_of(pids("Model")[0]) == {frozenset([min(ALL)])}
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("pins", "options"), [("0", {"num_cpus": 1}), ("1", {}), ("1", {"num_cpus": 0})]
+)
+def test_no_child_is_pinned_unless_the_server_and_its_deployment_say_so(
+    pins: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INGRESS_PIN_CPUS", pins)
+
+    serve.run(model(**options), route_prefix=None)
+
+    assert cores_of(pids("Model")[0]) == {ALL}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ingress.base.settings import (
@@ -13,6 +15,7 @@ from ingress.base.settings import (
     MAX_BODY_SIZE,
     MAX_HEADER_BYTES,
     MAX_RETRIES,
+    PIN_CPUS,
     REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
     STALL_THRESHOLD_MS,
@@ -29,6 +32,7 @@ FLAGS = [
         USER_CODE_IN_SEPARATE_THREAD, "run_user_code_in_separate_thread", True, id="user-code"
     ),
     pytest.param(ROUTER_IN_SEPARATE_LOOP, "run_router_in_separate_loop", True, id="router"),
+    pytest.param(PIN_CPUS, "pin_cpus", False, id="pin-cpus"),
 ]
 
 
@@ -152,6 +156,16 @@ def test_a_start_method_that_is_not_there_is_refused_with_those_that_are() -> No
     message = "INGRESS_START_METHOD must be spawn or forkserver, got 'fork'; set it to one of these"
     with pytest.raises(ValueError, match=message):
         Settings.from_environment({START_METHOD: "fork"})
+
+
+def test_cores_are_refused_where_a_process_cannot_choose_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+
+    assert not Settings.from_environment({PIN_CPUS: "0"}).pin_cpus
+    with pytest.raises(ValueError, match="INGRESS_PIN_CPUS=1 needs a system on which a process"):
+        Settings.from_environment({PIN_CPUS: "1"})
 
 
 def test_the_flags_fixture_is_what_the_environment_says(flags: Settings) -> None:

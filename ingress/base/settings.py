@@ -31,6 +31,7 @@ engine reads the environment again.
     INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
     INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
     INGRESS_START_METHOD                     spawn   start of child processes: spawn or forkserver
+    INGRESS_PIN_CPUS                             0   `num_cpus` cores for each child process
     INGRESS_RUNTIME_DIR                              folder of the control sockets
     INGRESS_ADMIN                              off   admin listener: HOST:PORT, a path, or off
     INGRESS_ADMIN_TOKEN                              token of its clients, `Authorization: Bearer`
@@ -81,6 +82,8 @@ BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
 BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
 MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
 START_METHOD = "INGRESS_START_METHOD"
+PIN_CPUS = "INGRESS_PIN_CPUS"
+PINNED_CPUS = "INGRESS_PINNED_CPUS"
 RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
 ADMIN = "INGRESS_ADMIN"
 ADMIN_TOKEN = "INGRESS_ADMIN_TOKEN"
@@ -161,6 +164,7 @@ class Settings:
     http_host: str = "127.0.0.1"
     engine: str = "local"
     start_method: str = "spawn"
+    pin_cpus: bool = False
     ray_address: str | None = None
     trace_file: str | None = None
     tracing: bool = False
@@ -194,6 +198,7 @@ class Settings:
             http_host=env.get(HTTP_HOST) or "127.0.0.1",
             engine=engine_name(env),
             start_method=start_method(env),
+            pin_cpus=pins_cpus(env),
             session_header=_header(env, SESSION_ID_HEADER_KEY, default=SESSION_HEADER),
             priority_header=_header(env, PRIORITY_HEADER, default=""),
             ray_address=env.get(RAY_ADDRESS) or None,
@@ -355,6 +360,25 @@ def start_method(environ: Mapping[str, str] | None = None) -> str:
             "it"
         )
     return value
+
+
+def pins_cpus(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether child processes are pinned. Raises `ValueError` if that is not possible."""
+    pins = _flag(os.environ if environ is None else environ, PIN_CPUS, default=False)
+    if pins and not hasattr(os, "sched_setaffinity"):
+        raise ValueError(
+            f"{PIN_CPUS}=1 needs a system on which a process can choose its cores, as on Linux, "
+            f"got {sys.platform!r}; unset it"
+        )
+    return pins
+
+
+def take_pinned_cpus() -> list[int]:
+    """Return the cores that the server has chosen for this process, none for all.
+
+    The variable is taken out of the environment: it is not for programs that user code starts.
+    """
+    return [int(each) for each in os.environ.pop(PINNED_CPUS, "").split(",") if each]
 
 
 def _time(

@@ -47,6 +47,8 @@ _SETTINGS = {
     flags.RAISE_FILE_LIMIT: "raise_file_limit",
     flags.SET_NATIVE_THREADS: "set_native_threads",
     flags.ENGINE: "engine",
+    flags.START_METHOD: "start_method",
+    flags.PIN_CPUS: "pin_cpus",
     flags.TRACE_FILE: "trace_file",
 }
 

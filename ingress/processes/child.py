@@ -16,6 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 
+from ingress.base.settings import take_pinned_cpus
 from ingress.base.types import DeploymentID
 from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
@@ -48,6 +49,8 @@ def main(descriptor: int, page: int) -> None:
         signal.signal(number, _ignore)
     end = socket.socket(fileno=descriptor)
     try:
+        if cores := take_pinned_cpus():
+            os.sched_setaffinity(0, cores)  # before there is another thread, which inherits it
         _, content = receive_blocking(end)
         spec: ReplicaSpec = loads(content)
         replica, host, stopping = _made(spec, SharedPage(page))

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from ingress.base.settings import environment
+from ingress.base.settings import PINNED_CPUS, environment
 from ingress.processes.fork_server import ENDED, FORKED
 from ingress.processes.resources import VISIBLE
 
@@ -167,7 +167,7 @@ def fork(
 
     Raises `OSError` if it cannot be forked now, or once it `is_unwanted` before.
     """
-    own = {VISIBLE: variables[VISIBLE]} if VISIBLE in variables else {}  # each child has others
+    own = {key: variables[key] for key in (VISIBLE, PINNED_CPUS) if key in variables}
     shared = {key: value for key, value in variables.items() if key not in own}
     threads = 0
     for _ in range(_TRIES):  # an idle one may end at this moment

@@ -1,21 +1,32 @@
-"""The environment of a child: its variables, its native threads, and its GPUs.
+"""The environment of a child: its variables, its native threads, its cores and its GPUs.
 
     runtime_env.env_vars    as given
-    num_cpus                OMP_NUM_THREADS and its like, unless the user has set a variable
+    num_cpus                OMP_NUM_THREADS and its like, unless the user has set a variable; with
+                            INGRESS_PIN_CPUS=1 as many cores
     num_gpus                CUDA_VISIBLE_DEVICES: GPUs of its own, or a part of one
 
-The GPUs are those of CUDA_VISIBLE_DEVICES, else those that the driver lists. Each process of the
-server counts for itself.
+The GPUs are those of CUDA_VISIBLE_DEVICES, else those that the driver lists; the cores are those
+that the server may use. Each process of the server counts for itself.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from ingress.base.settings import NATIVE_THREADS, environment, threads_set
+from ingress.base.settings import (
+    NATIVE_THREADS,
+    PIN_CPUS,
+    PINNED_CPUS,
+    environment,
+    pins_cpus,
+    threads_set,
+)
 from ingress.config import DeploymentConfig
 
 EnvironmentOf = Callable[[], tuple[dict[str, str], Callable[[], None]]]
@@ -61,7 +72,39 @@ class GPUs:
                     del self._used[each]
 
 
+class Cores:
+    """The number of children that are pinned to each core. Thread-safe."""
+
+    __slots__ = ("_children", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._children: Counter[int] = Counter()
+
+    def take(self, number: int, name: str, cores: Iterable[int]) -> list[int]:
+        """Take the cores with the fewest children, for a replica of a deployment.
+
+        Raises `RuntimeError` if there are too few.
+        """
+        with self._lock:
+            taken = sorted(cores, key=lambda each: (self._children[each], each))[:number]
+            if len(taken) < number:
+                raise RuntimeError(
+                    f"deployment {name!r} asks for ray_actor_options={{'num_cpus': {number}}} a "
+                    f"replica, and this process may use {len(taken)} of the machine's cores; use "
+                    f"fewer, or unset {PIN_CPUS}"
+                )
+            self._children.update(taken)
+        return taken
+
+    def give(self, cores: Sequence[int]) -> None:
+        """Give back what `take` returned: the child has ended."""
+        with self._lock:
+            self._children.subtract(cores)
+
+
 GPUS = GPUs()
+CORES = Cores()
 
 
 def environment_of(
@@ -69,22 +112,28 @@ def environment_of(
 ) -> tuple[dict[str, str], Callable[[], None]]:
     """Return the variables of a child, and the function to call after its end, in any thread.
 
-    `name` is that of the deployment, `gpus` are those of this process. Raises as `GPUs.take`.
+    `name` is that of the deployment, `gpus` are those of this process. Raises as `GPUs.take` and
+    `Cores.take`.
     """
     there = environment()
     found: dict[str, str] = {}
-    if "num_cpus" in config.ray_actor_options:
-        threads = str(max(1, int(config.num_cpus)))
-        ours = threads_set(there)  # by `ingress run`, for all that its process computes
-        found |= dict.fromkeys(
-            (each for each in NATIVE_THREADS if not there.get(each) or each in ours), threads
-        )
-    number = config.num_gpus
-    if not number:
-        return found | config.env_vars, _nothing
-    ids = GPUS.take(number, name, gpus)
-    found[VISIBLE] = ",".join(ids)
-    return found | config.env_vars, lambda: GPUS.give(ids, number)
+    with ExitStack() as taken:
+        if "num_cpus" in config.ray_actor_options:
+            threads = max(1, int(config.num_cpus))
+            ours = threads_set(there)  # by `ingress run`, for all that its process computes
+            found |= dict.fromkeys(
+                (each for each in NATIVE_THREADS if not there.get(each) or each in ours),
+                str(threads),
+            )
+            if config.num_cpus and pins_cpus():
+                cores = CORES.take(threads, name, os.sched_getaffinity(0))
+                taken.callback(CORES.give, cores)
+                found[PINNED_CPUS] = ",".join(map(str, cores))
+        if number := config.num_gpus:
+            ids = GPUS.take(number, name, gpus)
+            taken.callback(GPUS.give, ids, number)
+            found[VISIBLE] = ",".join(ids)
+        return found | config.env_vars, taken.pop_all().close
 
 
 def visible(there: Mapping[str, str] | None = None) -> list[str]:
@@ -120,7 +169,3 @@ def _missing(name: str, number: float, ids: Sequence[str], free: Mapping[str, fl
         )
     left = ", ".join(f"{each}: {free[each]:.2g}" for each in ids)
     return f"{asked}, and too little is free of the GPUs ({left}); use fewer replicas, or a part"
-
-
-def _nothing() -> None:
-    """Do nothing: the child has no GPUs."""
