@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fastapi import FastAPI, WebSocket
+from fastapi import FastAPI, Request, Response, WebSocket
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
 from ingress.calls.call import CURRENT_CALL
 
 INNER = {"Outer": ("Echo", "process"), "Asker": ("Facts", "thread")}
-LINE = "x" * 100_000
+LINE = "x" * 100_000  # more than fits into a frame: it crosses in shared memory
 
 chat = FastAPI()
 
@@ -86,6 +87,43 @@ class Mounted:
 def in_isolation(name: str, isolation: str) -> Any:
     inner = [in_isolation(*INNER[name])] if name in INNER else []
     return globals()[name].options(isolation=isolation).bind(*inner)
+
+
+def limit_descriptors(number: int | None) -> None:
+    """Limit the descriptors of this process; with `None` to as many as it may have."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if number is None else number, hard))
+
+
+bodies = FastAPI()
+
+
+@serve.deployment
+@serve.ingress(bodies)
+class Bodies:
+    """Large bodies and messages, and a limit on the descriptors of the replica's process."""
+
+    @bodies.post("/limit/{number}")
+    async def limit(self, number: int) -> None:
+        limit_descriptors(number or None)
+
+    @bodies.post("/size")
+    async def size(self, request: Request) -> int:
+        return len(await request.body())
+
+    @bodies.get("/large")
+    async def large(self) -> Response:
+        return Response(LINE)
+
+    @bodies.get("/stream")
+    async def stream(self) -> StreamingResponse:
+        return StreamingResponse(iter([LINE, "y" * len(LINE), "z"]))
+
+    @bodies.websocket("/echo")
+    async def echo(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        async for text in websocket.iter_text():
+            await websocket.send_text(text)
 
 
 class Bomb:
@@ -163,8 +201,10 @@ class Large:
 
     async def take_descriptors(self) -> None:
         """Have the system refuse all new descriptors."""
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        limit_descriptors(3)
+
+    async def give_descriptors(self) -> None:
+        limit_descriptors(None)
 
     async def result(self, size: int) -> bytes:
         return bytes(size)

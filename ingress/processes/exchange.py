@@ -21,7 +21,7 @@ from ingress.base.types import RequestMetadata
 from ingress.calls.call import Call
 from ingress.handle import Invocation
 from ingress.processes.errors import unsendable
-from ingress.processes.frames import Content, Frames, encode, size_of_content
+from ingress.processes.frames import LARGE, Content, Frames, encode, size_of_content
 from ingress.processes.messages import (
     RESPONSE_BODY,
     RESPONSE_START,
@@ -243,16 +243,20 @@ class HostedExchange(HostedCall):
         kind = message["type"]
         if kind == RESPONSE_BODY and message.get("more_body"):
             for part in parts_of(message.get("body", b"")):
-                chunk = bytes(part)
-                await self.window.take(len(chunk))
-                self.frames.post(Kind.CHUNK, self.number, chunk)
+                if len(part) < LARGE:
+                    await self._post(Kind.CHUNK, bytes(part))
+                else:  # a content that is not pickled cannot say that it did not arrive
+                    await self._post(Kind.OUTPUT, message_as_sent({**message, "body": part}))
             return
         if kind == RESPONSE_START:
             message = {**message, "headers": plain(message.get("headers", ()))}
         elif kind == RESPONSE_BODY:
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
-        content = message_as_sent(message)
-        await self.window.take(size_of_content(content))
-        self.frames.post(Kind.OUTPUT, self.number, content)
+        await self._post(Kind.OUTPUT, message_as_sent(message))
         if kind == RESPONSE_BODY:
             self._complete()
+
+    async def _post(self, kind: Kind, content: Content) -> None:
+        """Send a frame, once there is room for it."""
+        await self.window.take(size_of_content(content))
+        self.frames.post(kind, self.number, content)

@@ -29,7 +29,7 @@ from struct import Struct
 from typing import Any, TypeAlias
 
 from ingress.exceptions import UserCodeExit
-from ingress.processes.segments import IDLE_S, Received, Segments
+from ingress.processes.segments import IDLE_S, Received, Segments, unreceived
 
 PICKLE = 5  # the protocol
 LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
@@ -38,7 +38,9 @@ _PLAIN = 0
 _PARTS = 1  # the number of parts and their lengths, 8 bytes each; the parts
 _SHARED = 2  # the place in a segment; that content is as of `_PARTS`
 _NEW = 3  # the same; the first byte of the frame brings the segment's descriptor
-_DROP = 255  # a kind of the frames' own: numbers of segments that their sender uses no more
+# Kinds of the frames' own.
+_DROP = 255  # numbers of segments that their sender uses no more
+_LOST = 254  # the place of a content whose segment the receiver could not map
 _READ = 1 << 17  # room for one frame at least
 _ANCILLARY = 64  # room for a descriptor
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -113,6 +115,9 @@ class Frames:
     `on_frame(kind, call, content, buffers)` gets each frame that arrives; `content` is valid during
     the call, `buffers` for as long as they are referred to. `on_lost()` is called once, when the
     other end or this one is closed.
+
+    A content in shared memory that this process cannot map, because it may open no more files or
+    has no more memory, arrives as one that raises this when it is read, as any pickle may.
     """
 
     __slots__ = (
@@ -252,9 +257,11 @@ class Frames:
             size, ancillary, flags = 0, [], 0
         for _, _, descriptors in ancillary:
             self._descriptors.extend(array("i", descriptors))
-        if not size or flags & socket.MSG_CTRUNC:  # the descriptor did not fit in this process
+        if not size:
             self.close()
             return
+        if flags & socket.MSG_CTRUNC:
+            self._descriptors.append(-1)  # this process may open no more: it was dropped
         self._have += size
         try:
             self._parse()
@@ -271,7 +278,7 @@ class Frames:
                 break
             offset = start + length
             content = view[start:offset]
-            if form == _PLAIN and kind != _DROP:
+            if form == _PLAIN and kind < _LOST:
                 self._on_frame(kind, call, content, ())
             else:
                 self._take(kind, call, form, content)
@@ -286,17 +293,32 @@ class Frames:
         if kind == _DROP:
             self._received.drop(_unpacked(content))
             return
+        if kind == _LOST:
+            self._segments.lose(content)
+            return
         if form == _PARTS:
             content = memoryview(bytes(content))  # the buffers outlive this frame
         else:
-            descriptor = self._descriptors.popleft() if form == _NEW else -1
             try:
-                content = self._received.take(content, descriptor)
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
+                if form == _NEW:
+                    self._map(content)
+                content = self._received.take(content)
+            except OSError as error:
+                self.post(_LOST, 0, bytes(content))
+                self._on_frame(kind, call, memoryview(unreceived(error)), ())
+                return
         parts = _split(content)
         self._on_frame(kind, call, parts[0], parts[1:])
+
+    def _map(self, place: memoryview) -> None:
+        """Map a segment, with the descriptor that came with the frame. Raises `OSError`."""
+        descriptor = self._descriptors.popleft()
+        if descriptor < 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        try:
+            self._received.add(place, descriptor)
+        finally:
+            os.close(descriptor)
 
     # The end.
 
@@ -309,8 +331,10 @@ class Frames:
         self._loop.remove_writer(self._end)
         self._end.close()
         self._drop_output()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        for descriptor in self._descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptors.clear()
         self._segments.close()
         self._received.close()
         if self._trimming is not None:

@@ -24,7 +24,7 @@ from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
 from ingress.metrics import series
 from ingress.processes.directory import ServerDirectory, Waits
-from ingress.processes.errors import pickled_error, unsendable
+from ingress.processes.errors import pickled_error, unreadable, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
 from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, encode, loads, outside
 from ingress.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
@@ -70,7 +70,7 @@ class Host:
         elif kind <= Kind.HTTP:
             self._on_call(kind, number, content, buffers)
         elif kind == Kind.ASK:
-            self._own(self._answer(number, *loads(content)), Context())
+            self._on_ask(number, content)
         elif kind == Kind.STOP:
             try:
                 self._tell_news()  # the last
@@ -123,6 +123,14 @@ class Host:
         self._calls[number] = call
         self._own(self._run(call), call.context)
 
+    def _on_ask(self, number: int, content: memoryview) -> None:
+        try:
+            what, argument = loads(content)
+        except Exception as error:
+            self.frames.post(Kind.FAILED, number, pickled_error(error))
+        else:
+            self._own(self._answer(number, what, argument), Context())
+
     def _arrived(self, kind: int, number: int, content: tuple[Any, ...]) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
         if kind == Kind.HTTP:
@@ -144,7 +152,10 @@ class Host:
     ) -> None:
         if kind == Kind.INPUT:
             size = len(content) + sum(map(len, buffers))
-            call.accept(message_of(content, buffers), size)
+            try:
+                call.accept(message_of(content, buffers), size)
+            except Exception as problem:
+                call.cancel(unreadable("a message of the client", problem))
         elif kind == Kind.CREDIT:
             call.window.give(content)
         elif kind == Kind.CLOSE:

@@ -41,6 +41,7 @@ from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Taken, Window
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
+_CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
 
 logger = logging.getLogger("ingress")
 
@@ -69,37 +70,38 @@ class RemoteWork:
 
     def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
         """Take a frame of the process that does the work."""
-        if kind == Kind.ANSWER:
-            self._arrived += response_messages(content, buffers)
-            self.end()
-        elif kind == Kind.DONE:
-            try:
-                self.end(decode(content, buffers) if content else None)
-            except Exception as problem:
-                self.end(error=unreadable("the result", problem))
-        elif kind == Kind.FAILED:
-            self.end(error=unpickled_error(content))
-        elif kind == Kind.CREDIT:
-            self.window.give(content)
-        elif kind == Kind.RESPONSE:
-            self._arrived += response_messages(content, buffers)
-            self._wake()
-        else:
-            self._size += len(content) + sum(map(len, buffers))
-            if kind == Kind.CHUNK:
-                body = bytes(content)
-                self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
-            elif kind == Kind.OUTPUT:
-                self._arrived.append(message_of(content, buffers))
-            else:
-                self._add_item(content, buffers)
-            self._wake()
-
-    def _add_item(self, content: memoryview, buffers: Buffers) -> None:
         try:
-            self._arrived.append(decode(content, buffers))
-        except Exception as problem:
-            self.error = unreadable("an item of the stream", problem)
+            if kind == Kind.ANSWER:
+                self._arrived += response_messages(content, buffers)
+                self.end()
+            elif kind == Kind.DONE:
+                self.end(decode(content, buffers) if content else None)
+            elif kind == Kind.FAILED:
+                self.end(error=unpickled_error(content))
+            elif kind == Kind.CREDIT:
+                self.window.give(content)
+            elif kind == Kind.RESPONSE:
+                self._arrived += response_messages(content, buffers)
+                self._wake()
+            else:
+                self._size += len(content) + sum(map(len, buffers))
+                if kind == Kind.CHUNK:
+                    body = bytes(content)
+                    self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
+                elif kind == Kind.OUTPUT:
+                    self._arrived.append(message_of(content, buffers))
+                else:
+                    self._arrived.append(decode(content, buffers))
+                self._wake()
+        except Exception as problem:  # of user code, which reading may call
+            self.fail(unreadable(_CONTENTS.get(kind, "the response"), problem))
+            if kind in (Kind.ANSWER, Kind.DONE):
+                self.end()
+
+    def fail(self, error: Exception) -> None:
+        """Have `take` raise an error, although the work goes on."""
+        self.error = error
+        self._wake()
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         self.value = value
@@ -323,7 +325,10 @@ class Link:
             assert self._errands is not None
             self._errands.on_frame(kind, number, content, buffers)
         elif work is None:
-            self._on_frame_of_child(kind, content)
+            try:
+                self._on_frame_of_child(kind, content)
+            except Exception:
+                logger.exception("%s: news of its process cannot be read", self._replica_id)
         else:
             work.on_frame(kind, content, buffers)
             if work.is_over:

@@ -20,6 +20,7 @@ from ingress.asgi.template import TEMPLATES
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.tracing import span_headers
+from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.processes.errands import MakeHandle
 from ingress.processes.errors import unsendable
@@ -150,13 +151,19 @@ class RemoteCode:
 
     async def _feed(self, work: RemoteWork, receive: Receive) -> None:
         """Send the client's messages to user code, as fast as it takes them."""
-        while True:
+        message: Message = {"type": ""}
+        while not message["type"].endswith(".disconnect"):
             message = await receive()
             work.has_fed = True
             content = message_as_sent(message)
-            await work.window.take(size_of_content(content))
-            work.frames.post(Kind.INPUT, work.number, content)
-            if message["type"].endswith(".disconnect"):
+            try:
+                await work.window.take(size_of_content(content))
+                work.frames.post(Kind.INPUT, work.number, content)
+            except StreamClosedError:
+                return  # the work has ended
+            except OSError as problem:  # there is no memory or descriptor left for a large one
+                name = CURRENT_CALL.get().metadata.deployment.name
+                work.fail(unsendable(name, problem, message=message))
                 return
 
 

@@ -16,11 +16,16 @@ sender drops a segment that has been free for a while.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
+import pickle
 import weakref
 from collections.abc import Sequence
 from struct import Struct
+from typing import Any
 
+from ingress.exceptions import RayServeException
 from ingress.processes.page import new_file
 
 IDLE_S = 0.5  # until a segment that is free may be dropped
@@ -95,6 +100,11 @@ class Segments:
         self._segments = kept
         return [each.number for each in dropped]
 
+    def lose(self, place: memoryview) -> None:
+        """Drop the segment of a place: its receiver could not map it, and never marks it free."""
+        lost, _, _ = _PLACE.unpack(place)
+        self._segments = [each for each in self._segments if each.number != lost]
+
     @property
     def has_any(self) -> bool:
         return bool(self._segments)
@@ -116,15 +126,20 @@ class Received:
         self._segments: dict[int, mmap.mmap] = {}
         self._views: dict[int, weakref.ref[object]] = {}
 
-    def take(self, place: memoryview, descriptor: int) -> memoryview:
+    def add(self, place: memoryview, descriptor: int) -> None:
+        """Map a segment that comes for the first time. The caller closes the descriptor.
+
+        Raises `OSError` if this process may have no more memory, or no more descriptors.
+        """
+        number, size, _ = _PLACE.unpack(place)
+        self._segments[number] = mmap.mmap(descriptor, size)
+
+    def take(self, place: memoryview) -> memoryview:
         """Return a read-only view of a content.
 
-        `descriptor` is that of a segment which comes for the first time, else -1; the caller closes
-        it. The segment is free again once the view, and all that was made of it, is gone.
+        The segment is free again once the view, and all that was made of it, is gone.
         """
         number, size, length = _PLACE.unpack(place)
-        if descriptor >= 0:
-            self._segments[number] = mmap.mmap(descriptor, size)
         memory = self._segments[number]
         # All of it, whatever is used: ctypes makes a type for each size.
         whole = (ctypes.c_char * (size - _START)).from_buffer(memory, _START)
@@ -145,3 +160,25 @@ class Received:
         """Unmap all segments that have no views: the connection is closed."""
         self._segments.clear()
         self._views.clear()
+
+
+class _Unreceived:
+    """The value of a content that did not arrive: reading its pickle raises an error."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _raise_unreceived, (self._reason,)
+
+
+def unreceived(error: OSError) -> bytes:
+    """Return a content for the place of one whose segment this process could not map."""
+    reason = f"{os.strerror(error.errno or 0)} in process {os.getpid()}"
+    if error.errno == errno.EMFILE:
+        reason += "; have its code close what it opens, or raise the limit (`ulimit -n`)"
+    return pickle.dumps(_Unreceived(reason))
+
+
+def _raise_unreceived(reason: str) -> None:
+    raise RayServeException(f"shared memory for a large content could not be opened: {reason}")
