@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import sys
@@ -15,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
-from ingress.calls.call import CURRENT_CALL
+from ingress.calls.call import CURRENT_CALL, Call
 
 INNER = {"Outer": ("Echo", "process"), "Asker": ("Facts", "thread")}
 LINE = "x" * 100_000  # more than fits into a frame: it crosses in shared memory
@@ -148,6 +149,9 @@ class Echo:
     async def exit(self) -> Exit:
         return Exit()
 
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
 
 @serve.deployment
 class Outer:
@@ -163,6 +167,26 @@ class Outer:
 
     async def count(self) -> int:
         return self.runs
+
+    async def unsent(self, times: int, ends: str) -> None:
+        """Wait for calls that end while their argument is awaited."""
+        for _ in range(times):
+            argument = self.inner.wait.remote()
+            calls = {
+                "argument": argument,
+                "call": self.inner.options(method_name="never").remote(argument),
+            }
+            waiting = asyncio.ensure_future(calls["call"])
+            await asyncio.sleep(0)
+            calls[ends].cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            argument.cancel()
+
+    async def number_of_calls(self, method: str) -> int:
+        """Return the number of calls of a method that this process still knows of."""
+        gc.collect()
+        calls = [each for each in gc.get_objects() if isinstance(each, Call)]
+        return [each.metadata.method_name for each in calls].count(method)
 
 
 @serve.deployment

@@ -298,6 +298,20 @@ def test_a_generator_that_goes_on_after_its_cancellation_frees_its_slot(isolatio
     wait_until(lambda: router.num_ongoing == 0)
 
 
+@in_both_places
+@pytest.mark.parametrize("ends", ["call", "argument"])
+def test_a_call_that_ends_before_it_is_sent_is_forgotten(isolation: str, ends: str) -> None:
+    outer = serve.run(in_isolation("Outer", isolation), route_prefix=None)
+
+    outer.unsent.remote(5, ends).result(timeout_s=PATIENCE_S)
+
+    def number_left() -> int:
+        found: int = outer.number_of_calls.remote("never").result(timeout_s=PATIENCE_S)
+        return found
+
+    wait_until(lambda: number_left() == 0)
+
+
 @on_linux
 def test_a_result_that_cannot_be_sent_for_lack_of_descriptors_names_that() -> None:
     handle = serve.run(in_isolation("Large", "process"), route_prefix=None)

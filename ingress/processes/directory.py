@@ -92,21 +92,25 @@ class ServerDirectory(LoopOfHandles):
 
     def note_wait(self, number: int, node: object, *, begins: bool) -> None:
         """Note that the call with a number begins, or ceases, to wait for a node. Thread-safe."""
-        if isinstance(node, Call) and isinstance(node.queue, ServerRouter) and not node.settled:
+        if not (isinstance(node, Call) and isinstance(node.queue, ServerRouter)):
+            return
+        # A call that is settled before it is sent, as its argument fails, is not forgotten at the
+        # end of a task: it has none.
+        if not node.settled or (not begins and node in self._waiters):
             if running_loop() is self._loop:
                 self._note_wait(number, node, begins)
             else:
                 self._mailbox.post(self._note_wait, number, node, begins)
 
     def _note_wait(self, number: int, call: Call, begins: bool) -> None:
-        if call.settled:
+        if begins and call.settled:
             return  # it may be forgotten already
         waiters = self._waiters.setdefault(call, set())
         (waiters.add if begins else waiters.discard)(number)
         if not waiters:
             del self._waiters[call]
         sent = self._numbers.get(call)
-        if sent is not None:
+        if sent is not None and not call.settled:
             self.frames.post(Kind.WAIT, sent, dumps((number, begins)))
 
 
