@@ -7,13 +7,13 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request, Response, WebSocket
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import ingress as serve
 from ingress.calls.call import CURRENT_CALL, Call
@@ -75,8 +75,44 @@ async def awaits_the_end(scope: Scope, receive: Receive, send: Send) -> None:
     await hearing
 
 
+ENDED: list[str] = []
+
+
+async def two_receivers(scope: Scope, receive: Receive, send: Send) -> None:
+    """Have two tasks of one request wait for its messages at once; "/ended" tells of the ends."""
+
+    answers: Iterator[Message]
+
+    async def two_messages() -> list[Message]:
+        waiting = [asyncio.ensure_future(receive()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await send(next(answers))
+        return [await each for each in waiting]
+
+    if scope["type"] == "websocket":
+        answers = iter([{"type": "websocket.send", "text": text} for text in ("two", "again")])
+        await receive()
+        await send({"type": "websocket.accept"})
+        texts = sorted(each["text"] for each in await two_messages())
+        await send({"type": "websocket.send", "text": " ".join(texts)})
+    else:
+        body = str(len(ENDED)).encode()
+        last: Message = {"type": "http.response.body", "body": body}
+        answers = iter([last])
+        await receive()
+        head = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+    if scope["path"].endswith("/ended"):
+        await send(next(answers))
+        return
+    for each in await two_messages():
+        assert each["type"].endswith(".disconnect"), each
+    ENDED.append(scope["type"])
+
+
 mounted = FastAPI()
 mounted.mount("/raw", awaits_the_end)
+mounted.mount("/two", two_receivers)
 
 
 @serve.deployment

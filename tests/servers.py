@@ -287,7 +287,7 @@ def served(
 
 @contextmanager
 def uvicorn_in_a_thread(
-    target: Application, arguments: dict[str, Any], **http_options: Any
+    target: Any, arguments: dict[str, Any], **http_options: Any
 ) -> Iterator[int]:
     """Serve an application by a separate uvicorn with these arguments, and return the port."""
     serve.start({"host": None, **http_options})

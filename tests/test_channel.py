@@ -480,7 +480,12 @@ def test_what_comes_out_is_a_prefix_of_what_went_in_and_whole_unless_cut(
         assert not failed
 
 
-# Several producers: the handlers of a WebSocket application that broadcast.
+# Several producers: the handlers of a WebSocket application that broadcast. Several consumers: the
+# tasks of one request.
+
+
+def wakes_nothing() -> None:
+    """Wake no consumer."""
 
 
 @on_the_loop
@@ -515,6 +520,42 @@ async def test_a_producer_beside_the_one_that_finishes_does_not_wait_for_ever() 
     await asyncio.gather(waiting, return_exceptions=True)
     with pytest.raises(StreamClosedError):
         await channel.put(2)
+
+
+@on_the_loop
+@pytest.mark.parametrize("end", ["items", "finish"])
+async def test_all_consumers_that_wait_are_woken(end: str) -> None:
+    channel = Channel()
+    waiting = [asyncio.ensure_future(channel.get()) for _ in range(3)]
+    await turns()
+    waiting.pop(1).cancel()
+    await turns()
+
+    if end == "items":
+        await channel.put(0)
+        await channel.put(1)
+        assert sorted(await asyncio.gather(*waiting)) == [0, 1]
+    else:
+        channel.finish()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in answers] == [EndOfStream] * 2
+
+
+@on_the_loop
+@pytest.mark.parametrize("takes", ["one", "all", "in a thread", "without waiting"])
+async def test_an_empty_channel_keeps_nothing_of_consumers_that_gave_up(takes: str) -> None:
+    channel = Channel()
+    for _ in range(5):
+        if takes == "in a thread":
+            with pytest.raises(TimeoutError):
+                channel.get_blocking(0.001)
+        elif takes == "without waiting":
+            assert channel.get_nowait(wakes_nothing) == []
+        else:
+            with anyio.move_on_after(0.001):
+                await (channel.get() if takes == "one" else channel.get_many())
+
+    assert channel._wake_consumers == ((wakes_nothing,) if takes == "without waiting" else ())
 
 
 @on_the_loop

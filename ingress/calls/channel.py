@@ -35,10 +35,10 @@ class EndOfStream(Exception):
 
 
 class Channel:
-    """A bounded stream between loops or threads. Thread-safe; one consumer.
+    """A bounded stream between loops or threads. Thread-safe; the consumer has one thread.
 
     It has one producer as a rule. A WebSocket has several if each of an application's handlers
-    broadcasts.
+    broadcasts. Several tasks of one request may wait in `get`: each item goes to one of them.
 
     Every state change is a few lines under one lock. A side that has to wait stores its wake-up in
     the same critical section in which it finds that it has to, so no wake-up is lost.
@@ -58,7 +58,7 @@ class Channel:
         "_taken",
         "_taken_bytes",
         "_wake_closer",
-        "_wake_consumer",
+        "_wake_consumers",
         "_wake_producers",
     )
 
@@ -76,7 +76,7 @@ class Channel:
         self._error: BaseException | None = None
         self._closed = False
         self._wake_producers: tuple[Callable[[], Any], ...] = ()
-        self._wake_consumer: Callable[[], Any] | None = None
+        self._wake_consumers: tuple[Callable[[], Any], ...] = ()
         self._wake_closer: Callable[[], Any] | None = None
 
     def limit(self, max_items: int = MAX_ITEMS, max_bytes: int = MAX_BYTES) -> None:
@@ -127,9 +127,9 @@ class Channel:
                 return not is_closed
             self._finished = True
             self._error = error
-            wake, self._wake_consumer = self._wake_consumer, None
+            wake_consumers, self._wake_consumers = self._wake_consumers, ()
             wake_closer, self._wake_closer = self._wake_closer, None
-        if wake is not None:
+        for wake in wake_consumers:
             wake()
         if wake_closer is not None:
             wake_closer()
@@ -148,15 +148,16 @@ class Channel:
                 return False
             self._items.append((item, size))
             self._bytes += size
-            wake_consumer, self._wake_consumer = self._wake_consumer, None
-        if wake_consumer is not None:
+            wake_consumers, self._wake_consumers = self._wake_consumers, ()
+        for wake_consumer in wake_consumers:
             wake_consumer()
         return True
 
     def _forget(self, wake: Callable[[], Any]) -> None:
-        """Drop the wake-up of a producer that was cancelled: a consumer may take nothing more."""
+        """Drop the wake-up of a side that gives up: the other side may do nothing more."""
         with self._lock:
             self._wake_producers = tuple(each for each in self._wake_producers if each != wake)
+            self._wake_consumers = tuple(each for each in self._wake_consumers if each != wake)
 
     # The consumer's side.
 
@@ -172,7 +173,11 @@ class Channel:
             if items:
                 return items[0]
             if wakeup is not None:
-                await wakeup.wait()
+                try:
+                    await wakeup.wait()
+                except asyncio.CancelledError:
+                    self._forget(wakeup.wake)
+                    raise
 
     async def get_many(self) -> list[Any]:
         """Take all items, at least one, as `get`.
@@ -189,7 +194,11 @@ class Channel:
             if items:
                 return items
             if wakeup is not None:
-                await wakeup.wait()
+                try:
+                    await wakeup.wait()
+                except asyncio.CancelledError:
+                    self._forget(wakeup.wake)
+                    raise
 
     def get_nowait(self, wake: Callable[[], Any]) -> list[Any]:
         """Take all items, as `get_many`. If there are none, `wake()` is called for the next.
@@ -206,6 +215,7 @@ class Channel:
             if items:
                 return items[0]
             if not event.wait(timeout_s):
+                self._forget(event.set)
                 raise TimeoutError(f"no item arrived within {timeout_s} s")
             event.clear()
 
@@ -250,7 +260,8 @@ class Channel:
                 if self._finished:
                     self._closed = True  # for producers other than the one that finished
                 else:
-                    self._wake_consumer = wake
+                    if wake is not None and wake not in self._wake_consumers:
+                        self._wake_consumers += (wake,)
                     taken = []
             elif count:
                 item, size = self._items.popleft()
