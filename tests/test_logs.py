@@ -18,13 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import ingress as serve
 from ingress.logs import sinks
 from ingress.logs.formats import AccessText, JSONFormatter, TextFormatter
 from tests.fakes import bind
-from tests.servers import wait_until
+from tests.servers import served, wait_until
 
 PATIENCE_S = 60.0
 FIELDS = (
@@ -353,3 +354,23 @@ def test_no_text_of_a_client_adds_a_field_to_an_access_line() -> None:
         r"INFO:     \x9b2J\x206.6.6.6\x20GET\x20/admin\x20200:0 GET /nowhere\x20200\x201.0ms 404 "
         "0.0ms queue 0.0ms id"
     )
+
+
+def test_uvicorns_access_log_may_be_switched_on_while_a_server_runs() -> None:
+    handler, logger = Remembering(), logging.getLogger("uvicorn.access")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        url = f"http://127.0.0.1:{served(bind(Talker))}/-/healthz"
+        httpx.get(f"{url}?off", timeout=PATIENCE_S)
+        logger.setLevel(logging.INFO)
+        httpx.get(f"{url}?on", timeout=PATIENCE_S)
+        wait_until(lambda: bool(handler.records))
+    finally:
+        serve.shutdown()
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+    (line,) = (each.getMessage() for each in handler.records)
+    assert line.endswith('"GET /-/healthz?on HTTP/1.1" 200')

@@ -22,6 +22,7 @@ until a request comes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from functools import partial
 from http import HTTPStatus
@@ -140,6 +141,8 @@ class Guarded(_Uvicorns):
         self._max_bytes = others.limits.max_header_bytes
         self._unparsed = 0
         self.is_awaited = False
+        # uvicorn would make each line before its logger drops it.
+        self.access_log = self.access_log and self.access_logger.isEnabledFor(logging.INFO)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]

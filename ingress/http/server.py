@@ -45,7 +45,6 @@ class HTTPServer:
         from ingress.http.uvicorn_server import UvicornServer
 
         arguments = {
-            "access_log": logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
             **self._arguments,
             "interface": "asgi3",  # uvicorn looks for an `async def`, and the proxy's is none
             "lifespan": "off",  # the applications have lifespans of their own
