@@ -1,4 +1,4 @@
-"""`docs/process.md`: what the product does to its process, switched off."""
+"""`docs/effects.md`: what the product does to its process, switched off."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_each_effect_of_a_server_can_be_switched_off(tmp_path: Path) -> None:
 
 
 def test_every_switch_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "process.md").read_text()
+    page = (ROOT / "docs" / "effects.md").read_text()
     settings = (ROOT / "ingress" / "base" / "settings.py").read_text()
     found = {*re.findall(r"INGRESS_(?:FREEZE|RAISE|ADAPT|HANDLE|SET)_[A-Z_]+", settings)}
 
