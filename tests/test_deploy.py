@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from fastapi import FastAPI, Request
 
+import ingress as serve
 from ingress.base.settings import RUNTIME_DIR
 from ingress.cli.control_commands import stop
 from ingress.config_file.checking import checked
 from ingress.config_file.loading import ConfigFile
 from ingress.config_file.reading import parse
-from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, get, process
+from tests.fakes import bind
+from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, get, process, served
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
 
@@ -57,6 +61,42 @@ def test_the_supervisor_is_told_when_the_server_is_ready_and_when_it_stops(
             stop()
             assert systemd.recv(100) == b"STOPPING=1"
             assert server.wait() == 0
+
+
+app = FastAPI()
+
+
+@serve.deployment
+@serve.ingress(app)
+class Clients:
+    @app.get("/")
+    async def client(self, request: Request) -> list[str]:
+        assert request.client is not None
+        return [request.url.scheme, request.client.host]
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"),
+    [
+        (None, ["https", "9.9.9.9"]),
+        ("10.0.0.0/8", ["http", "127.0.0.1"]),
+        ("127.0.0.0/8, 9.9.9.9", ["https", "8.8.8.8"]),
+        ("*", ["https", "7.7.7.7"]),
+    ],
+)
+def test_the_client_is_the_last_address_that_is_not_trusted(
+    trusted: str | None, client: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    headers = {"x-forwarded-for": "7.7.7.7, 8.8.8.8, 9.9.9.9", "x-forwarded-proto": "https"}
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{served(bind(Clients))}/", headers=headers)
+    finally:
+        serve.shutdown()
+
+    assert answer.json() == client
 
 
 def test_the_manifest_has_the_file_and_time_for_the_drain() -> None:
