@@ -86,7 +86,7 @@ class ReplicaRuntime:
     The fields: the user's instance, the replica's ASGI app, the plan of each callable of that app,
     the user loop, the function that makes plans, the running batches, the limits that
     `set_max_batch_size` and similar methods set on this replica, the number of batches of each
-    function, and the models that `@multiplexed` methods loaded, and its
+    function, the queues of batches, and the models that `@multiplexed` methods loaded, and its
     place in the deployment, `None` on Ray.
     """
 
@@ -99,6 +99,7 @@ class ReplicaRuntime:
     batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
     batch_limits: dict[Any, Any] = field(default_factory=dict)
     batch_counts: dict[str, BatchCount] = field(default_factory=dict)
+    batch_queues: dict[Any, None] = field(default_factory=dict)
     models: Any = None
     place: Place | None = None
     public: ReplicaContext = field(init=False)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -33,13 +34,18 @@ from ingress.base.snapshot import (
     UserSeries,
     merged,
 )
+from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
-from tests.servers import ROOT, bind, get, wait_until
+from tests.servers import ROOT, bind, get, wait_until, write_module
 from tests.test_admin import admin_port, serving
 from tests.test_admin import folder as folder
 
 RAYS = json.loads((ROOT / "tests" / "ray_metrics.json").read_text())
-"""The metrics of a real Ray Serve 2.60.0: type, labels and buckets of each, without node labels."""
+"""The metrics of a real Ray Serve 2.60.0: type, labels and buckets of each, without node labels.
+
+That server had no batch and no model: their buckets, and `ray_serve_batch_queue_length`, are those
+of Ray's source, constants.py and batching.py.
+"""
 
 OF_RAYS_PARTS = {"actor_id", "handle"}
 WITHOUT = {"ray_serve_num_router_requests_total": {"route"}}
@@ -74,17 +80,20 @@ def everything(*, replicas: int = 1) -> Snapshot:
         errors={"/items/{id}": {"ValueError": 1}},
         stalls={"Model.block": latency(250.0)},
         thread_waits={"": latency(1.5), "db": latency(2.5)},
-        batches={"Model.predict": BatchCount(2, 7, latency(9.0, 10.0), latency(20.0, 30.0))},
-        model_loads=3,
-        model_unloads=1,
+        batches={"Model.predict": BatchCount(execution=latency(20.0, 30.0))},
+        model_gets=9,
+        model_times={"load": latency(5.0, 6.0, 7.0), "unload": latency(8.0)},
     )
+    for size in (3, 4):
+        counts.batches["Model.predict"].begin(size, size, 4, 9.0)
     counts.routes["/items/{id}"].errors = 1
     deployment = DeploymentSnapshot(
         "HEALTHY", "", "", replicas, 1, 10, 1, 2, 3, 4, 5, 6,
         [HTTPCount("/items/{id}", "GET", 200, latency(5.0)),
          HTTPCount("/items/{id}", "GET", 503, latency(6.0))],
         [ReplicaSnapshot(str(n), "server", 1, "RUNNING", 2, 100, 1, "", 0,
-                         {"db": LaneLoad(4, 1, 2)}, ["a", "b"], counts) for n in range(replicas)],
+                         {"db": LaneLoad(4, 1, 2)}, ["a", "b"], {"Model.predict": 5}, counts)
+         for n in range(replicas)],
     )  # fmt: skip
     application = ApplicationSnapshot("RUNNING", "", "/", 0.0, {"Model": deployment})
     return Snapshot(
@@ -121,10 +130,10 @@ def test_a_server_has_rays_names_with_its_counts(folder: Path) -> None:
     assert by_name["ray_serve_deployment_replica_starts_total"] == 2
 
 
-def test_a_batch_is_counted_with_the_time_it_waited_and_the_time_it_ran() -> None:
+def test_a_batch_is_counted_with_its_size_the_time_it_waited_and_the_time_it_ran() -> None:
     @serve.deployment
     class Batched:
-        @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.05)
+        @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.05, batch_size_fn=sum)
         async def double(self, numbers: list[int]) -> list[int]:
             return [2 * each for each in numbers]
 
@@ -141,11 +150,95 @@ def test_a_batch_is_counted_with_the_time_it_waited_and_the_time_it_ran() -> Non
     of_batch, execution = {**names, "function_name": "double"}, "ray_serve_batch_execution_time_ms"
     wait_until(lambda: value(counted(), f"{execution}_count", **of_batch) == 1)
     found = counted()
+    [replica] = local_engine().routers[DeploymentID("Batched", "default")].replicas
+    assert not replica.context.batch_queues  # an empty queue is dropped
     serve.shutdown()
 
+    assert value(found, "ingress_batched_calls_total", **of_batch) == 1
+    assert value(found, "ray_serve_actual_batch_size_sum", **of_batch) == 4
+    assert value(found, "ray_serve_batch_utilization_percent_sum", **of_batch) == 50
     assert value(found, "ray_serve_batch_wait_time_ms_count", **of_batch) == 1
     assert value(found, "ray_serve_batch_wait_time_ms_sum", **of_batch) >= 45
     assert value(found, f"{execution}_sum", **of_batch) < 20_000
+
+
+BATCHES_AND_MODELS = """
+import asyncio
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+class Model:
+    def __init__(self):
+        self.gate = asyncio.Event()
+
+    @serve.batch(max_batch_size=4, batch_wait_timeout_s=0)
+    async def held(self, numbers: list[int]):
+        await self.gate.wait()
+        return numbers
+
+    @app.get("/held")
+    async def of_batch(self):
+        return await self.held(1)
+
+    @app.get("/open")
+    async def open(self):
+        self.gate.set()
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def load(self, model_id: str):
+        return model_id
+
+    @app.get("/models/{name}")
+    async def of_model(self, name: str):
+        return await self.load(name)
+
+here = serve.deployment(serve.ingress(app)(Model)).bind()
+far = serve.deployment(isolation="process")(serve.ingress(app)(Model)).bind()
+"""
+
+
+@pytest.mark.parametrize("app", ["here", "far"])
+def test_batches_and_models_have_rays_sizes_queues_and_times(tmp_path: Path, app: str) -> None:
+    write_module(tmp_path, "app", BATCHES_AND_MODELS)
+    replica = {"application": "default", "deployment": "Model", "replica": "0"}
+    batch, prefix = {**replica, "function_name": "held"}, "ray_serve_multiplexed"
+    with serving(tmp_path, "--admin", "127.0.0.1:0", app=app) as server:
+        port = admin_port(server)
+
+        def shows(name: str, number: float, **labels: str) -> bool:
+            key = name, tuple(sorted(labels.items()))
+            return samples(get(port, "/metrics").body.decode()).get(key) == number
+
+        def wait_for(name: str, number: float, **labels: str) -> None:
+            wait_until(lambda: shows(name, number, **labels))
+
+        with ThreadPoolExecutor(4) as threads:
+            answers = [threads.submit(get, server.port, "/held")]
+            wait_for("ray_serve_batches_processed_total", 1, **batch)
+            answers += [threads.submit(get, server.port, "/held") for _ in range(3)]
+            wait_for("ray_serve_batch_queue_length", 3, **batch)
+            assert get(server.port, "/open").status == 200
+            assert [each.result().body for each in answers] == [b"1"] * 4
+        for name in ("a", "a", "b"):
+            assert get(server.port, f"/models/{name}").body == b'"%s"' % name.encode()
+
+        wait_for("ray_serve_batch_queue_length", 0, **batch)
+        wait_for("ray_serve_actual_batch_size_sum", 4, **batch)
+        wait_for(f"{prefix}_model_unload_latency_ms_count", 1, **replica)
+        wait_for("ray_serve_registered_multiplexed_model_id", 1, **replica, model_id="b")
+        found = samples(get(port, "/metrics").body.decode())
+
+    assert value(found, "ray_serve_actual_batch_size_bucket", **batch, le="1.0") == 1
+    assert value(found, "ray_serve_actual_batch_size_bucket", **batch, le="4.0") == 2
+    assert value(found, "ray_serve_batch_utilization_percent_sum", **batch) == 25 + 75
+    assert value(found, "ray_serve_batch_utilization_percent_bucket", **batch, le="30.0") == 1
+    assert value(found, f"{prefix}_get_model_requests_counter_total", **replica) == 3
+    assert value(found, f"{prefix}_models_load_counter_total", **replica) == 2
+    assert value(found, f"{prefix}_models_unload_counter_total", **replica) == 1
+    assert value(found, f"{prefix}_model_load_latency_ms_count", **replica) == 2
+    assert not any(dict(labels).get("model_id") == "a" for _, labels in found)
 
 
 def test_each_metric_is_shown_with_the_type_and_the_labels_of_the_table() -> None:
@@ -160,16 +253,22 @@ def test_each_metric_is_shown_with_the_type_and_the_labels_of_the_table() -> Non
     assert not shown
 
 
+def buckets_of(found: Samples, name: str) -> list[str]:
+    """Return the bounds of a histogram, in order, each once."""
+    labels = [dict(each) for shown, each in found if shown == f"{name}_bucket"]
+    return list(dict.fromkeys(each["le"] for each in labels))
+
+
 def test_rays_metrics_have_rays_types_labels_and_buckets() -> None:
+    shown = samples(exposition(everything()).decode())
     for each in FAMILIES:
         if each.is_rays:
             rays = RAYS[each.name]
             assert rays["type"] == each.kind, each.name
             absent = OF_RAYS_PARTS | WITHOUT.get(each.name, set())
             assert {*rays["labels"]} - absent == {*each.labels}, each.name
-            if "buckets" in rays:  # not those of batches, of which that server had none
-                bounds = [str(bound) for bound in LATENCY_BUCKETS_MS]
-                assert rays["buckets"] == [*bounds, "+Inf"]
+            if each.kind == HISTOGRAM:
+                assert rays["buckets"] == buckets_of(shown, each.name), each.name
 
 
 def test_open_metrics_says_the_same() -> None:
@@ -206,6 +305,30 @@ def test_replicas_of_one_number_in_several_workers_are_summed() -> None:
     assert value(found, f"{times}_count", **names, route="/items/{id}") == 9
     assert value(found, f"{times}_bucket", **names, route="/items/{id}", le="1.0") == 3
     assert value(found, "ray_serve_deployment_replica_starts_total", **names) == 3
+
+
+def test_functions_of_one_name_in_two_classes_are_one_series() -> None:
+    snapshot = everything()
+    [replica] = snapshot.applications['a "b" \\c'].deployments["Model"].replicas
+    replica.counts.batches["Other.predict"] = replica.counts.batches["Model.predict"].copy()
+    text = exposition(snapshot)
+
+    assert len(labels_of(text)) == len({*labels_of(text)})
+    names = {"application": 'a "b" \\c', "deployment": "Model", "replica": "0"}
+    of_batch = {**names, "function_name": "predict"}
+    assert value(samples(text.decode()), "ray_serve_batches_processed_total", **of_batch) == 4
+
+
+def test_at_most_100_models_of_a_replica_are_shown() -> None:
+    snapshot = everything()
+    [replica] = snapshot.applications['a "b" \\c'].deployments["Model"].replicas
+    replica.models = [f"model{number}" for number in range(150)]
+    found = samples(exposition(snapshot).decode())
+
+    shown = [name for name, _ in found if name == "ray_serve_registered_multiplexed_model_id"]
+    assert len(shown) == 100
+    names = {"application": 'a "b" \\c', "deployment": "Model", "replica": "0"}
+    assert value(found, "ray_serve_num_multiplexed_models", **names) == 150
 
 
 def labels_of(text: bytes) -> list[str]:

@@ -6,13 +6,22 @@ times of 1,000 replicas; `tests/test_metrics.py` reads it with that library's pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import isfinite
 
 from ingress.admin import families as f
 from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM, Family
-from ingress.base.counters import LATENCY_BUCKETS_MS, Latency
+from ingress.base.counters import (
+    BATCH_SIZE_BUCKETS,
+    LATENCY_BUCKETS_MS,
+    LOAD,
+    UNLOAD,
+    UTILIZATION_BUCKETS,
+    BatchCount,
+    Distribution,
+    Latency,
+)
 from ingress.base.snapshot import (
     ApplicationSnapshot,
     DeploymentSnapshot,
@@ -35,6 +44,8 @@ _DEPLOYMENT_STATUS = (
     "DEPLOY_FAILED", "UNHEALTHY", "UPDATING", "UPSCALING", "DOWNSCALING", "HEALTHY",
 )  # fmt: skip
 _RUNS = ("RUNNING", "STARTING", "STOPPING")
+_MOST_MODELS = 100  # clients choose the ids of models
+_MOST_OF_ID = 200
 
 
 def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
@@ -80,6 +91,12 @@ class _Lines:
         text = _histogram(family.name, labels, _LATENCY, latency.buckets, latency.total_ms)
         self._lines[family.name].append(text)
 
+    def add_distribution(
+        self, family: Family, labels: str, template: str, of: Distribution
+    ) -> None:
+        text = _histogram(family.name, labels, template, of.buckets, of.total)
+        self._lines[family.name].append(text)
+
     def text(self, *, is_open_metrics: bool) -> Iterator[str]:
         for family in FAMILIES:
             lines = self._lines[family.name]
@@ -115,6 +132,7 @@ def _template(bounds: Sequence[float]) -> str:
 
 
 _LATENCY = _template(LATENCY_BUCKETS_MS)
+_SIZE, _UTILIZATION = _template(BATCH_SIZE_BUCKETS), _template(UTILIZATION_BUCKETS)
 
 
 def _labels(**labels: str) -> str:
@@ -192,16 +210,34 @@ def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:
         lines.add_latency(f.STALLS, _and(labels, method=method), latency)
     for lane, latency in counts.thread_waits.items():
         lines.add_latency(f.THREAD_WAIT, _and(labels, lane=lane), latency)
-    for function, batch in counts.batches.items():
-        # As in Ray: the name without that of its class.
-        with_function = _and(labels, function_name=function.rpartition(".")[2])
+    _add_batches(lines, labels, counts.batches)
+    if counts.model_gets:
+        loads = counts.model_times.get(LOAD, Latency())
+        unloads = counts.model_times.get(UNLOAD, Latency())
+        lines.add(f.MODEL_GETS, labels, counts.model_gets)
+        lines.add(f.MODEL_LOADS, labels, loads.count)
+        lines.add(f.MODEL_UNLOADS, labels, unloads.count)
+        lines.add_latency(f.MODEL_LOAD_TIME, labels, loads)
+        lines.add_latency(f.MODEL_UNLOAD_TIME, labels, unloads)
+
+
+def _add_batches(lines: _Lines, labels: str, batches: Mapping[str, BatchCount]) -> None:
+    # As in Ray: the name without that of its class. Two classes may have one of that name.
+    summed: dict[str, BatchCount] = {}
+    for function, batch in batches.items():
+        summed.setdefault(_short(function), BatchCount()).merge(batch)
+    for name, batch in summed.items():
+        with_function = _and(labels, function_name=name)
         lines.add(f.BATCHES, with_function, batch.batches)
         lines.add(f.BATCHED_CALLS, with_function, batch.calls)
         lines.add_latency(f.BATCH_WAIT, with_function, batch.wait)
         lines.add_latency(f.BATCH_EXECUTION, with_function, batch.execution)
-    if counts.model_loads:
-        lines.add(f.MODEL_LOADS, labels, counts.model_loads)
-        lines.add(f.MODEL_UNLOADS, labels, counts.model_unloads)
+        lines.add_distribution(f.BATCH_SIZE, with_function, _SIZE, batch.sizes)
+        lines.add_distribution(f.BATCH_UTILIZATION, with_function, _UTILIZATION, batch.utilizations)
+
+
+def _short(function: str) -> str:
+    return function.rpartition(".")[2]
 
 
 def _and(labels: str, **more: str) -> str:
@@ -225,6 +261,11 @@ def _add_gauges(
         lines.add(f.HEALTHY, labels, int(not any(each.unhealthy_reason for each in ones)))
         if any(each.models for each in ones):
             lines.add(f.MODELS, labels, sum(len(each.models) for each in ones))
+            models = {encodable(model)[:_MOST_OF_ID] for each in ones for model in each.models}
+            for model in sorted(models)[:_MOST_MODELS]:
+                lines.add(f.MODEL_IDS, _and(labels, model_id=model), 1)
+        for function, waiting in _queues(ones).items():
+            lines.add(f.BATCH_QUEUE, _and(labels, function_name=function), waiting)
         for lane in ones[0].lanes:
             loads = [each.lanes[lane] for each in ones if lane in each.lanes]
             with_lane = _and(labels, lane=lane)
@@ -233,6 +274,15 @@ def _add_gauges(
             lines.add(f.LANE_CALLS, ongoing, sum(each.ongoing for each in loads))
             queued = _and(with_lane, state="queued")
             lines.add(f.LANE_CALLS, queued, sum(each.queued for each in loads))
+
+
+def _queues(ones: Sequence[ReplicaSnapshot]) -> dict[str, int]:
+    """Return the calls that wait for their batch; 0 for a function that has had one."""
+    found = {_short(function): 0 for each in ones for function in each.counts.batches}
+    for each in ones:
+        for function, waiting in each.batch_queues.items():
+            found[_short(function)] = found.get(_short(function), 0) + waiting
+    return found
 
 
 def _name_of(metric: UserMetric) -> str:

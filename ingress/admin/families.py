@@ -117,11 +117,41 @@ BATCH_EXECUTION = Family(
     (*_REPLICA, "function_name"),
     "Time that a batch took, in ms.",
 )
+BATCH_SIZE = Family(
+    "ray_serve_actual_batch_size",
+    HISTOGRAM,
+    (*_REPLICA, "function_name"),
+    "Size of a batch when it begins: its calls, or what batch_size_fn says.",
+)
+BATCH_UTILIZATION = Family(
+    "ray_serve_batch_utilization_percent",
+    HISTOGRAM,
+    (*_REPLICA, "function_name"),
+    "The same, in percent of max_batch_size.",
+)
+BATCH_QUEUE = Family(
+    "ray_serve_batch_queue_length",
+    GAUGE,
+    (*_REPLICA, "function_name"),
+    "Calls whose batch has not begun.",
+)
 MODELS = Family(
     "ray_serve_num_multiplexed_models",
     GAUGE,
     _REPLICA,
     "Models it has or is loading.",
+)
+MODEL_IDS = Family(
+    "ray_serve_registered_multiplexed_model_id",
+    GAUGE,
+    (*_REPLICA, "model_id"),
+    "1 for each model it has or is loading, at most 100 of them.",
+)
+MODEL_GETS = Family(
+    "ray_serve_multiplexed_get_model_requests_counter_total",
+    COUNTER,
+    _REPLICA,
+    "Times that code asked for a model, which was there or had to be loaded.",
 )
 MODEL_LOADS = Family(
     "ray_serve_multiplexed_models_load_counter_total", COUNTER, _REPLICA, "Models loaded."
@@ -131,6 +161,18 @@ MODEL_UNLOADS = Family(
     COUNTER,
     _REPLICA,
     "Models that were unloaded.",
+)
+MODEL_LOAD_TIME = Family(
+    "ray_serve_multiplexed_model_load_latency_ms",
+    HISTOGRAM,
+    _REPLICA,
+    "Time that the load of a model took, in ms, without failed loads.",
+)
+MODEL_UNLOAD_TIME = Family(
+    "ray_serve_multiplexed_model_unload_latency_ms",
+    HISTOGRAM,
+    _REPLICA,
+    "Time that the unloading of a model took, in ms.",
 )
 APPLICATION_STATUS = Family(
     "ray_serve_application_status",

@@ -15,6 +15,11 @@ LATENCY_BUCKETS_MS = (
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 300.0, 400.0, 500.0, 1000.0, 2000.0, 5000.0,
     10_000.0, 60_000.0, 120_000.0, 300_000.0, 600_000.0,
 )  # fmt: skip
+# Those of its batches.
+BATCH_SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+UTILIZATION_BUCKETS = (
+    5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 100.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +60,55 @@ class Latency:
 
 
 @dataclass(slots=True)
+class Distribution:
+    """The sum of some values, and their numbers by upper bound; the last has no bound."""
+
+    buckets: list[int]
+    total: float = 0.0
+
+    def add(self, bounds: tuple[float, ...], value: float) -> None:
+        self.total += value
+        self.buckets[bisect_left(bounds, value)] += 1
+
+    def merge(self, other: Distribution) -> None:
+        self.total += other.total
+        self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
+
+    def copy(self) -> Distribution:
+        return Distribution(list(self.buckets), self.total)
+
+
+def _sizes() -> Distribution:
+    return Distribution([0] * (len(BATCH_SIZE_BUCKETS) + 1))
+
+
+def _utilizations() -> Distribution:
+    return Distribution([0] * (len(UTILIZATION_BUCKETS) + 1))
+
+
+@dataclass(slots=True)
 class BatchCount:
     """The batches of one function of a replica that were run, and the calls in them.
 
     `wait` has the times from the first call of a batch until it was complete or its time was over,
-    `execution` those that the function took.
+    `execution` those that the function took. `sizes` are as `batch_size_fn` measures them,
+    `utilizations` the percentage of `max_batch_size`.
     """
 
     batches: int = 0
     calls: int = 0
     wait: Latency = field(default_factory=Latency)
     execution: Latency = field(default_factory=Latency)
+    sizes: Distribution = field(default_factory=_sizes)
+    utilizations: Distribution = field(default_factory=_utilizations)
+
+    def begin(self, calls: int, size: float, limit: int, wait_ms: float) -> None:
+        """Count a batch that begins. `limit` is its `max_batch_size`."""
+        self.batches += 1
+        self.calls += calls
+        self.wait.add(wait_ms)
+        self.sizes.add(BATCH_SIZE_BUCKETS, size)
+        self.utilizations.add(UTILIZATION_BUCKETS, 100.0 * size / limit)
 
     def merge(self, other: BatchCount) -> None:
         """Add the batches of another replica, or of another process."""
@@ -73,12 +116,22 @@ class BatchCount:
         self.calls += other.calls
         self.wait.merge(other.wait)
         self.execution.merge(other.execution)
+        self.sizes.merge(other.sizes)
+        self.utilizations.merge(other.utilizations)
 
     def copy(self) -> BatchCount:
         """Return a copy, which the owner of this does not write. Thread-safe."""
-        return BatchCount(self.batches, self.calls, self.wait.copy(), self.execution.copy())
+        return BatchCount(
+            self.batches,
+            self.calls,
+            self.wait.copy(),
+            self.execution.copy(),
+            self.sizes.copy(),
+            self.utilizations.copy(),
+        )
 
 
+LOAD, UNLOAD = "load", "unload"  # of a model
 METHODS = frozenset(
     ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE", "WS")
 )

@@ -29,6 +29,8 @@ class ReplicaCounts:
     stalls         durations of its event loop's stalls, by method
     thread_waits   times that `def` calls waited for a worker thread, by lane; "" for no lane
     batches        batches and the calls in them, by function
+    model_gets     times that code asked for a model
+    model_times    times of models, by LOAD and UNLOAD
     """
 
     starts: int = 1
@@ -37,8 +39,8 @@ class ReplicaCounts:
     stalls: dict[str, Latency] = field(default_factory=dict)
     thread_waits: dict[str, Latency] = field(default_factory=dict)
     batches: dict[str, BatchCount] = field(default_factory=dict)
-    model_loads: int = 0
-    model_unloads: int = 0
+    model_gets: int = 0
+    model_times: dict[str, Latency] = field(default_factory=dict)
 
     def add(self, other: ReplicaCounts) -> None:
         """Add the counters of another replica, or of the same one in another process."""
@@ -47,6 +49,7 @@ class ReplicaCounts:
             (self.routes, other.routes),
             (self.stalls, other.stalls),
             (self.thread_waits, other.thread_waits),
+            (self.model_times, other.model_times),
         ):
             add_latencies(mine, theirs)
         for route, types in other.errors.items():
@@ -55,15 +58,15 @@ class ReplicaCounts:
                 counts[name] = counts.get(name, 0) + count
         for function, batch in other.batches.items():
             self.batches.setdefault(function, BatchCount()).merge(batch)
-        self.model_loads += other.model_loads
-        self.model_unloads += other.model_unloads
+        self.model_gets += other.model_gets
 
 
 @dataclass(slots=True)
 class ReplicaSnapshot:
     """One replica. `process` is the name of the server process that it belongs to.
 
-    `pid` is the process that its user code runs in.
+    `pid` is the process that its user code runs in, `batch_queues` has the calls that wait for
+    their batch, by function.
     """
 
     replica_id: str
@@ -77,6 +80,7 @@ class ReplicaSnapshot:
     failed_health_checks: int
     lanes: dict[str, LaneLoad]
     models: list[str]
+    batch_queues: dict[str, int]
     counts: ReplicaCounts
 
 

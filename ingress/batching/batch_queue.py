@@ -78,9 +78,9 @@ class BatchQueue:
     """
 
     __slots__ = (
-        "_context", "_forming", "_forming_limits", "_forming_since", "_handler", "_instance",
-        "_limits", "_on_idle", "_own_pool", "_plan", "_replica", "_runs", "_timer", "_waiting",
-        "loop",
+        "_context", "_forming", "_forming_limits", "_forming_since", "_forming_size", "_handler",
+        "_instance", "_limits", "_on_idle", "_own_pool", "_plan", "_replica", "_runs", "_timer",
+        "_waiting", "loop",
     )  # fmt: skip
 
     def __init__(
@@ -101,7 +101,7 @@ class BatchQueue:
         self._waiting: deque[Item] = deque()
         self._forming: list[Item] = []
         self._forming_limits = limits()
-        self._forming_since = 0.0
+        self._forming_since = self._forming_size = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._runs: dict[asyncio.Task[None], tuple[Call, list[Item]]] = {}
         # An empty one: the variables of the request that comes first must not reach the others.
@@ -109,6 +109,7 @@ class BatchQueue:
         self._own_pool: WorkerPool | None = None
         if replica is not None:
             self._context.run(REPLICA.set, replica)
+            replica.batch_queues[self] = None
         if replica is not None and replica.make_plan is not None and replica.loop is loop:
             self._plan = replica.make_plan(handler.func, Role.BATCH)
         else:  # outside of a replica, or on a loop that user code has made
@@ -117,6 +118,20 @@ class BatchQueue:
             self._plan = execution.plan(
                 handler.func, Role.BATCH, sync_in_threadpool=True, pool=pool
             )
+
+    @property
+    def name(self) -> str:
+        return self._handler.name
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of calls whose batch has not begun. Thread-safe."""
+        return len(self._waiting) + len(self._forming)
+
+    def forget(self) -> None:
+        """Remove it from its replica: it is empty, or its loop is closed."""
+        if self._replica is not None:
+            self._replica.batch_queues.pop(self, None)
 
     def submit(self, item: Item) -> None:
         self._waiting.append(item)
@@ -159,6 +174,7 @@ class BatchQueue:
         if not (self._waiting or self._forming or self._runs):
             if self._own_pool is not None:
                 self._own_pool.shutdown()
+            self.forget()
             self._on_idle(self)
 
     def _fill(self) -> bool:
@@ -210,6 +226,7 @@ class BatchQueue:
                 item.settle(error=RuntimeError(TOO_LARGE))
                 return False
         self._forming.append(item)
+        self._forming_size = size
         return size >= limit
 
     def _due(self) -> None:
@@ -251,9 +268,10 @@ class BatchQueue:
         if replica is not None:
             replica.batches[task] = batch
             counts = replica.batch_counts.setdefault(self._handler.name, BatchCount())
-            counts.batches += 1
-            counts.calls += len(items)
-            counts.wait.add((batch.started_at - self._forming_since) * 1e3)
+            # A caller that left counts in the size of a `batch_size_fn`, which is not asked again.
+            size = len(items) if self._handler.batch_size_fn is None else self._forming_size
+            limit, since = self._forming_limits.max_batch_size, self._forming_since
+            counts.begin(len(items), size, limit, (batch.started_at - since) * 1e3)
         task.add_done_callback(self._ended, context=self._context)
 
     async def _run(self, items: list[Item], batch: Call) -> None:

@@ -313,6 +313,7 @@ class Batcher:
             queue = self._queues.get(key)
             if queue is not None and queue.loop.is_closed():
                 self._queues.pop(key, None)
+                queue.forget()
 
     def warn_of_capacity(self, deployment: str, max_ongoing: int) -> None:
         size, concurrent = self._limits.max_batch_size, self._handler.max_concurrent_batches

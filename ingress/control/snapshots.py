@@ -83,6 +83,7 @@ def _replica_snapshot(member: Member, process: str) -> ReplicaSnapshot:
         member.failed_checks,
         replica.pools.loads(),
         sorted(replica.model_ids),
+        replica.batch_queues,
         replica.counts(),
     )
 

@@ -57,7 +57,7 @@ class Host:
         self._calls: dict[int, HostedCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: frozenset[str] = frozenset()
-        self._news = dumps(({}, {}, (0, 0), {}, {}, [], []))  # the last that the parent knows
+        self._news = dumps(({}, {}, {}, 0, {}, {}, {}, [], []))  # the last that the parent knows
         self._last_stall: Stall | None = None
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
@@ -85,7 +85,13 @@ class Host:
         self.replica.loop.call_later(BEAT_S, self.beat)  # first: the news may raise
         self._tell_news()
 
+    def _tell_models(self) -> None:
+        if self.replica.model_ids != self._models:
+            self._models = self.replica.model_ids
+            self.frames.post(Kind.MODELS, 0, dumps(self._models))
+
     def _tell_news(self) -> None:
+        self._tell_models()
         stalls = [each for each in WATCHDOG.stalls() if each.is_over]
         new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
         replica = self.replica
@@ -94,7 +100,7 @@ class Host:
         counts = (
             copied(replica.stalls),
             {each: replace(batches[each]) for each in list(batches)},
-            *(replica.model_counts, *pools),
+            *(replica.batch_queues, replica.model_gets, replica.model_times, *pools),
             series.collected(),
         )
         news = dumps((*counts, new))
@@ -192,9 +198,8 @@ class Host:
     def _end(self, call: HostedCall, value: Any, error: BaseException | None) -> None:
         del self._calls[call.number]
         call.close()  # tasks of other calls may wait for room: those that broadcast
-        if call.metadata.multiplexed_model_id and self.replica.model_ids != self._models:
-            self._models = self.replica.model_ids
-            self.frames.post(Kind.MODELS, 0, dumps(self._models))
+        if call.metadata.multiplexed_model_id:
+            self._tell_models()
         if error is None:
             try:
                 self.frames.post(*call.last_frame(value))

@@ -107,7 +107,9 @@ class News(NamedTuple):
 
     stalls: dict[str, Latency]
     batches: dict[str, BatchCount]
-    models: tuple[int, int]
+    batch_queues: dict[str, int]
+    model_gets: int
+    model_times: dict[str, Latency]
     lanes: dict[str, LaneLoad]
     thread_waits: dict[str, Latency]
     metrics: list[UserMetric]

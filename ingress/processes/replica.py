@@ -15,6 +15,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, ClassVar
 
+from ingress.base.counters import Latency
 from ingress.calls.call import Call
 from ingress.calls.loops import mailbox_of, start_on
 from ingress.calls.retries import NotBegunError
@@ -50,7 +51,7 @@ class ProcessReplica(Replica):
     The loop that it borrows is that of its frames, at best the one that requests arrive on.
     """
 
-    __slots__ = ("_code", "_model_counts", "_prepare")
+    __slots__ = ("_code", "_news", "_prepare")
     made_there: ClassVar[type[Replica]] = Replica
     """The class of the replica in the child."""
 
@@ -80,7 +81,7 @@ class ProcessReplica(Replica):
             sync_in_threadpool=options["sync_in_threadpool"],
             stall_threshold_s=stall_threshold_s,
         )
-        self._model_counts = 0, 0
+        self._news: News | None = None
         self._code.link.on_news = self._take_news
         self._code.link.on_lost = on_lost
         self._code.link.module = built.deployment.func_or_class.__module__
@@ -92,8 +93,16 @@ class ProcessReplica(Replica):
         return self._code.link.model_ids
 
     @property
-    def model_counts(self) -> tuple[int, int]:
-        return self._model_counts
+    def model_gets(self) -> int:
+        return 0 if self._news is None else self._news.model_gets
+
+    @property
+    def model_times(self) -> dict[str, Latency]:
+        return {} if self._news is None else self._news.model_times
+
+    @property
+    def batch_queues(self) -> dict[str, int]:
+        return {} if self._news is None else self._news.batch_queues
 
     @property
     def pid(self) -> int:
@@ -148,7 +157,7 @@ class ProcessReplica(Replica):
         """Take the counters of the child."""
         self.stalls.update(news.stalls)
         self.context.batch_counts.update(news.batches)
-        self._model_counts = news.models
+        self._news = news
         self.pools.told = news.lanes, news.thread_waits
         series.take(series.source_of(self.context, self.pid), news.metrics)
         WATCHDOG.note(news.new_stalls)

@@ -16,8 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine
 from contextvars import Context, copy_context
 from itertools import islice
+from time import monotonic
 from typing import Any
 
+from ingress.base.counters import LOAD, UNLOAD, Latency
 from ingress.base.types import RequestMetadata
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, current_users, end_wait
 from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
@@ -36,12 +38,13 @@ class Models:
     """All models of one replica. Owned by its user loop; any thread reads `ids` and the counts.
 
     `running` has the calls that the replica runs. `in_use` has the calls that got a model, and the
-    calls in which a model is loaded, until they end. `loads` and `unloads` count models.
+    calls in which a model is loaded, until they end. `gets` counts requests for a model, `times`
+    has the times of its loads and unloads.
     """
 
     __slots__ = (
-        "_caches", "_running", "_tasks", "ids", "in_use", "is_stopped", "loads", "loop",
-        "make_plan", "replica", "unloads",
+        "_caches", "_running", "_tasks", "gets", "ids", "in_use", "is_stopped", "loop",
+        "make_plan", "replica", "times",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +56,8 @@ class Models:
     ) -> None:
         self.loop, self.replica, self.make_plan = loop, replica, make_plan
         self.ids: frozenset[str] = frozenset()
-        self.loads = self.unloads = 0
+        self.gets = 0
+        self.times: dict[str, Latency] = {}
         self.in_use: dict[Call, set[_Model]] = {}
         self.is_stopped, self._running = False, running
         self._caches: dict[tuple[Any, ...], _Cache] = {}
@@ -70,6 +74,7 @@ class Models:
         return await run_on(self.loop, self._get(func, owner, model_id, limit))
 
     async def _get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
+        self.gets += 1
         # The cache holds the owner, so that no other object ever has its `id`.
         key = (func, *map(id, owner))
         cache = self._caches.get(key)
@@ -91,6 +96,10 @@ class Models:
         for model in self.in_use.pop(call, ()):
             model.users.discard(call)
             model.cache.make_room()
+
+    def note_time(self, kind: str, since: float) -> None:
+        """Count a load or unload of a model that began at `since`."""
+        self.times.setdefault(kind, Latency()).add((monotonic() - since) * 1e3)
 
     def publish(self) -> None:
         """Show the router the ids of the current models."""
@@ -325,9 +334,10 @@ class _Cache:
             await self._wait_for_room(model)
             if model.has_ended.is_set():
                 return
+            begin = monotonic()
             with trace_load(model.id):
                 value = await self._plan.run(*self._owner, model.id)
-            self._replica.loads += 1
+            self._replica.note_time(LOAD, begin)
         except Exception as error:
             logger.exception("Failed to load model %.200r with %s", model.id, self._plan.name)
             model.end(error=error)
@@ -427,9 +437,14 @@ class _Cache:
     async def _unload(self, model: _Model) -> None:
         """Run a model's `__del__`, once."""
         value, model.value = model.value, None
-        self._replica.unloads += 1
-        if not hasattr(type(value), "__del__"):
-            return
+        begin = monotonic()
+        try:
+            if hasattr(type(value), "__del__"):
+                await self._run_del(model, value)
+        finally:
+            self._replica.note_time(UNLOAD, begin)
+
+    async def _run_del(self, model: _Model, value: Any) -> None:
         try:
             await self._replica.make_plan(value.__del__, Role.UNLOAD).run()
         except Exception:

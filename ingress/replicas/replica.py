@@ -190,9 +190,22 @@ class Replica:
         return self._models.ids
 
     @property
-    def model_counts(self) -> tuple[int, int]:
-        """The numbers of models that were loaded and unloaded so far. Thread-safe."""
-        return self._models.loads, self._models.unloads
+    def model_gets(self) -> int:
+        """The number of times that its code asked for a model. Thread-safe."""
+        return self._models.gets
+
+    @property
+    def model_times(self) -> dict[str, Latency]:
+        """The times of loads and unloads of models. Thread-safe."""
+        return copied(self._models.times)
+
+    @property
+    def batch_queues(self) -> dict[str, int]:
+        """The numbers of calls that wait for their batch, by function. Thread-safe."""
+        found: dict[str, int] = {}
+        for each in list(self.context.batch_queues):
+            found[each.name] = found.get(each.name, 0) + each.num_waiting
+        return found
 
     async def start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
@@ -474,7 +487,6 @@ class Replica:
 
     def counts(self) -> ReplicaCounts:
         """Return a copy of the counters. Thread-safe."""
-        loads, unloads = self.model_counts
         counts = ReplicaCounts(
             routes=copied(self.latencies),
             stalls=copied(self.stalls),
@@ -483,8 +495,8 @@ class Replica:
                 each: self.context.batch_counts[each].copy()
                 for each in list(self.context.batch_counts)
             },
-            model_loads=loads,
-            model_unloads=unloads,
+            model_gets=self.model_gets,
+            model_times=self.model_times,
         )
         for key in list(self.errors):
             counts.errors.setdefault(key[0], {})[key[1]] = self.errors[key]

@@ -21,6 +21,7 @@ from typing import Any
 
 from ray.serve import metrics
 
+from ingress.base.counters import LOAD, UNLOAD
 from ingress.replicas.replica import Replica
 
 logger = logging.getLogger("ingress")
@@ -57,11 +58,12 @@ class ReplicaMetrics:
         for function, count in dict(replica.context.batch_counts).items():
             self._count("serve_batches_processed", count.batches, function=function)
             self._count("serve_batched_calls", count.calls, function=function)
-        loads, unloads = replica.model_counts
-        if loads:
+        times = replica.model_times
+        if LOAD in times:
             self._set("serve_num_multiplexed_models", len(replica.model_ids), {})
-            self._count("serve_multiplexed_models_load_counter", loads)
-            self._count("serve_multiplexed_models_unload_counter", unloads)
+            self._count("serve_multiplexed_models_load_counter", times[LOAD].count)
+            if UNLOAD in times:
+                self._count("serve_multiplexed_models_unload_counter", times[UNLOAD].count)
         for lane, load in replica.pools.loads().items():
             self._set("serve_lane_calls", load.ongoing, {"lane": lane, "state": "ongoing"})
             self._set("serve_lane_calls", load.queued, {"lane": lane, "state": "queued"})
