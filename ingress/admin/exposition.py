@@ -20,6 +20,7 @@ from ingress.base.counters import (
     UTILIZATION_BUCKETS,
     BatchCount,
     Distribution,
+    Exemplar,
     Latency,
 )
 from ingress.base.snapshot import (
@@ -50,7 +51,7 @@ _MOST_OF_ID = 200
 
 def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
     """Return the text of all metrics of a snapshot, in UTF-8."""
-    lines = _Lines()
+    lines = _Lines(is_open_metrics=is_open_metrics)
     for name, application in snapshot.applications.items():
         _add_application(lines, name, application)
     _add_http(lines, "", snapshot.unrouted)
@@ -62,7 +63,7 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
         lines.add(f.GIL_WAIT, labels, process.gil_wait_s)
     lines.add(f.WORKERS, _labels(state="ready"), len(snapshot.workers))
     lines.add(f.WORKERS, _labels(state="silent"), len(snapshot.silent))
-    text = list(lines.text(is_open_metrics=is_open_metrics))
+    text = list(lines.text())
     shown: set[str] = set()
     for metric in snapshot.metrics:
         # A process refuses a second metric with such a name, but two processes may have them.
@@ -76,9 +77,10 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
 
 
 class _Lines:
-    """The samples of all families, as lines."""
+    """The samples of all families, as lines. Only OpenMetrics has exemplars."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open_metrics: bool) -> None:
+        self._is_open_metrics = is_open_metrics
         self._lines: dict[str, list[str]] = {each.name: [] for each in FAMILIES}
 
     def has(self, name: str) -> bool:
@@ -89,6 +91,8 @@ class _Lines:
 
     def add_latency(self, family: Family, labels: str, latency: Latency) -> None:
         text = _histogram(family.name, labels, _LATENCY, latency.buckets, latency.total_ms)
+        if self._is_open_metrics and latency.exemplars is not None:
+            text = _with_exemplars(text, latency.exemplars)
         self._lines[family.name].append(text)
 
     def add_distribution(
@@ -97,11 +101,11 @@ class _Lines:
         text = _histogram(family.name, labels, template, of.buckets, of.total)
         self._lines[family.name].append(text)
 
-    def text(self, *, is_open_metrics: bool) -> Iterator[str]:
+    def text(self) -> Iterator[str]:
         for family in FAMILIES:
             lines = self._lines[family.name]
             if lines:
-                yield _head(family.name, family.kind, family.description, is_open_metrics)
+                yield _head(family.name, family.kind, family.description, self._is_open_metrics)
                 yield from lines
 
 
@@ -120,6 +124,15 @@ def _histogram(name: str, labels: str, template: str, buckets: Sequence[int], to
     begin = f"{name}_bucket{{{labels}{comma}".replace("%", "%%")
     lines = template.replace(_BEGIN, begin) % tuple(accumulate(buckets))
     return f"{lines}{name}_sum{{{labels}}} {total}\n{name}_count{{{labels}}} {sum(buckets)}\n"
+
+
+def _with_exemplars(histogram: str, exemplars: Sequence[Exemplar | None]) -> str:
+    """Return the lines of a histogram, those of its buckets with their exemplars."""
+    lines = histogram.split("\n")  # a label may have other line ends
+    for number, each in enumerate(exemplars):
+        if each is not None:
+            lines[number] += f' # {{trace_id="{each.trace_id}"}} {each.value_ms} {each.at_s:.3f}'
+    return "\n".join(lines)
 
 
 _BEGIN = "\0"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Ray 2.60.0's default latency buckets, upper bounds in ms. Floats: a float is compared with a float
 # in half the time.
@@ -31,13 +32,25 @@ class LaneLoad:
     queued: int
 
 
+class Exemplar(NamedTuple):
+    """One of the requests of a bucket: its trace, its latency, and when it ended, in Unix time."""
+
+    trace_id: str
+    value_ms: float
+    at_s: float
+
+
 @dataclass(slots=True)
 class Latency:
-    """The latencies of one route's requests: `serve_deployment_processing_latency_ms`."""
+    """The latencies of one route's requests: `serve_deployment_processing_latency_ms`.
+
+    `exemplars` has the latest request of each bucket that has a trace.
+    """
 
     errors: int = 0
     total_ms: float = 0.0
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_MS) + 1))
+    exemplars: list[Exemplar | None] | None = None
 
     @property
     def count(self) -> int:
@@ -53,10 +66,28 @@ class Latency:
         self.errors += other.errors
         self.total_ms += other.total_ms
         self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
+        for bucket, each in enumerate(other.exemplars or ()):
+            if each is not None:
+                self.keep(bucket, each)
+
+    def keep(self, bucket: int, exemplar: Exemplar) -> None:
+        """Keep a request as the exemplar of its bucket, unless a later one is there."""
+        if self.exemplars is None:
+            # Of its full length: another thread may be reading it, and finds each place or `None`.
+            self.exemplars = [None] * len(self.buckets)
+        there = self.exemplars[bucket]
+        if there is None or there.at_s <= exemplar.at_s:
+            self.exemplars[bucket] = exemplar
 
     def copy(self) -> Latency:
         """Return a copy, which the owner of this does not write. Thread-safe."""
-        return Latency(self.errors, self.total_ms, list(self.buckets))
+        exemplars = self.exemplars
+        return Latency(
+            self.errors,
+            self.total_ms,
+            list(self.buckets),
+            None if exemplars is None else list(exemplars),
+        )
 
 
 @dataclass(slots=True)

@@ -107,6 +107,8 @@ class Call(Node):
     assigned_at     when it got its slot
     began_at        when its replica began it, before the first line of its user code; 0 till then
     answered_at     when the answer to a request with a deadline was sent; 0 if at its work's end
+    trace_id        of the sampled trace that it belongs to; absent without tracing, see
+                    `calls.tracing`
     """
 
     __slots__ = (
@@ -128,9 +130,11 @@ class Call(Node):
         "runner",
         "settled",
         "started_at",
+        "trace_id",
         "value",
         "work",
     )
+    trace_id: str
 
     def __init__(
         self,

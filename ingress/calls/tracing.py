@@ -6,7 +6,8 @@
     thread wait, run  until a thread took a `def`; from there until it returned
     load model        the load of a multiplexed model
 
-The spans of waits are made when the wait is over, from times that are measured anyway.
+The spans of waits are made when the wait is over, from times that are measured anyway. A call also
+gets the id of its trace, for the exemplars of `/metrics` and for the page of the admin listener.
 
 They are made only with `ingress run --tracing`, `INGRESS_TRACING=1` or `serve.start(tracing=True)`,
 and go to the global tracer provider. Otherwise nothing is imported, and a call costs two
@@ -22,9 +23,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from functools import partial
-from time import monotonic, monotonic_ns, time_ns
+from time import monotonic, monotonic_ns, time, time_ns
 from typing import Any
 
+from ingress.base.counters import Exemplar, Latency
 from ingress.base.settings import makes_spans
 from ingress.calls.call import Call
 
@@ -119,14 +121,55 @@ def _batch_span(tracer: Any, batch: Call, spans: Iterable[Any]) -> Any:
 
 
 def trace_begin(call: Call) -> None:
-    """Make the spans of a call's waits, if the running code has a span. It begins now."""
-    if call.assigned_at and current_span().is_recording():
+    """Note the trace of a call that begins, and make the spans of its waits.
+
+    Both are of the running code's span. Code without one has the trace of its client, if any.
+    """
+    span = current_span()
+    if not span.is_recording():
+        _note_trace(call, _span_of_client(call))
+        return
+    _note_trace(call, span)
+    if call.assigned_at:
         now = monotonic()
         attributes = {"ingress.deployment": call.deployment_name}
         if call.runner is not None:
             attributes["ingress.replica"] = call.runner.context.replica_id.unique_id
         _add_past("queue", call.started_at, call.assigned_at, attributes)
         _add_past("dispatch", call.assigned_at, now, attributes)
+
+
+def _note_trace(call: Call, span: Any) -> None:
+    context = span.get_span_context()
+    if context.is_valid and context.trace_flags.sampled:
+        call.trace_id = f"{context.trace_id:032x}"
+
+
+def _span_of_client(call: Call) -> Any:
+    """Return the span that the headers of an HTTP request name, as the propagator reads them."""
+    from opentelemetry import propagate, trace
+
+    headers = getattr(call, "scope", {}).get("headers", ())
+    carrier = {str(name, "latin-1"): str(value, "latin-1") for name, value in headers}
+    try:
+        return trace.get_current_span(propagate.extract(carrier))
+    except Exception:  # of a propagator of the user's
+        logger.exception("the trace of a request could not be read")
+        return trace.INVALID_SPAN
+
+
+def trace_id_of(call: Call) -> str:
+    """Return the id of a call's trace, "" if it has none or its spans are dropped."""
+    # Not set in `Call`: that would cost each call, and few are traced. The user loop writes it
+    # before the call ends, and the HTTP loop reads it after.
+    return getattr(call, "trace_id", "")
+
+
+def note_exemplar(call: Call, latency: Latency, bucket: int, value_ms: float) -> None:
+    """Keep a call that has a trace as the exemplar of a bucket, which it was counted in."""
+    trace_id = trace_id_of(call)
+    if trace_id:
+        latency.keep(bucket, Exemplar(trace_id, value_ms, time()))
 
 
 def trace_thread(made_at: float, began_at: float) -> None:

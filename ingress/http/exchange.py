@@ -32,6 +32,7 @@ from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
 from ingress.calls.notable import NOTABLE, Ended
 from ingress.calls.retries import NotBegunError
+from ingress.calls.tracing import TRACING, note_exemplar
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
@@ -516,6 +517,8 @@ class Exchange(Call):
         latency.total_ms += latency_ms
         bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
         latency.buckets[bucket] += 1
+        if TRACING.tracer is not None:
+            note_exemplar(self, latency, bucket, latency_ms)
         if self.status >= 500 and (self.error is None or self.runner is None):
             self._note_failure()  # of which the replica does not know
 

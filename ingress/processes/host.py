@@ -19,7 +19,7 @@ from typing import Any
 from ingress.base.counters import copied
 from ingress.calls.call import Call
 from ingress.calls.loops import mailbox_of
-from ingress.calls.tracing import adopt
+from ingress.calls.tracing import TRACING, adopt, trace_id_of
 from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
 from ingress.metrics import series
@@ -193,7 +193,15 @@ class Host:
         elif replica.is_ending:
             error = replica.gone_error()
         call.settle(value, error)
+        if TRACING.tracer is not None:
+            self._tell_trace(call)
         self._end(call, value, error)
+
+    def _tell_trace(self, call: HostedCall) -> None:
+        # The server knows the trace of a call by handle: it has sent it.
+        trace_id = trace_id_of(call) if isinstance(call, HostedExchange) else ""
+        if trace_id:
+            self.frames.post(Kind.TRACE, call.number, trace_id.encode())
 
     def _end(self, call: HostedCall, value: Any, error: BaseException | None) -> None:
         del self._calls[call.number]

@@ -83,6 +83,9 @@ class RemoteWork:
             elif kind == Kind.RESPONSE:
                 self._arrived += response_messages(content, buffers)
                 self._wake()
+            elif kind == Kind.TRACE:
+                if self.call is not None:
+                    self.call.trace_id = str(content, "ascii")
             else:
                 self._size += len(content) + sum(map(len, buffers))
                 if kind == Kind.CHUNK:

@@ -17,6 +17,7 @@
           OUTPUT       one message of a response, or of a WebSocket
           CHUNK        the bytes of one chunk of a response's body
           ITEM         one item of a generator
+          TRACE        the id of the trace that an HTTP request has in the child
           MODELS       the ids of the replica's models
           NEWS         the replica's counters, and new stalls: `News`; at most 4 times a second
           DONE         the work has ended, with its value
@@ -74,6 +75,7 @@ class Kind(IntEnum):
     FAILED = 23
     ANSWER = 24
     NEWS = 25
+    TRACE = 26
 
 
 CREDIT = Struct("<IQ")  # messages and bytes

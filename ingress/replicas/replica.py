@@ -37,7 +37,7 @@ from ingress.calls.loops import (
     runs_here,
 )
 from ingress.calls.notable import NOTABLE
-from ingress.calls.tracing import TRACING, trace_begin
+from ingress.calls.tracing import TRACING, note_exemplar, trace_begin
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
 from ingress.execution import execution
@@ -467,6 +467,8 @@ class Replica:
         latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
         bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
         latency.buckets[bucket] += 1
+        if TRACING.tracer is not None:
+            note_exemplar(call, latency, bucket, latency_ms)
         if failure is not None:
             latency.errors += 1
             self._count_error(call.route, type(failure).__name__)
