@@ -14,8 +14,10 @@ from ingress.admin.exposition import exposition
 from ingress.admin.source import as_json, from_json
 from ingress.base.counters import Exemplar, Latency
 from ingress.base.snapshot import HTTPCount, Snapshot, merged
+from tests.fakes import together
 from tests.servers import get, wait_until, write_module
 from tests.test_admin import admin_port, serving
+from tests.test_page import event, viewing
 
 pytest.importorskip("opentelemetry.trace")
 
@@ -142,7 +144,49 @@ def test_there_are_none_without_tracing(folder: Path) -> None:
     assert "trace_id" not in text
 
 
+# The page.
+
+
+@pytest.mark.parametrize("app", ["here", "far"])
+def test_a_request_that_failed_or_was_slow_is_kept_with_its_trace(folder: Path, app: str) -> None:
+    with serving(folder, "--admin", "127.0.0.1:0", "--tracing", app=app) as server:
+        headers = f"{traced(TRACE_ID)}X-Request-ID: mine\r\n"
+        assert get(server.port, "/fail", headers).status == 500
+        mine = json.loads(get(server.port, "/trace").body)
+        with viewing(admin_port(server)) as viewer:
+            view = event(viewer)
+        log = server.output
+
+    (failed,) = view["failed"]
+    assert (failed["request_id"], failed["trace_id"]) == ("mine", TRACE_ID)
+    slowest = {each["trace_id"] for each in view["slowest"]}
+    assert {TRACE_ID, mine} <= slowest
+    assert re.search(r"^ERROR: .*\bmine\b", log, re.MULTILINE)
+
+
 # Sums.
+
+
+def test_a_sum_is_made_while_a_loop_keeps_exemplars(switch_interval: None) -> None:
+    one, rounds, done = [Latency()], 300, []
+    last = len(one[0].buckets) - 1
+
+    def count() -> None:
+        for number in range(rounds):
+            one[0] = Latency()
+            for bucket in (last, number % last):
+                one[0].keep(bucket, Exemplar(TRACE_ID, 1.0, float(number)))
+
+    def read() -> None:
+        for _ in range(rounds):
+            total = Latency()
+            total.merge(one[0].copy())
+            total.merge(one[0])
+            assert total.exemplars is None or len(total.exemplars) == last + 1
+        done.append(read)
+
+    together(count, read, read)
+    assert done == [read, read]
 
 
 def test_the_latest_exemplar_of_a_bucket_stays_in_a_sum() -> None:

@@ -24,6 +24,7 @@ class Ended(NamedTuple):
 
     `name` is its HTTP method and route, or its method. `place` is the line of user code that
     raised: file, line and function. `first_at` is the time when its response began to stream.
+    `trace_id` is "" without tracing.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Ended(NamedTuple):
     ended_at: float
     error: str = ""
     place: Place | None = None
+    trace_id: str = ""
 
     @property
     def answered_s(self) -> float:
@@ -53,6 +55,7 @@ class Ended(NamedTuple):
             "at": time() - (monotonic() - self.arrived_at),
             "name": self.name,
             "request_id": self.request_id,
+            "trace_id": self.trace_id,
             "application": self.app_name,
             "deployment": self.deployment,
             "replica": self.replica,

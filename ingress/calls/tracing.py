@@ -160,8 +160,8 @@ def _span_of_client(call: Call) -> Any:
 
 def trace_id_of(call: Call) -> str:
     """Return the id of a call's trace, "" if it has none or its spans are dropped."""
-    # Not set in `Call`: that would cost each call, and few are traced. The user loop writes it
-    # before the call ends, and the HTTP loop reads it after.
+    # Not set in `Call`: that would cost each call, and few are traced. Race of the user loop, which
+    # writes it, with the HTTP loop, which counts a request whose client has left: one store.
     return getattr(call, "trace_id", "")
 
 

@@ -32,7 +32,7 @@ from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import mailbox_of, runs_here
 from ingress.calls.notable import NOTABLE, Ended
 from ingress.calls.retries import NotBegunError
-from ingress.calls.tracing import TRACING, note_exemplar
+from ingress.calls.tracing import TRACING, note_exemplar, trace_id_of
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
@@ -541,6 +541,7 @@ class Exchange(Call):
                 self.streamed_at,
                 ended,
                 answered if error is None else f"{answered}: {type(error).__name__}: {error}"[:500],
+                trace_id=trace_id_of(self),
             )
         )
 

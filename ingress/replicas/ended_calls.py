@@ -5,6 +5,7 @@ from __future__ import annotations
 from ingress.base.types import ReplicaID
 from ingress.calls.call import Call
 from ingress.calls.notable import NOTABLE, Ended
+from ingress.calls.tracing import trace_id_of
 from ingress.exceptions import is_cancellation
 from ingress.execution.mistakes import described
 from ingress.execution.unreadable import readable
@@ -38,5 +39,6 @@ def note_end(
             ended,
             error,
             place,
+            trace_id_of(call),
         )
     )

@@ -257,6 +257,23 @@ def test_it_shows_a_request_while_it_runs_a_stall_by_its_line_and_what_was_slow(
         }
 
 
+def test_the_ids_of_a_failed_request_can_be_copied(browser: Any, folder: Path) -> None:
+    served = Served(folder)
+    with served.running() as server, page_of(browser, served.admin) as page:
+        page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        get(server.port, "/checkout", "X-Request-ID: find-me-7\r\n")
+        page.page.click("#show-failed")
+        page.wait_for("#requests", "find-me-7")
+        page.page.get_by_role("button", name="Copy the request id find-me-7").click()
+        page.wait_for("#requests", "copied")
+        assert page.page.evaluate("navigator.clipboard.readText()") == "find-me-7"
+        assert page.page.evaluate("String(getSelection())").strip() == "find-me-7"
+        page.wait_for("#requests", "copy")
+        assert "grep -F -e REQUEST_ID" in page.text("main")
+        assert "find-me-7" in server.output
+        assert page.wrong == []
+
+
 def pictures(browser: Any, url: str) -> None:
     """Make the screenshots of the documentation."""
     if os.environ.get("INGRESS_SCREENSHOTS") != "1":
