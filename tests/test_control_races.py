@@ -13,11 +13,13 @@ import pytest
 import ingress as serve
 from ingress.engines import local_engine
 from ingress.engines.local import LocalEngine
-from ingress.exceptions import RequestCancelledError
+from ingress.exceptions import (
+    RequestCancelledError,
+)
 from ingress.handle import DeploymentHandle
-from ingress.schema import ReplicaDetails
+from ingress.schema import DeploymentStatus, ReplicaDetails
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, turns, wait_until
+from tests.servers import PATIENCE_S, bind, overview, result, turns, wait_until
 
 ROUNDS = 30
 
@@ -28,10 +30,6 @@ pytestmark = pytest.mark.usefixtures("switch_interval")
 def engine() -> Iterator[LocalEngine]:
     yield local_engine()
     serve.shutdown()
-
-
-def result(response: Any) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
 
 
 def patient(count: int = 1) -> Latch:
@@ -199,3 +197,43 @@ def test_a_replica_that_is_dropped_while_its_constructor_ends_serves_nothing_and
     wait_until(lambda: sorted(ended) == sorted(each for each in made if each != "0"))
     names = [each.name for each in threading.enumerate()]
     assert {each.partition("-")[0] for each in names if each.startswith("Slow#")} == {"Slow#0"}
+
+
+# Threads that are left behind.
+
+
+def test_replicas_left_behind_end_an_update_but_none_that_serves(engine: LocalEngine) -> None:
+    may_end = threading.Event()
+    inside: list[Latch] = []
+
+    def version(text: str) -> Any:
+        @serve.deployment(name="Model", graceful_shutdown_timeout_s=0)
+        class Model:
+            @serve.method(execution="threadpool")
+            def dive(self) -> None:
+                inside[-1].count_down()
+                may_end.wait(PATIENCE_S)
+
+            async def __call__(self) -> str:
+                return text
+
+        return bind(Model)
+
+    handle = serve.run(version("0"), route_prefix=None)
+    try:
+        for number in (1, 2):
+            inside.append(patient())
+            handle.dive.remote()
+            inside[-1].wait()
+            serve.run(version(str(number)), route_prefix=None)
+        with pytest.raises(RuntimeError, match="2 replicas are stuck, and no more are started"):
+            serve.run(version("3"), route_prefix=None)
+        assert result(handle.remote()) == "2"
+        assert overview("Model").status is DeploymentStatus.DEPLOY_FAILED
+        assert "no more are started" in overview("Model").message
+    finally:
+        may_end.set()
+    application = local_engine().applications["default"]
+    wait_until(lambda: not application.ingress.left)
+    serve.run(version("4"), route_prefix=None)
+    assert result(handle.remote()) == "4"

@@ -15,6 +15,7 @@ from ingress.control.plan import (
     Observed,
     Phase,
     decide,
+    is_blocked,
     replaced_at_once,
     retry_after_s,
 )
@@ -66,6 +67,19 @@ def drop(*numbers: int) -> list[Action]:
         (Desired(2, config=1), [Fact(0, Phase.AWAY), *serving(1)], []),
         (Desired(1), [Fact(0, Phase.STARTING), Fact(1, Phase.STARTING)], drop(1)),
         (Desired(1), [Fact(0, Phase.LEAVING)], [START]),
+        (
+            Desired(1),
+            [*(Fact(each, Phase.PARKED, is_stuck=True) for each in range(2)), *serving(2)],
+            [],
+        ),
+        (Desired(1), [Fact(0, Phase.AWAY, is_lost=True)], [*drop(0), START]),
+        (Desired(1), [Fact(0, Phase.AWAY, is_stuck=True)], [Action(Kind.PARK, 0), START]),
+        (Desired(1, version=1), [Fact(0, Phase.AWAY)], [START]),
+        (Desired(1, version=1), [Fact(0, Phase.AWAY), *serving(1, version=1)], drop(0)),
+        (Desired(1), [Fact(0, Phase.AWAY), *serving(1)], drop(0)),
+        (Desired(0), [Fact(0, Phase.AWAY)], drop(0)),
+        (Desired(2, version=1, at_once=0), [*serving(0), *serving(1, version=1)], []),
+        (Desired(2, at_once=0), serving(0), [START]),
     ],
     ids=[
         "start", "the first one alone", "then the others", "all there", "the newest leave", "zero",
@@ -74,11 +88,32 @@ def drop(*numbers: int) -> list[Action]:
         "or two", "a start of an old version ends", "ill: a new one first", "then it leaves",
         "stuck: out of routing first", "lost", "stuck and replaced", "back: the spare leaves",
         "too many are stuck", "user_config", "one after another", "one start too many",
-        "one that leaves does not count",
+        "one that leaves does not count", "those that are stuck cost none that serves",
+        "away and lost", "away and stuck", "an update does not wait for one that is away",
+        "nor keeps it", "nor do fewer replicas", "nor none",
+        "before the end none is replaced", "but one that is missing starts",
     ],
 )  # fmt: skip
 def test_one_decision(desired: Desired, facts: list[Fact], expected: list[Action]) -> None:
     assert actions(desired, facts) == expected
+
+
+def test_replicas_that_were_left_behind_cost_none_that_serves() -> None:
+    assert actions(Desired(1), serving(0), left_behind=2) == []
+    assert actions(Desired(1), [], left_behind=1) == [START]
+    assert actions(Desired(1), [], left_behind=2) == []
+
+
+def test_an_update_is_blocked_while_too_many_are_stuck_for_the_replicas_that_are_missing() -> None:
+    new = Desired(2, version=1)
+    for left_behind, facts, expected in [
+        (2, serving(0, 1), False),
+        (3, serving(0, 1), True),
+        (3, [*serving(0), *serving(1, version=1)], True),
+        (3, serving(0, 1, version=1), False),
+        (2, [*serving(0, version=1), *serving(1, version=1, is_stuck=True)], True),
+    ]:
+        assert is_blocked(new, Observed(facts, left_behind)) is expected
 
 
 def test_failed_starts_make_the_next_one_wait_and_longer_each_time() -> None:
@@ -110,6 +145,7 @@ class World:
     now: float = 0.0
     retry_at: float = 0.0
     busy_until: dict[int, float] = field(default_factory=dict)
+    left_behind: int = 0
 
     def step(self, *, accidents: bool) -> None:
         self.now += self.chance.random()
@@ -117,14 +153,13 @@ class World:
         if accidents:
             self._have_an_accident()
         before, live_before = self._serving(), self._live()
-        observed = Observed([*self.facts.values()], 0, self.retry_at)
+        observed = Observed([*self.facts.values()], self.left_behind, self.retry_at)
         actions = decide(self.desired, observed, self.now)
         for action in actions:
             self._do(action)
         back = sum(action.kind is Kind.RETURN for action in actions)
-        stuck = sum(each.phase is Phase.PARKED for each in self.facts.values())
         assert self._live() <= max(self.desired.count, live_before + back) + self.desired.at_once
-        if self._serving() < before and stuck <= self.desired.count and not self._away():
+        if self._serving() < before and not self._away():
             assert self._serving() >= self.desired.count, "replicas left that were needed"
 
     def _serving(self) -> int:
@@ -169,7 +204,7 @@ class World:
                 self.facts[number] = replace(each, phase=Phase.SERVING, config=self.desired.config)
 
     def _have_an_accident(self) -> None:
-        kind = self.chance.randrange(12)
+        kind = self.chance.randrange(13)
         desired = self.desired
         if kind == 0:
             self.desired = replace(desired, count=self.chance.randrange(6))
@@ -179,14 +214,16 @@ class World:
             self.desired = replace(desired, config=desired.config + 1)
         elif kind == 3:
             self.retry_at = self.now + 2 * self.chance.random()
+        elif kind == 12:
+            self.left_behind = self.chance.randrange(4)
         elif self.facts:
             number = self.chance.choice([*self.facts])
             each = self.facts[number]
             if kind == 4:
                 self.facts[number] = replace(each, is_ill=not each.is_ill)
-            elif kind in (5, 6) and each.phase in (Phase.SERVING, Phase.PARKED):
+            elif kind in (5, 6) and each.phase in (Phase.SERVING, Phase.AWAY, Phase.PARKED):
                 self.facts[number] = replace(each, is_stuck=not each.is_stuck)
-            elif kind == 7 and each.phase in (Phase.SERVING, Phase.PARKED):
+            elif kind == 7 and each.phase in (Phase.SERVING, Phase.AWAY, Phase.PARKED):
                 self.facts[number] = replace(each, is_lost=True)
 
 
@@ -195,6 +232,7 @@ def test_any_history_comes_to_rest_with_the_replicas_that_are_desired() -> None:
         world = World(random.Random(seed))
         for _ in range(60):
             world.step(accidents=True)
+        world.left_behind = 0
         world.facts = {
             number: replace(each, is_ill=False, is_stuck=False)
             for number, each in world.facts.items()

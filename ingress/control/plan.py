@@ -31,7 +31,7 @@ class Phase(Enum):
 
     STARTING   its constructor runs
     SERVING    the router gives it calls
-    AWAY       it is being reconfigured, and comes back
+    AWAY       its last calls end, or it is being reconfigured; then it comes back
     PARKED     it is stuck: it gets no calls until it goes on
     LEAVING    it drains or stops
     """
@@ -112,24 +112,23 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
 
     No more than `desired.at_once` replicas serve or start beyond those that are desired, or that
     serve already. No serving replica is dropped while that leaves fewer than `desired.count`,
-    unless its loop is lost.
+    unless its loop is lost: stuck replicas limit the starts, not those that serve.
     """
     actions: list[Action] = []
     serving: list[Fact] = []
     starting: list[Fact] = []
-    stuck = away = 0
+    away: list[Fact] = []
     for each in observed.replicas:
         match each.phase:
-            case Phase.SERVING if each.is_stuck:
-                actions.append(Action(Kind.PARK, each.number))
-                stuck += 1
-            case Phase.SERVING | Phase.STARTING | Phase.PARKED if each.is_lost:
+            case Phase.LEAVING:
+                pass
+            case _ if each.is_lost:
                 actions.append(Action(Kind.DROP, each.number))
+            case Phase.SERVING | Phase.AWAY if each.is_stuck:
+                actions.append(Action(Kind.PARK, each.number))
             case Phase.SERVING:
                 serving.append(each)
-            case Phase.PARKED if each.is_stuck:
-                stuck += 1
-            case Phase.PARKED:
+            case Phase.PARKED if not each.is_stuck:
                 actions.append(Action(Kind.RETURN, each.number))
                 serving.append(each)
             case Phase.STARTING if each.version == desired.version:
@@ -137,15 +136,16 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
             case Phase.STARTING:
                 actions.append(Action(Kind.DROP, each.number))
             case Phase.AWAY:
-                away += 1
-            case Phase.LEAVING:
-                pass
-    wanted = allowed(desired.count, stuck + observed.left_behind)
+                away.append(each)
+    wanted = allowed(desired.count, num_stuck(observed))
     # Replicas that are away do not count here: until they are back, the others are needed.
-    serving, dropped = _without_surplus(desired, wanted, serving)
+    serving, dropped = _without_surplus(desired, serving)
     fresh = [each for each in serving if not _is_stale(desired, each)]
-    missing = wanted - len(fresh) - away
-    room = max(wanted, len(serving)) + desired.at_once - len(serving) - away
+    if len(fresh) >= desired.count:  # `reconfigure` may take for ever
+        dropped += away
+    # Nor does a new version wait for those of an old one.
+    missing = wanted - len(fresh) - sum(not _is_stale(desired, each) for each in away)
+    room = max(wanted, len(serving)) + desired.at_once - len(serving) - len(away)
     if desired.one_first and not serving and not away:
         room = 1
     starts = max(0, min(missing, room))
@@ -157,6 +157,24 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
         behind = [each.number for each in fresh if each.config != desired.config]
         actions += [Action(Kind.RECONFIGURE, number) for number in behind[:1]]
     return actions
+
+
+def num_stuck(observed: Observed) -> int:
+    """Return the number of replicas that are stuck, running or stopped."""
+    stuck = [each for each in observed.replicas if each.is_stuck and not each.is_lost]
+    return observed.left_behind + sum(each.phase is not Phase.LEAVING for each in stuck)
+
+
+def is_blocked(desired: Desired, observed: Observed) -> bool:
+    """Return whether replicas are missing that may not start, because too many are stuck."""
+    live = (Phase.STARTING, Phase.SERVING, Phase.AWAY)
+    fresh = [
+        each
+        for each in observed.replicas
+        if each.phase in live and not (each.is_stuck or each.is_lost or _is_stale(desired, each))
+    ]
+    wanted = allowed(desired.count, num_stuck(observed))
+    return wanted < desired.count and len(fresh) < desired.count
 
 
 def allowed(count: int, stuck: int) -> int:
@@ -187,9 +205,7 @@ def _is_stale(desired: Desired, replica: Fact) -> bool:
     return replica.is_ill or replica.version != desired.version
 
 
-def _without_surplus(
-    desired: Desired, wanted: int, serving: list[Fact]
-) -> tuple[list[Fact], list[Fact]]:
+def _without_surplus(desired: Desired, serving: list[Fact]) -> tuple[list[Fact], list[Fact]]:
     """Return the replicas to keep, and those to drop because enough others serve.
 
     Stale replicas are dropped first, ill ones before those of an old version; then the newest: the
@@ -199,6 +215,6 @@ def _without_surplus(
         serving,
         key=lambda each: (_is_stale(desired, each), each.is_ill, each.number),
     )
-    if wanted and ordered and _is_stale(desired, ordered[0]):
+    if desired.count and ordered and _is_stale(desired, ordered[0]):
         return ordered, []  # until one of the new version serves, even if it has fewer replicas
-    return ordered[:wanted], ordered[wanted:]
+    return ordered[: desired.count], ordered[desired.count :]

@@ -19,7 +19,7 @@ from ingress.base.snapshot import keep
 from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
 from ingress.calls.loops import mailbox_of, reserve_descriptors
 from ingress.control.health import TELL_S, observe
-from ingress.control.plan import Kind, Phase, decide
+from ingress.control.plan import Kind, Phase, decide, is_blocked, num_stuck
 from ingress.control.running import FAILED_CHECKS, Member, RunningDeployment
 from ingress.declaration.build import fill
 from ingress.execution.mistakes import described
@@ -121,7 +121,13 @@ class Reconciler:
                 lived_s = now - member.started_at
                 text = f"{member.replica.gone_error()}{member.replica.last_words}"
                 deployment.note_loss(lived_s, text, now)
-        actions = decide(deployment.desired, deployment.observed(), now)
+        observed = deployment.observed()
+        # An update would wait for ever for replicas that are not started.
+        if deployment.attempts is not None and is_blocked(deployment.desired, observed):
+            cap = deployment.cap(num_stuck(observed))
+            deployment.give_up(RuntimeError(f"{cap}; restart the process"))
+            return
+        actions = decide(deployment.desired, observed, now)
         members = {each.number: each for each in deployment.members}
         for action in actions:
             if action.number is None:

@@ -221,6 +221,14 @@ class RunningDeployment:
     def observed(self) -> Observed:
         return Observed([each.fact() for each in self.members], len(self.left), self.retry_at)
 
+    def cap(self, stuck: int) -> str:
+        """Return why too many replicas are stuck for others to start, "" if others may."""
+        if not stuck > self.desired.count > 0:
+            return ""
+        texts = [f"{each.replica.replica_id}: {each.stuck}" for each in self.stuck]
+        texts += [f"{each.replica_id} has stopped, and its code runs on" for each in self.left]
+        return f"{stuck} replicas are stuck, and no more are started: {'; '.join(texts)}"
+
     def serving(self) -> int:
         """Return the number of replicas that get calls."""
         return sum(each.phase is Phase.SERVING for each in list(self.members))
@@ -252,8 +260,9 @@ class RunningDeployment:
         desired = self.desired
         live = [each for each in self.members if each.phase is not Phase.PARKED]
         parked = len(self.members) - len(live)
-        wanted = allowed(desired.count, parked + len(self.left))
-        return len(live) == wanted and all(
+        # Replicas that are stuck limit the starts only: there may be more that serve.
+        least = allowed(desired.count, parked + len(self.left))
+        return least <= len(live) <= desired.count and all(
             each.phase is Phase.SERVING
             and each.version == desired.version
             and each.config == desired.config
@@ -290,6 +299,11 @@ class RunningDeployment:
         self.problem = f"a replica failed to start: {text}"
         if self.attempts is not None and self.start_failures >= self.attempts:
             self.failed = error
+
+    def give_up(self, error: Exception) -> None:
+        """End a start or an update."""
+        self.failed, self.problem = error, str(error)
+        self.note_change()
 
     def note_loss(self, lived_s: float, text: str, now: float) -> None:
         """Count a replica that was lost; from the second in a row on, the next has to wait."""
@@ -380,12 +394,10 @@ class RunningDeployment:
         if ill:
             return "; ".join(ill)
         stuck = [each for each in members if each.stuck]
-        lasting = len(stuck) + len(self.left)
-        texts = "; ".join(f"{each.replica.replica_id}: {each.stuck}" for each in stuck)
-        if lasting > self.desired.count > 0:
-            return f"{lasting} replicas are stuck, and no more are started: {texts}"
+        if cap := self.cap(len(stuck) + len(self.left)):
+            return cap
         if stuck and (self.borrowed is not None or not self.serving()):
-            return texts
+            return "; ".join(f"{each.replica.replica_id}: {each.stuck}" for each in stuck)
         if self.has_started and self.problem and self.serving() < self.desired.count:
             return self.problem
         return ""
