@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from ingress.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.exceptions import (
+    RayServeException,
     RequestCancelledError,
 )
 from ingress.handle import DeploymentHandle
@@ -197,6 +201,275 @@ def test_a_replica_that_is_dropped_while_its_constructor_ends_serves_nothing_and
     wait_until(lambda: sorted(ended) == sorted(each for each in made if each != "0"))
     names = [each.name for each in threading.enumerate()]
     assert {each.partition("-")[0] for each in names if each.startswith("Slow#")} == {"Slow#0"}
+
+
+# `reconfigure` meets other changes, updates, checks, and the end of a loop.
+
+
+class Configured:
+    """The script of `reconfigure`, by `user_config`."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, Latch] = {}
+        self.may_end: dict[str, Latch] = {}
+        self.fails: set[str] = set()
+        self.seen: list[tuple[str, str]] = []
+        self.checked = 0
+
+    def hold(self, config: str) -> None:
+        self.begun[config], self.may_end[config] = patient(), patient()
+
+
+def configured(script: Configured, user_config: str, **options: Any) -> Any:
+    @serve.deployment(name="Configured", user_config=user_config, **options)
+    class Model:
+        def __init__(self) -> None:
+            self.tag = serve.get_replica_context().replica_tag
+            self.config = ""
+
+        async def reconfigure(self, config: str) -> None:
+            script.seen.append((self.tag, config))
+            if config in script.begun:
+                script.begun[config].count_down()
+                await script.may_end[config]
+            if config in script.fails:
+                raise ValueError(f"{config} is refused")
+            self.config = config
+
+        async def check_health(self) -> None:
+            script.checked += 1
+
+        async def __call__(self) -> str:
+            return self.config
+
+        async def tagged(self) -> str:
+            return str(self.tag)
+
+    return bind(Model)
+
+
+def change(user_config: str) -> None:
+    local_engine().change("default", {"Configured": {"user_config": user_config}})
+
+
+def test_a_user_config_that_fails_after_the_next_one_came_does_not_undo_that(
+    engine: LocalEngine,
+) -> None:
+    script = Configured()
+    handle = serve.run(configured(script, "first"), route_prefix=None)
+    script.hold("bad")
+    script.fails.add("bad")
+    change("bad")
+    script.begun["bad"].wait()
+    change("last")
+    script.may_end["bad"].count_down()
+
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert result(handle.remote()) == "last"
+    assert overview("Configured").message == ""
+
+
+def test_a_deployment_never_returns_to_a_user_config_that_no_replica_has_taken(
+    engine: LocalEngine,
+) -> None:
+    script = Configured()
+    handle = serve.run(configured(script, "first"), route_prefix=None)
+    script.hold("bad")
+    script.fails |= {"bad", "worse"}
+    change("bad")
+    script.begun["bad"].wait()
+    change("worse")
+    script.may_end["bad"].count_down()
+
+    wait_until(lambda: "worse is refused" in overview("Configured").message)
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert result(handle.remote()) == "first"
+
+
+def test_a_user_config_that_fails_in_an_old_replica_leaves_that_of_the_update(
+    engine: LocalEngine,
+) -> None:
+    script = Configured()
+    handle = serve.run(configured(script, "old", num_replicas=2), route_prefix=None)
+    script.hold("bad")
+    script.fails.add("bad")
+    change("bad")
+    script.begun["bad"].wait()
+    new = configured(script, "new", num_replicas=2)
+    updating = threading.Thread(target=serve.run, args=(new,), kwargs={"route_prefix": None})
+    updating.start()
+    wait_until(lambda: ("2", "new") in script.seen)
+    script.may_end["bad"].count_down()
+    updating.join(PATIENCE_S)
+
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert {result(handle.remote()) for _ in range(8)} == {"new"}
+
+
+def test_a_replica_whose_reconfigure_failed_is_replaced_even_if_its_checks_succeed(
+    engine: LocalEngine,
+) -> None:
+    may_construct, constructs = patient(), patient()
+    may_construct.count_down()
+    gates = [(patient(), may_construct)]
+    checked = [0]
+
+    @serve.deployment(user_config="good", health_check_period_s=0.02)
+    class Model:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            self.tag = serve.get_replica_context().replica_tag
+            begun, may_end = gates[-1]
+            begun.count_down()
+            await may_end
+
+        async def reconfigure(self, config: str) -> None:
+            if config == "bad":
+                raise ValueError("half configured")
+
+        async def check_health(self) -> None:
+            checked[0] += self.tag == "0"
+
+        async def __call__(self) -> str:
+            return str(self.tag)
+
+    handle = serve.run(bind(Model), route_prefix=None)
+    gates.append((constructs, patient()))
+    engine.change("default", {"Model": {"user_config": "bad"}})
+    constructs.wait()
+    before = checked[0]
+    wait_until(lambda: checked[0] >= before + 3)
+    assert result(handle.remote()) == "0"
+    gates[-1][1].count_down()
+    wait_until(lambda: result(handle.remote()) == "1")
+
+
+def test_an_update_and_fewer_replicas_do_not_wait_for_a_reconfigure_that_hangs(
+    engine: LocalEngine,
+) -> None:
+    script = Configured()
+    options: dict[str, Any] = {"graceful_shutdown_timeout_s": 0.1}
+    handle = serve.run(configured(script, "first", **options), route_prefix=None)
+    script.hold("hangs")
+    change("hangs")
+    script.begun["hangs"].wait()
+    waiting = handle.remote()  # no replica takes it now
+
+    serve.run(configured(script, "second", num_replicas=2, **options), route_prefix=None)
+    assert result(waiting) == "second"
+    change("hangs")
+    wait_until(lambda: len([each for each in script.seen if each[1] == "hangs"]) == 2)
+    engine.change("default", {"Configured": {"num_replicas": 1}})
+    wait_until(lambda: len(replicas()) == 1)
+
+
+def close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Close a loop that its thread runs again as often as it is stopped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not loop.is_closed() and time.monotonic() < deadline:
+        try:
+            loop.call_soon_threadsafe(loop.stop)
+            loop.close()
+        except RuntimeError:
+            continue
+
+
+def test_a_replica_that_is_lost_while_it_is_away_is_replaced_and_rejects_nothing(
+    engine: LocalEngine,
+) -> None:
+    inside, loops = patient(), []
+
+    @serve.deployment(user_config="before", max_ongoing_requests=1)
+    class Model:
+        def __init__(self) -> None:
+            self.config = ""
+
+        async def reconfigure(self, config: str) -> None:
+            self.config = config
+
+        async def hold(self) -> None:
+            loops.append(asyncio.get_running_loop())
+            inside.count_down()
+            await asyncio.Event().wait()
+
+        async def __call__(self) -> str:
+            return self.config
+
+    handle = serve.run(bind(Model), route_prefix=None)
+    holding = handle.hold.remote()
+    inside.wait()
+    engine.change("default", {"Model": {"user_config": "after"}})
+    waiting = handle.remote()
+    close_loop(loops[0])
+
+    assert result(waiting) == "after"
+    with pytest.raises(RayServeException):
+        result(holding)
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert overview("Model").message == ""
+    assert running() == ["1"]
+
+
+def test_a_reconfigure_that_ends_its_loop_is_refused(engine: LocalEngine) -> None:
+    closing: list[threading.Thread] = []
+
+    @serve.deployment(user_config="before", num_replicas=2)
+    class Model:
+        def __init__(self) -> None:
+            self.config = ""
+
+        async def reconfigure(self, config: str) -> None:
+            if config == "after":
+                closing.append(
+                    threading.Thread(target=close_loop, args=(asyncio.get_running_loop(),))
+                )
+                closing[-1].start()
+                await asyncio.Event().wait()
+            self.config = config
+
+        async def __call__(self) -> str:
+            return self.config
+
+    handle = serve.run(bind(Model), route_prefix=None)
+    engine.change("default", {"Model": {"user_config": "after"}})
+    wait_until(lambda: "the user_config before is in use" in overview("Model").message)
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert {result(handle.remote()) for _ in range(8)} == {"before"}
+    assert len(closing) == 1
+    closing[0].join(PATIENCE_S)
+
+
+def test_a_replica_that_is_wedged_while_it_is_away_is_replaced_and_comes_back_configured(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEDGED_AFTER_S, "0.3")
+    holds: list[Hold] = []
+    options = {"user_config": "before", "graceful_shutdown_timeout_s": 0}
+    handle = serve.run(held(holds, **options), route_prefix=None)
+    hold, holding = hold_all(handle, holds, 1)
+    engine.change("default", {"Held": {"user_config": "after"}})
+
+    assert result(handle.where.remote()) == "1"
+    hold.end.count_down()
+    result(holding[0])
+    wait_until(lambda: running() == ["0"])
+    assert result(handle.configured.remote()) == "after"
+
+
+def test_a_constructor_that_ends_its_loop_fails_the_start(engine: LocalEngine) -> None:
+    constructed: list[threading.Thread] = []
+
+    @serve.deployment
+    class Closing:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            loop = asyncio.get_running_loop()
+            constructed.append(threading.Thread(target=close_loop, args=(loop,)))
+            constructed[-1].start()
+            await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="closed the event loop"):
+        serve.run(bind(Closing), route_prefix=None)
+    assert len(constructed) == 1
+    constructed[0].join(PATIENCE_S)
 
 
 # Threads that are left behind.

@@ -35,7 +35,7 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
     """
     after_s = wedged_after_s or deployment.config.health_check_timeout_s
     for member in deployment.members:
-        if member.phase is Phase.SERVING or member.phase is Phase.PARKED:
+        if member.phase in (Phase.SERVING, Phase.AWAY, Phase.PARKED):
             _note_stuck(member, now, after_s)
         if member.phase is Phase.SERVING and deployment.has_started:
             _note_worn(deployment, member, now)
@@ -108,7 +108,7 @@ def _stands(member: Member, now: float, after_s: float) -> str:
     beats, stack = standing
     if member.stands is None or member.stands[0] != beats:  # it has turned since
         member.stands = beats, now
-    if now - member.stands[1] <= after_s or stack.is_debugged or member.replica.loads_models:
+    if now - member.stands[1] <= after_s or stack.is_debugged or member.replica.may_stand:
         return ""
     return _stood(after_s)
 

@@ -19,8 +19,8 @@ from ingress.base.snapshot import keep
 from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
 from ingress.calls.loops import mailbox_of, reserve_descriptors
 from ingress.control.health import TELL_S, observe
-from ingress.control.plan import Kind, Phase, decide, is_blocked, num_stuck
-from ingress.control.running import FAILED_CHECKS, Member, RunningDeployment
+from ingress.control.plan import Kind, Observed, Phase, decide, is_blocked, num_stuck
+from ingress.control.running import BROKEN, FAILED_CHECKS, Member, RunningDeployment
 from ingress.declaration.build import fill
 from ingress.execution.mistakes import described
 from ingress.handle import DeploymentHandle
@@ -116,16 +116,8 @@ class Reconciler:
         if deployment.is_stopping or deployment.failed is not None or deployment.is_quiet():
             return
         now = asyncio.get_running_loop().time()
-        for member in deployment.members:
-            if member.phase is Phase.SERVING and member.replica.is_lost:  # `decide` drops it
-                lived_s = now - member.started_at
-                text = f"{member.replica.gone_error()}{member.replica.last_words}"
-                deployment.note_loss(lived_s, text, now)
-        observed = deployment.observed()
-        # An update would wait for ever for replicas that are not started.
-        if deployment.attempts is not None and is_blocked(deployment.desired, observed):
-            cap = deployment.cap(num_stuck(observed))
-            deployment.give_up(RuntimeError(f"{cap}; restart the process"))
+        observed = self._observed(deployment, now)
+        if observed is None:
             return
         actions = decide(deployment.desired, observed, now)
         members = {each.number: each for each in deployment.members}
@@ -140,15 +132,45 @@ class Reconciler:
                 case Kind.PARK:
                     deployment.router.remove(member.replica)
                     member.phase = Phase.PARKED
+                case Kind.RETURN if member.task is not None and not member.task.done():
+                    member.phase = Phase.AWAY  # its reconfiguration has yet to end
                 case Kind.RETURN:
                     deployment.router.add(member.replica)
                     member.phase = Phase.SERVING
-                case Kind.RECONFIGURE:
+                case Kind.RECONFIGURE if member.phase is Phase.SERVING:
                     self._take_away(deployment, member)
         if deployment.resized and deployment.is_settled():
             deployment.resized = 0
         if actions:
             deployment.note_change()
+
+    def _observed(self, deployment: RunningDeployment, now: float) -> Observed | None:
+        """Return the replicas as they are, `None` if a start or an update is given up."""
+        # Race with the end of a loop: asked twice, it might be dropped without having been noted.
+        facts = [each.fact() for each in deployment.members]
+        for member, fact in zip(deployment.members, facts, strict=True):
+            if fact.is_lost and member.replica.is_lost:
+                self._note_loss(deployment, member, now)
+        observed = deployment.observed(facts)
+        # An update would wait for ever for replicas that are not started.
+        if deployment.attempts is not None and is_blocked(deployment.desired, observed):
+            cap = deployment.cap(num_stuck(observed))
+            deployment.give_up(RuntimeError(f"{cap}; restart the process"))
+        return observed if deployment.failed is None else None
+
+    def _note_loss(self, deployment: RunningDeployment, member: Member, now: float) -> None:
+        """Count a replica whose loop has ended; `decide` drops it."""
+        replica = member.replica
+        if member.phase is Phase.STARTING:
+            error = RuntimeError("user code closed the event loop of its replica")
+            self._on_failed_start(deployment, error)
+            if deployment.failed is not None:  # there is no decision
+                self._drop(deployment, member)
+            return
+        if member.phase is Phase.AWAY and replica.is_reconfiguring:
+            self._on_failed_reconfigure(deployment, member, "ended its replica")
+        text = f"{replica.gone_error()}{replica.last_words}"
+        deployment.note_loss(now - member.started_at, text, now)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -224,6 +246,9 @@ class Reconciler:
             await replica.start(args, kwargs, deployment.config.user_config)
         except Exception as error:
             if member.phase is Phase.STARTING:
+                # Without a replica that could refuse it: those before have failed to reconfigure.
+                if deployment.is_untried and member.config == deployment.desired.config:
+                    deployment.reject_user_config(f"a replica failed to start: {described(error)}")
                 self._on_failed_start(deployment, error)
                 self._drop(deployment, member)
             return
@@ -237,6 +262,7 @@ class Reconciler:
         member.phase = Phase.SERVING
         self._fit(deployment, member)
         deployment.router.add(replica)
+        deployment.note_config(member)
         deployment.note_start()
         self.look(deployment)
         deployment.note_change()
@@ -273,7 +299,7 @@ class Reconciler:
         member.phase = Phase.LEAVING
         if phase is Phase.SERVING:
             deployment.router.remove(member.replica)
-        elif phase is Phase.STARTING and task is not None and task is not asyncio.current_task():
+        elif task is not None and task is not asyncio.current_task():  # it starts, or it is away
             task.cancel()
         member.task = self._spawn(self._run_end(deployment, member))
 
@@ -315,27 +341,31 @@ class Reconciler:
     def _take_away(self, deployment: RunningDeployment, member: Member) -> None:
         user_config = deployment.config.user_config
         if user_config is None:  # there is no call that takes a configuration away
-            member.version = -1
+            member.version = BROKEN
             return
         deployment.router.remove(member.replica)
         member.phase = Phase.AWAY
-        number = deployment.desired.config
-        member.task = self._spawn(self._run_reconfigure(deployment, member, number, user_config))
+        member.config = deployment.desired.config
+        member.task = self._spawn(self._run_reconfigure(deployment, member, user_config))
 
     async def _run_reconfigure(
-        self, deployment: RunningDeployment, member: Member, number: int, user_config: Any
+        self, deployment: RunningDeployment, member: Member, user_config: Any
     ) -> None:
         replica, loop = member.replica, asyncio.get_running_loop()
         deadline = loop.time() + deployment.config.graceful_shutdown_timeout_s
         while replica.ongoing and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_LOOK_S)
+        if replica.is_lost:  # before it was asked
+            self.look(deployment)
+            return
         try:
             await replica.reconfigure(user_config)
         except Exception as error:
-            self._on_failed_reconfigure(deployment, member, error)
+            logger.error("reconfigure failed in %s", replica.replica_id, exc_info=error)
+            self._on_failed_reconfigure(deployment, member, f"raised {described(error)}")
         else:
-            member.config = number
-        if member.phase is Phase.AWAY and not deployment.is_stopping:
+            deployment.note_config(member)
+        if member.phase is Phase.AWAY and not deployment.is_stopping and not replica.is_lost:
             member.phase = Phase.SERVING
             self._fit(deployment, member)
             deployment.router.add(replica)
@@ -343,17 +373,17 @@ class Reconciler:
         deployment.note_change()
 
     def _on_failed_reconfigure(
-        self, deployment: RunningDeployment, member: Member, error: Exception
+        self, deployment: RunningDeployment, member: Member, text: str
     ) -> None:
         """Return to the `user_config` before; the replica, whose state is unknown, is replaced."""
-        logger.error(
-            "reconfigure failed in %s; the deployment returns to the user_config before",
-            member.replica.replica_id,
-            exc_info=error,
-        )
+        desired = deployment.desired
+        # Race with another change and with an update: then this is not the config in use any more.
+        if (member.version, member.config) == (desired.version, desired.config):
+            deployment.reject_user_config(f"reconfigure {text}")
+        # Race with a health check, which would make it healthy again: it is of no version.
+        member.version = BROKEN
         member.failures = FAILED_CHECKS
-        member.replica.unhealthy_reason = f"reconfigure raised {described(error)}"
-        deployment.reject_user_config(f"reconfigure raised {described(error)}")
+        member.replica.unhealthy_reason = f"reconfigure {text}"
 
     async def stop(self, deployment: RunningDeployment, timeout_s: float) -> None:
         """Stop all replicas of a discarded deployment, also those that start or drain, at once."""

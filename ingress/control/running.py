@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import random
@@ -38,6 +39,7 @@ from ingress.schema import (
 )
 
 SHORT_LIFE_S = 10.0  # of a replica whose loss counts as one of a series
+BROKEN = -1  # version of a replica that is replaced whatever its health checks say
 FAILED_CHECKS = 3  # in a row; source: Ray 2.60.0, REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD
 
 
@@ -111,6 +113,7 @@ class Version:
     """The code of a deployment with its options, and the parts that its replicas are made with.
 
     number, config_number  those of `Desired`
+    before                 that of `RunningDeployment`
     """
 
     number: int
@@ -122,6 +125,7 @@ class Version:
     borrowed: asyncio.AbstractEventLoop | None
     scaler: Scaler | None
     count: int
+    before: DeploymentConfig | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -143,7 +147,8 @@ class RunningDeployment:
     rejected       why the last change was given up, "" if it was not
     resized        the last change of the number of replicas
     is_rushed      becomes true when replicas that drain are to stop at once
-    before         the config before the last change of `user_config`
+    before         the last config whose `user_config` all replicas have taken, `None` if not known
+    is_untried     true after a change of `user_config` until a replica has taken it
     next_config    number of the last `user_config`
     next_version   number of the last version
     previous       the version before the update that is going on, `None` if none is
@@ -180,6 +185,7 @@ class RunningDeployment:
     problem: str = ""
     rejected: str = ""
     before: DeploymentConfig | None = None
+    is_untried: bool = False
     next_config: int = 0
     scaler: Scaler | None = None
     next_version: int = 0
@@ -218,8 +224,8 @@ class RunningDeployment:
             **changes,  # type: ignore[arg-type]
         )
 
-    def observed(self) -> Observed:
-        return Observed([each.fact() for each in self.members], len(self.left), self.retry_at)
+    def observed(self, facts: Sequence[Fact]) -> Observed:
+        return Observed(facts, len(self.left), self.retry_at)
 
     def cap(self, stuck: int) -> str:
         """Return why too many replicas are stuck for others to start, "" if others may."""
@@ -272,15 +278,30 @@ class RunningDeployment:
 
     def change_user_config(self, config: DeploymentConfig) -> None:
         """Use a config with another `user_config`; the replicas get it one after another."""
-        self.before = self.config
+        # Race with the change before, which may fail yet: the deployment never returns to that.
+        if self.before is None or self._has_taken_config():
+            self.before = self.config
         self.config = config
         self.next_config += 1
-        self.rejected = ""
+        self.is_untried, self.rejected = True, ""
         self.desire(config=self.next_config)
+
+    def _has_taken_config(self) -> bool:
+        """Return whether a replica has the `user_config`, and none has another one."""
+        members = [each for each in self.members if each.phase is not Phase.LEAVING]
+        return any(each.phase is Phase.SERVING for each in members) and all(
+            each.phase is not Phase.AWAY and each.config == self.desired.config for each in members
+        )
+
+    def note_config(self, member: Member) -> None:
+        """Note that a replica has taken its `user_config`."""
+        if member.config == self.desired.config:
+            self.is_untried = False
 
     def reject_user_config(self, problem: str) -> None:
         """Return to the `user_config` before the last change, which failed."""
         self.rejected = f"{problem}; the user_config before is in use"
+        self.is_untried = False
         if self.before is None or self.before.user_config == self.config.user_config:
             return  # the return itself failed: the replica is replaced
         self.config = self.config.with_options(user_config=self.before.user_config)
@@ -352,6 +373,7 @@ class RunningDeployment:
             self.borrowed,
             self.scaler,
             desired.count,
+            self.before,
         )
 
     def use(self, version: Version) -> None:
@@ -359,7 +381,7 @@ class RunningDeployment:
         self.built, self.bound_app = version.built, version.bound_app
         self.config, self.factories = version.config, version.factories
         self.borrowed, self.scaler = version.borrowed, version.scaler
-        self.rejected = ""
+        self.before, self.is_untried, self.rejected = version.before, False, ""
         self.router.limit(version.config.max_queued_requests, version.config.backpressure_config)
         if version.bound_app is not None:
             self.router.templates = version.bound_app.templates()

@@ -111,8 +111,11 @@ class Host:
             self._last_stall = stalls[-1] if stalls else None
 
     def excuse(self) -> None:
-        """Show the parent that the user loop may stand, while a model is loaded. Thread-safe."""
-        if self.replica.loads_models:
+        """Show the parent that the user loop may stand. Thread-safe.
+
+        A model is being loaded, or `reconfigure` runs.
+        """
+        if self.replica.may_stand:
             self._page.turn(monotonic())
 
     def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
@@ -231,7 +234,7 @@ class Host:
             elif what == "add_threads":
                 self.replica.add_threads(argument)
             else:
-                await self.replica.user_code.reconfigure(argument)
+                await self.replica.reconfigure(argument)
         except Exception as error:
             self.frames.post(Kind.FAILED, number, pickled_error(error))
         else:

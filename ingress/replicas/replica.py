@@ -93,7 +93,8 @@ class Replica:
     __slots__ = (
         "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
         "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
-        "begun", "context", "errors", "is_checking", "is_late", "is_left_behind", "latencies",
+        "begun", "context", "errors", "is_checking", "is_late", "is_left_behind",
+        "is_reconfiguring", "latencies",
         "loop", "pools", "replica_id", "slots", "stalls", "state", "thread", "unhealthy_reason",
         "user_code",
     )  # fmt: skip
@@ -125,6 +126,7 @@ class Replica:
         self.begun = 0
         self.is_late = False
         self.is_left_behind = False  # its stop left threads behind that user code blocks
+        self.is_reconfiguring = False
         self._in_time = 0
         self._clocks = 0.0, 0.0  # time, and CPU time of the user loop, when a call last began late
         self._release = release
@@ -246,7 +248,16 @@ class Replica:
 
     async def reconfigure(self, user_config: Any) -> None:
         """Give user code a new `user_config`, on the user loop. Raises the errors of user code."""
-        await run_on(self.loop, self.user_code.reconfigure(user_config))
+        await run_on(self.loop, self._reconfigure(user_config))
+
+    async def _reconfigure(self, user_config: Any) -> None:
+        self.is_reconfiguring = True
+        try:
+            await self.user_code.reconfigure(user_config)
+        finally:
+            # Race of the control loop with the collection of a closed loop's tasks, which runs
+            # this: `reconfigure` has not ended.
+            self.is_reconfiguring = self.loop.is_closed()
 
     def add_threads(self, max_ongoing: int) -> None:
         """Allow worker threads for `max_ongoing` calls, before it gets that many. Thread-safe.
@@ -297,9 +308,12 @@ class Replica:
         return self._borrows
 
     @property
-    def loads_models(self) -> bool:
-        """Return whether a model is being loaded or unloaded. Thread-safe."""
-        return self._models.is_busy
+    def may_stand(self) -> bool:
+        """Return whether user code runs that may block the loop for any time. Thread-safe.
+
+        A model is being loaded or unloaded, or `reconfigure` runs.
+        """
+        return self._models.is_busy or self.is_reconfiguring
 
     @property
     def orphans(self) -> int:
