@@ -17,6 +17,7 @@ from ingress.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.exceptions import (
+    DeploymentUnavailableError,
     RayServeException,
     RequestCancelledError,
 )
@@ -510,3 +511,28 @@ def test_replicas_left_behind_end_an_update_but_none_that_serves(engine: LocalEn
     wait_until(lambda: not application.ingress.left)
     serve.run(version("4"), route_prefix=None)
     assert result(handle.remote()) == "4"
+
+
+# A stop or an update meets waits, starts and ends.
+
+
+def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted(engine: LocalEngine) -> None:
+    may_end, begun = patient(), patient()
+
+    @serve.deployment(health_check_period_s=60)
+    class Slow:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            if serve.get_replica_context().replica_tag != "0":
+                begun.count_down()
+                await may_end
+
+        async def __call__(self) -> None: ...
+
+    serve.run(bind(Slow), route_prefix=None)
+    engine.change("default", {"Slow": {"num_replicas": 2}})
+    begun.wait()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.wait_until_settled, "default")
+        serve.delete("default")
+        with pytest.raises(DeploymentUnavailableError, match="it was stopped"):
+            waiting.result(PATIENCE_S)

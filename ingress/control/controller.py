@@ -26,6 +26,7 @@ from ingress.control.running import RunningApplication, RunningDeployment, Versi
 from ingress.control.scaling import scaler_of
 from ingress.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.declaration.loop_objects import LoopObject, loop_objects
+from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.mistakes import described
 from ingress.http.proxy import HTTPProxy
 from ingress.logs import logger
@@ -156,7 +157,7 @@ class Controller:
             async with asyncio.timeout(2 * LAST_WORDS_S):
                 for deployment in begun:
                     await self._reconciler.settled(deployment)
-        except TimeoutError:
+        except (TimeoutError, DeploymentUnavailableError):  # or they are being stopped, too
             pass
 
     def _declared(
@@ -265,9 +266,7 @@ class Controller:
         for deployment in reversed(deployments):
             await _drained(deployment, deadline)
             self._reconciler.discard(deployment)
-            deployment.router.refuse(
-                f"{deployment.router.deployment_id} is unavailable because it was stopped."
-            )
+            deployment.router.refuse(deployment.stopped)
             left_s = max(0.3, deadline + LAST_WORDS_S - loop.time())
             await self._reconciler.stop(deployment, left_s)
             if self._routers.get(deployment.router.deployment_id) is deployment.router:

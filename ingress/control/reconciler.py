@@ -22,6 +22,7 @@ from ingress.control.health import TELL_S, observe
 from ingress.control.plan import Kind, Observed, Phase, decide, is_blocked, num_stuck
 from ingress.control.running import BROKEN, FAILED_CHECKS, Member, RunningDeployment
 from ingress.declaration.build import fill
+from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.mistakes import described
 from ingress.handle import DeploymentHandle
 from ingress.logs import logger
@@ -64,10 +65,16 @@ class Reconciler:
         deployment.is_stopping = True
         if deployment in self._deployments:
             self._deployments.remove(deployment)
+        deployment.note_change()  # for `settled`
 
     async def settled(self, deployment: RunningDeployment) -> None:
-        """Wait until the replicas are those that are desired. Raises the error of a start."""
+        """Wait until the replicas are those that are desired.
+
+        Raises the error of a start, and `DeploymentUnavailableError` once the deployment stops.
+        """
         while deployment.failed is None and not deployment.is_settled():
+            if deployment.is_stopping:
+                raise DeploymentUnavailableError(deployment.stopped)
             await deployment.changed.wait()
         if deployment.failed is not None:
             raise deployment.failed

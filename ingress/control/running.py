@@ -235,6 +235,11 @@ class RunningDeployment:
         texts += [f"{each.replica_id} has stopped, and its code runs on" for each in self.left]
         return f"{stuck} replicas are stuck, and no more are started: {'; '.join(texts)}"
 
+    @property
+    def stopped(self) -> str:
+        """The reason why it serves no calls once it has stopped."""
+        return f"{self.router.deployment_id} is unavailable because it was stopped."
+
     def serving(self) -> int:
         """Return the number of replicas that get calls."""
         return sum(each.phase is Phase.SERVING for each in list(self.members))

@@ -318,7 +318,8 @@ class LocalEngine:
     def wait_until_settled(self, app_name: str, timeout_s: float | None = None) -> None:
         """Wait until the replicas are those that the options ask for.
 
-        Raises `TimeoutError` after `timeout_s`, `ValueError` if the application does not run.
+        Raises `TimeoutError` after `timeout_s`, `ValueError` if the application does not run, and
+        `DeploymentUnavailableError` if it is stopped meanwhile.
         """
         with self.operating() as threads:
             running = self.applications.get(app_name)
