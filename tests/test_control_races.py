@@ -536,3 +536,79 @@ def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted(engine: Lo
         serve.delete("default")
         with pytest.raises(DeploymentUnavailableError, match="it was stopped"):
             waiting.result(PATIENCE_S)
+
+
+def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: LocalEngine) -> None:
+    def version(text: str, may_end: Latch | None = None) -> Any:
+        @serve.deployment(name="Model")
+        class Model:
+            async def __init__(self) -> None:  # type: ignore[misc]
+                if text == "broken":
+                    raise LookupError("no weights")
+                if may_end is not None:
+                    await may_end
+
+            async def __call__(self) -> str:
+                return text
+
+        return bind(Model)
+
+    def run(application: Any) -> None:
+        try:
+            serve.run(application, route_prefix=None)
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    handle = serve.run(version("0"), route_prefix=None)
+    before, done = "0", 0
+    for number in range(1, ROUNDS + 1):
+        ends: list[str] = []
+        may_end = patient()
+        first = threading.Thread(target=run, args=(version(str(number), may_end),))
+        first.start()
+        wait_until(lambda: len(replicas()) == 2)
+        at_once(may_end.count_down, partial(run, version("broken")))
+        first.join(PATIENCE_S)
+        engine.wait_until_settled("default", PATIENCE_S)
+        was_ended = any("another application of its name" in each for each in ends)
+        expected = before if was_ended else str(number)
+        assert result(handle.remote()) == expected, (number, ends)
+        done += not was_ended
+        before = expected
+
+
+def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails(
+    engine: LocalEngine,
+) -> None:
+    begun, may_end = patient(), patient()
+
+    def version(text: str) -> Any:
+        @serve.deployment(name="Child")
+        class Child:
+            async def __init__(self) -> None:  # type: ignore[misc]
+                if text == "new":
+                    begun.count_down()
+                    await may_end
+
+        @serve.deployment(name="Gate")
+        class Gate:
+            def __init__(self, child: Any) -> None:
+                if text == "new":
+                    raise LookupError("no door")
+
+            async def __call__(self) -> str:
+                return text
+
+        return bind(Gate, bind(Child))
+
+    handle = serve.run(version("old"), route_prefix=None)
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(serve.run, version("new"), route_prefix=None)
+        begun.wait()
+        engine.change("default", {"Gate": {"num_replicas": 3}})
+        may_end.count_down()
+        with pytest.raises(RuntimeError, match="no door"):
+            updating.result(PATIENCE_S)
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert overview("Gate").replica_states == {"RUNNING": 3}
+    assert result(handle.remote()) == "old"

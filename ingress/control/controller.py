@@ -67,9 +67,9 @@ class Controller:
 
         Deployments that `serving`, the application of the same name that runs, has too are updated
         replica by replica: a new one starts, an old one leaves. Raises `RuntimeError` with the
-        deployment's name, from the error of the user's code. After an error or a cancellation, the
-        caller's `roll_back` and `stop` end the replicas that exist. Replicas live on `serving_loop`
-        when user code has no thread of its own.
+        deployment's name, from the error of the user's code. The caller ends the update: with
+        `RunningApplication.keep`, or with `roll_back` and `stop` after an error or a cancellation.
+        Replicas live on `serving_loop` when user code has no thread of its own.
         """
         older = {} if serving is None else serving.deployments
         if self._settings.run_user_code_in_separate_thread:
@@ -106,8 +106,6 @@ class Controller:
             # From here on handles find the deployment: the constructors of its parents, which run
             # next, may call it.
             self._routers[deployment.router.deployment_id] = deployment.router
-        for deployment in running.deployments.values():
-            deployment.previous = None  # from here on the update is not rolled back
 
     async def _update(
         self,
@@ -135,6 +133,7 @@ class Controller:
             scaler_of(config),
             count,
         )
+        deployment.previous = deployment.version()  # with the changes since the start of the update
         deployment.begin_rollout()
         deployment.use(version)
         self._reconciler.look(deployment)

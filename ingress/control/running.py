@@ -480,6 +480,11 @@ class RunningApplication:
     def ingress(self) -> RunningDeployment:
         return list(self.deployments.values())[-1]
 
+    def keep(self) -> None:
+        """End an update that has succeeded: from here on it cannot be rolled back."""
+        for deployment in self.deployments.values():
+            deployment.previous = None
+
     def overview(self, serving: RunningApplication | None = None) -> ApplicationStatusOverview:
         """Return the status. `serving` is the application that serves while this one starts."""
         older = {} if serving is None else serving.deployments

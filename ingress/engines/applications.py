@@ -204,6 +204,8 @@ class Applications:
 
     def _put_to_use(self, start: Start) -> None:
         application = start.application
+        # Not earlier: until now another thread might end the start, and the version before serves on.
+        application.keep()
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application
         application.proxy.conditions[application.name] = application.condition
