@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 import ingress as serve
 from ingress.base.settings import WEDGED_AFTER_S
@@ -22,9 +23,10 @@ from ingress.exceptions import (
     RequestCancelledError,
 )
 from ingress.handle import DeploymentHandle
+from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, overview, result, turns, wait_until
+from tests.servers import PATIENCE_S, bind, get, overview, result, served, turns, wait_until
 
 ROUNDS = 30
 
@@ -612,3 +614,62 @@ def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails
     engine.wait_until_settled("default", PATIENCE_S)
     assert overview("Gate").replica_states == {"RUNNING": 3}
     assert result(handle.remote()) == "old"
+
+
+# Requests on their way.
+
+
+def test_a_request_on_its_way_at_the_end_of_a_drain_goes_to_another_replica(
+    engine: LocalEngine,
+) -> None:
+    holds: list[Hold] = []
+
+    @serve.deployment(num_replicas=2, max_ongoing_requests=2, graceful_shutdown_timeout_s=0)
+    class Held:
+        def __init__(self) -> None:
+            self.tag = serve.get_replica_context().replica_tag
+
+        async def __call__(self, request: Request) -> str:
+            if request.url.path == "/hold":
+                holds[-1].is_held.count_down()
+                holds[-1].end.wait()  # on the event loop
+            return str(self.tag)
+
+    port = served(bind(Held))
+    holds.append(Hold(2))
+    with ThreadPoolExecutor(4) as pool:
+        holding = [pool.submit(get, port, "/hold") for _ in range(2)]
+        holds[-1].is_held.wait()
+        on_their_way = [pool.submit(get, port, "/") for _ in range(2)]
+        wait_until(lambda: [each.ongoing for each in replicas()] == [2, 2])
+        engine.change("default", {"Held": {"num_replicas": 1}})
+        wait_until(lambda: len(replicas()) == 1)
+        holds[-1].end.count_down()
+        answers = [each.result(PATIENCE_S) for each in on_their_way]
+        assert [(each.status, each.body) for each in answers] == [(200, b"0")] * 2
+        assert sorted(each.result(PATIENCE_S).status for each in holding) == [200, 503]
+
+
+def test_the_routing_policy_hears_of_replicas_from_one_thread(engine: LocalEngine) -> None:
+    told: list[str] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    class Noting(ConsistentHashRouter):
+        def update_replicas(self, replicas: list[RunningReplica]) -> None:
+            told.append(threading.current_thread().name)
+            super().update_replicas(replicas)
+
+    @serve.deployment(request_router_config={"request_router_class": Noting})
+    class Model:
+        def __init__(self) -> None:
+            loops.append(asyncio.get_running_loop())
+
+        async def __call__(self) -> str:
+            return str(serve.get_replica_context().replica_tag)
+
+    handle = serve.run(bind(Model), route_prefix=None)
+    for number in range(2):
+        close_loop(loops[number])
+        # Before the control loop looks: this thread takes the replica out of the router.
+        assert result(handle.remote()) == str(number + 1)
+    assert set(told) == {"ingress-control"}

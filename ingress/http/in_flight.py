@@ -178,9 +178,12 @@ class InFlight:
                 each.disconnect(SERVICE_RESTART)
 
     def stop_on(self, runner: Runner) -> None:
-        """Cancel the requests that a replica still runs. On any loop."""
+        """Cancel the requests that a replica has begun. On any loop.
+
+        Those on their way to it, or back to the queue, go to another replica.
+        """
         for each in list(self.exchanges):
-            if each.runner is runner:
+            if each.runner is runner and each.began_at:
                 each.stop()
 
 

@@ -183,7 +183,7 @@ class Chooser:
         """
         candidates = [RunningReplica(each.slots) for each in replicas]
         if self._home is None:
-            self._policy.update_replicas(candidates)
+            self._show(candidates)
             # Race with `ask` in other threads, which may have read the candidates before: it reads
             # them again after it has placed its call, and this lists the calls after the change.
             self._candidates = candidates
@@ -192,11 +192,14 @@ class Chooser:
         else:
             self._home.mailbox.post(self._update, candidates)
 
-    def _update(self, candidates: list[RunningReplica]) -> None:
+    def _show(self, candidates: list[RunningReplica]) -> None:
         try:
             self._policy.update_replicas(candidates)
         except Exception:
             logger.exception("%s: update_replicas of its request router failed", self._name)
+
+    def _update(self, candidates: list[RunningReplica]) -> None:
+        self._show(candidates)
         self._candidates = candidates
         self._changed.set()
         self._changed = asyncio.Event()

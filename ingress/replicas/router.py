@@ -182,7 +182,7 @@ class Router:
         )
         refused: Exception | None = None
         if call.runner is not None and call.runner.is_to_be_replaced:
-            self.remove(call.runner)  # the control plane may be later
+            self._take_out(call.runner)  # the control plane, which may be later, tells the policy
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
@@ -366,6 +366,10 @@ class Router:
 
     def remove(self, replica: Runner) -> None:
         """Give a replica no more calls; the calls it runs go on. No effect the second time."""
+        self._take_out(replica)
+        self._show_replicas()
+
+    def _take_out(self, replica: Runner) -> None:
         slots = replica.slots
         with self._lock:
             if slots.position >= 0:
@@ -377,10 +381,12 @@ class Router:
             self._held.discard(slots)
             if replica in self.replicas:
                 self.replicas.remove(replica)
-        self._show_replicas()
 
     def _show_replicas(self) -> None:
-        """Show the policy the replicas that calls may go to."""
+        """Show the policy the replicas that calls may go to. On the control loop only.
+
+        Race of two threads that show them: the policy would keep the older of two lists.
+        """
         if self._chooser is not None:
             self._chooser.update(list(self.replicas))
 
