@@ -540,6 +540,53 @@ def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted(engine: Lo
             waiting.result(PATIENCE_S)
 
 
+def test_a_delete_cuts_the_end_of_a_replica_that_leaves_short(engine: LocalEngine) -> None:
+    leaves, may_end = patient(), patient()
+
+    @serve.deployment(num_replicas=2, graceful_shutdown_timeout_s=10 * PATIENCE_S)
+    class Slow:
+        async def __del__(self) -> None:
+            if not leaves.is_open:
+                leaves.count_down()
+                await may_end
+
+        async def __call__(self) -> None: ...
+
+    serve.run(bind(Slow), route_prefix=None)
+    engine.change("default", {"Slow": {"num_replicas": 1}})
+    leaves.wait()
+    engine.shutdown(timeout_s=0)
+    assert serve.status().applications == {}
+
+
+def test_a_delete_in_the_middle_of_an_update_starts_no_old_replica(engine: LocalEngine) -> None:
+    made: list[str] = []
+    begun, may_end = patient(), patient()
+
+    def version(text: str) -> Any:
+        @serve.deployment(name="Model", num_replicas=2)
+        class Model:
+            async def __init__(self) -> None:  # type: ignore[misc]
+                made.append(text)
+                if made.count("new") == 2:
+                    begun.count_down()
+                    await may_end
+
+            async def __call__(self) -> str:
+                return text
+
+        return bind(Model)
+
+    serve.run(version("old"), route_prefix=None)
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(serve.run, version("new"), route_prefix=None)
+        begun.wait()
+        serve.delete("default")
+        with pytest.raises(RuntimeError, match="deleted while it started"):
+            updating.result(PATIENCE_S)
+    assert made == ["old", "old", "new", "new"]
+
+
 def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: LocalEngine) -> None:
     def version(text: str, may_end: Latch | None = None) -> Any:
         @serve.deployment(name="Model")

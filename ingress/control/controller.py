@@ -141,17 +141,25 @@ class Controller:
         deployment.end_rollout()
 
     async def roll_back(
-        self, running: RunningApplication, serving: RunningApplication | None
+        self,
+        running: RunningApplication,
+        serving: RunningApplication | None,
+        *,
+        is_ending: bool = False,
     ) -> None:
         """Return to the version before, where an update that failed had begun to replace it.
 
-        Waits for replicas that end at once, not for calls, nor for constructors that run again.
+        Waits for replicas that end at once, not for calls, nor for constructors that run again. If
+        `serving` stops next, `is_ending`, those that serve stay, and no constructor runs again.
         """
         kept = [] if serving is None else list(serving.deployments.values())
         begun = [each for each in running.deployments.values() if each in kept]
         for deployment in begun:
+            deployment.is_ending = deployment.is_ending or is_ending
             deployment.roll_back()
             self._reconciler.look(deployment)
+        if is_ending:
+            return
         try:
             async with asyncio.timeout(2 * LAST_WORDS_S):
                 for deployment in begun:
@@ -254,6 +262,9 @@ class Controller:
         deployments = [each for each in running.deployments.values() if each not in others]
         if not deployments:  # an update, or there were too few descriptors
             return
+        for deployment in deployments:
+            deployment.is_ending = True
+            deployment.desire()
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
         loop = asyncio.get_running_loop()

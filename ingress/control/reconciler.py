@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -315,7 +316,7 @@ class Reconciler:
         deadline = loop.time() + deployment.config.graceful_shutdown_timeout_s
         if not replica.is_lost:
             await self._drain(deployment, replica, deadline)
-        left_s = 0.0 if deployment.is_rushed else deadline - loop.time()
+        left_s = 0.0 if deployment.rushed.is_set() else deadline - loop.time()
         await self._end(replica, max(0.0, left_s) + LAST_WORDS_S)
         if replica.is_left_behind:
             deployment.left.append(replica)
@@ -335,10 +336,12 @@ class Reconciler:
         in_flight, loop = deployment.proxy.in_flight, asyncio.get_running_loop()
         longest_s = max(DRAIN_LOOK_S, deployment.config.graceful_shutdown_wait_loop_s)
         pause_s = DRAIN_LOOK_S
-        while replica.ongoing and not deployment.is_rushed and loop.time() < deadline:
+        while replica.ongoing and not deployment.rushed.is_set() and loop.time() < deadline:
             in_flight.restart_websockets(replica)
             # Polled, so that no request pays for an event that is used once.
-            await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(pause_s, deadline - loop.time())):
+                    await deployment.rushed.wait()
             pause_s = min(2 * pause_s, longest_s)
         if replica.ongoing:
             in_flight.stop_on(replica)
@@ -394,7 +397,7 @@ class Reconciler:
 
     async def stop(self, deployment: RunningDeployment, timeout_s: float) -> None:
         """Stop all replicas of a discarded deployment, also those that start or drain, at once."""
-        deployment.is_rushed = True
+        deployment.rushed.set()
         for replica in list(deployment.router.replicas):
             deployment.router.remove(replica)
         ends: list[Awaitable[None]] = []
@@ -402,13 +405,26 @@ class Reconciler:
             if member.check is not None:
                 member.check.cancel()
             if member.phase is Phase.LEAVING and member.task is not None:
-                ends.append(member.task)
+                ends.append(self._hurry(member, member.task, timeout_s))
                 continue
             member.phase = Phase.LEAVING
             if member.task is not None:
                 member.task.cancel()
             ends.append(self._end(member.replica, timeout_s))
         await asyncio.gather(*ends)
+
+    async def _hurry(self, member: Member, end: asyncio.Task[None], timeout_s: float) -> None:
+        """Wait for the end of a replica that leaves already, which may have more time."""
+        await asyncio.wait([end], timeout=timeout_s)
+        if not end.done():
+            logger.error(
+                "%s did not stop within %.1f s; ingress waits no longer",
+                member.replica.replica_id,
+                timeout_s,
+            )
+            end.cancel()
+            await asyncio.wait([end])
+            await self._end(member.replica, 0.0)
 
     async def _end(self, replica: Replica, timeout_s: float) -> None:
         await replica.stop(timeout_s)

@@ -146,7 +146,8 @@ class RunningDeployment:
     problem        the error of the last start, "" once a start succeeds
     rejected       why the last change was given up, "" if it was not
     resized        the last change of the number of replicas
-    is_rushed      becomes true when replicas that drain are to stop at once
+    is_ending      becomes true before it stops: none starts in the place of one that serves
+    rushed         is set when replicas that drain are to stop at once
     before         the last config whose `user_config` all replicas have taken, `None` if not known
     is_untried     true after a change of `user_config` until a replica has taken it
     next_config    number of the last `user_config`
@@ -173,7 +174,8 @@ class RunningDeployment:
     has_started: bool = False
     loss: str = ""
     is_stopping: bool = False
-    is_rushed: bool = False
+    is_ending: bool = False
+    rushed: asyncio.Event = field(default_factory=asyncio.Event)
     resized: int = 0
     start_failures: int = 0
     retry_at: float = 0.0
@@ -220,7 +222,7 @@ class RunningDeployment:
         self.desired = replace(
             self.desired,
             count=count,
-            at_once=at_once,
+            at_once=0 if self.is_ending else at_once,
             **changes,  # type: ignore[arg-type]
         )
 

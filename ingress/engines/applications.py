@@ -177,7 +177,8 @@ class Applications:
             if not start.is_ready:
                 self._give_back_logging(application.name)
                 self._give_back_routers(application)
-                await controller.roll_back(application, serving)
+                is_ending = start.reason in (DELETED, SHUT_DOWN)
+                await controller.roll_back(application, serving, is_ending=is_ending)
                 await controller.stop(application, timeout_s=0.0, kept=serving)
         finally:
             telling.cancel()
@@ -204,7 +205,7 @@ class Applications:
 
     def _put_to_use(self, start: Start) -> None:
         application = start.application
-        # Not earlier: until now another thread might end the start, and the version before serves on.
+        # Not earlier: if another thread ends the start, the version before serves on.
         application.keep()
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application

@@ -545,8 +545,9 @@ class Replica:
         """
         deadline = monotonic() + timeout_s
         # Race of a second call with the loop that the first call left behind: it closes once user
-        # code returns, and would drop or cancel anything that is posted to it now.
-        winds_down = self.state is not ReplicaState.STOPPED
+        # code returns, and would drop or cancel anything that is posted to it now. The first call
+        # may also have been cancelled: the user's shutdown code runs once.
+        winds_down = self.state not in _ENDING
         self.state = ReplicaState.STOPPING
         WATCHDOG.unwatch(self.loop, self)
         try:
