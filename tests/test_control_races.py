@@ -559,6 +559,27 @@ def test_a_delete_cuts_the_end_of_a_replica_that_leaves_short(engine: LocalEngin
     assert serve.status().applications == {}
 
 
+def test_a_delete_does_not_wait_for_a_constructor_that_hangs(engine: LocalEngine) -> None:
+    begun, may_end = patient(), threading.Event()
+
+    @serve.deployment(graceful_shutdown_timeout_s=10 * PATIENCE_S)
+    class Slow:
+        def __init__(self) -> None:
+            if serve.get_replica_context().replica_tag != "0":
+                begun.count_down()
+                may_end.wait(2 * PATIENCE_S)
+
+        async def __call__(self) -> None: ...
+
+    serve.run(bind(Slow), route_prefix=None)
+    engine.change("default", {"Slow": {"num_replicas": 2}})
+    begun.wait()
+    serve.delete("default")
+    assert not may_end.is_set()
+    assert serve.status().applications == {}
+    may_end.set()
+
+
 def test_a_delete_in_the_middle_of_an_update_starts_no_old_replica(engine: LocalEngine) -> None:
     made: list[str] = []
     begun, may_end = patient(), patient()

@@ -407,10 +407,13 @@ class Reconciler:
             if member.phase is Phase.LEAVING and member.task is not None:
                 ends.append(self._hurry(member, member.task, timeout_s))
                 continue
+            # A constructor has no requests to end, and may hang.
+            is_starting = member.phase is Phase.STARTING
             member.phase = Phase.LEAVING
             if member.task is not None:
                 member.task.cancel()
-            ends.append(self._end(member.replica, timeout_s))
+            left_s = min(timeout_s, LAST_WORDS_S) if is_starting else timeout_s
+            ends.append(self._end(member.replica, left_s))
         await asyncio.gather(*ends)
 
     async def _hurry(self, member: Member, end: asyncio.Task[None], timeout_s: float) -> None:
