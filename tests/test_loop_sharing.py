@@ -106,6 +106,21 @@ REACHED: dict[str, tuple[str, ...]] = {
         "db.client",
         "db = ",
     ),
+    "an attribute that a method of a global sets": (
+        "class Database:\n    async def connect(self): self.client = httpx.AsyncClient()\n"
+        "db = Database()\n@asynccontextmanager\n"
+        "async def lifespan(app):\n    await db.connect()\n    yield\n"
+        "app = FastAPI(lifespan=lifespan)" + APP.format(""),
+        "db.client",
+        "db = ",
+    ),
+    "a part of a global that a function sets": (
+        "class Cache:\n    def __init__(self): self.lock = asyncio.Lock()\n"
+        "cache = None\ndef shared():\n    global cache\n    cache = cache or Cache()\n"
+        "    return cache" + CLASS.format("await shared().lock.acquire()"),
+        "cache",
+        "cache = None",
+    ),
     "the result of a cached function": (
         "@functools.lru_cache\ndef client():\n    return httpx.AsyncClient()\napp = FastAPI()"
         + APP.format(", client=Depends(client)"),
@@ -157,6 +172,17 @@ NOT_REACHED = {
     ),
     "made by each call": "def client(): return httpx.AsyncClient()"
     + CLASS.format("async with client(): pass"),
+    "a part of what the constructor makes": (
+        "class Cache:\n    def __init__(self): self.lock = asyncio.Lock()"
+        + CLASS.format("await self.cache.lock.acquire()")
+        + "    def __init__(self): self.cache = Cache()\n"
+    ),
+    "made by each call of a global's method": (
+        "class Stock:\n    calls = 0\n    async def ask(self):\n"
+        "        async with httpx.AsyncClient() as client: answer = await client.get('x')\n"
+        "        self.calls += 1\n        return answer, Stock()\n"
+        "stock = Stock()" + CLASS.format("await stock.ask()")
+    ),
     "a sync client": "client = httpx.Client()" + CLASS.format("client"),
     "a thread's lock": "import threading\nlock = threading.Lock()" + CLASS.format("lock"),
 }

@@ -4,6 +4,7 @@
                                                     closure, a constructor argument, a part of one
     async def startup(): global pool; pool = ...    a global, or a part of one, that code sets
     @lru_cache def client(): return AsyncClient()   the cached result of a function
+    class Database: self.pool = await create_pool() a part of a global, that its methods set
 
 Such an object works on the first loop that uses it, and fails on the loop of another replica. The
 walk begins at a deployment, and follows what its functions name: the functions, classes and globals
@@ -13,21 +14,26 @@ user code, and looks into third-party code only where that holds the user's.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import sys
-import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 from ingress.declaration.assignments import place_of
 from ingress.declaration.build import BuiltDeployment
+from ingress.declaration.loop_makers import (
+    Known,
+    is_in_library,
+    kept_by,
+    kind_of,
+    made_in,
+    names_of,
+)
 
 T = TypeVar("T")
 
@@ -35,48 +41,6 @@ _DEPTH = 4  # attributes of attributes of a global
 _ITEMS = 100  # of a container
 _OBJECTS = 50_000  # in one walk
 
-# Classes by their name, with the packages that define one. Subclasses count.
-_CLASSES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("Lock", "Event", "Condition", "Semaphore", "Barrier"), ("asyncio",)),
-    **dict.fromkeys(("Queue", "Future"), ("asyncio", "_asyncio")),
-    **dict.fromkeys(
-        ("LockAdapter", "EventAdapter", "SemaphoreAdapter", "CapacityLimiterAdapter"), ("anyio",)
-    ),
-    "AsyncClient": ("httpx", "qdrant_client", "weaviate"),
-    "AsyncConnectionPool": ("httpcore", "psycopg_pool"),
-    "AsyncConnection": ("psycopg", "sqlalchemy"),
-    "AsyncEngine": ("sqlalchemy",),
-    "ClientSession": ("aiohttp",),
-    "BaseConnector": ("aiohttp",),
-    **dict.fromkeys(("Redis", "RedisCluster", "ConnectionPool", "Sentinel"), ("redis.asyncio",)),
-    "Pool": ("asyncpg", "aiomysql", "aiopg"),
-    "Connection": ("asyncpg", "aiosqlite", "aiomysql"),
-    "AsyncMongoClient": ("pymongo",),
-    **dict.fromkeys(("AsyncIOMotorClient", "AgnosticClient"), ("motor",)),
-    "AsyncElasticsearch": ("elasticsearch",),
-    "Database": ("databases",),
-    **dict.fromkeys(("AIOKafkaProducer", "AIOKafkaConsumer"), ("aiokafka",)),
-    **dict.fromkeys(("RobustConnection", "RobustChannel"), ("aio_pika",)),
-    "Channel": ("grpc.aio",),
-    "_LRUCacheWrapper": ("async_lru",),
-    "AsyncLimiter": ("aiolimiter",),
-    "AsyncServer": ("socketio", "engineio"),  # each session has a queue
-}
-
-# Functions that make such an object, by name.
-_FACTORIES: Mapping[str, tuple[str, ...]] = {
-    "create_async_engine": ("sqlalchemy",),
-    "from_url": ("redis.asyncio",),
-    "create_pool": ("asyncpg", "aiomysql", "aiopg", "arq", "asyncio_redis"),
-    "connect": ("asyncpg", "aiosqlite", "aiomysql", "aio_pika", "nats"),
-    "connect_robust": ("aio_pika",),
-    "insecure_channel": ("grpc.aio",),
-    "secure_channel": ("grpc.aio",),
-}
-
-_LIBRARIES = tuple(
-    str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")
-)
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset)
 _CACHED = type(functools.lru_cache(lambda: None))
@@ -127,6 +91,8 @@ class _Walk:
         # By id, with the object itself: another one may not get the same id meanwhile.
         self._seen: dict[int, Any] = {}
         self._told: set[str] = set()
+        self._kept: dict[type, list[tuple[str, str]]] = {}
+        self._known: Known = {}
 
     def found(self, built: BuiltDeployment) -> Iterator[LoopObject]:
         target: Any = built.deployment.func_or_class
@@ -147,14 +113,19 @@ class _Walk:
             if isinstance(value, _PLAIN) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            kind = _kind_of(value)
+            kind = kind_of(value)
             if kind:
                 yield from self._tell(_global_name(value, name) or name, kind)
                 continue
             function = _function_of(value)
             if function is not None and self._is_users(function.__module__):
-                for made, maker in _made_in(function, cached=isinstance(value, _CACHED)):
+                for made, maker in made_in(
+                    function, self._known, cached=isinstance(value, _CACHED)
+                ):
                     yield from self._tell(_Name(function.__module__, made), maker)
+            elif function is None and not isinstance(value, type):
+                for made, maker in self._kept_by(value):
+                    yield from self._tell(name.part(made), maker)
             waiting += self._parts(value, name, depth)
 
     def _tell(self, name: _Name, kind: str) -> Iterator[LoopObject]:
@@ -163,6 +134,17 @@ class _Walk:
         if str(found) not in self._told:
             self._told.add(str(found))
             yield found
+
+    def _kept_by(self, value: Any) -> list[tuple[str, str]]:
+        """Return the attributes that methods of the object will set, with the makers."""
+        cls = type(value)
+        if cls not in self._kept:  # a list may have thousands of instances of one class
+            self._kept[cls] = [*kept_by(cls, self._known)]
+        kept = self._kept[cls]
+        if kept:
+            there = dict(_attributes(value))  # the walk comes to these by itself
+            kept = [each for each in kept if there.get(each[0]) is None]
+        return kept
 
     def _is_users(self, module: str | None) -> bool:
         """Return whether a module is the user's: of the deployment's package, or no library."""
@@ -174,7 +156,7 @@ class _Walk:
         if top == self._package or top == "__main__":
             return True
         file = getattr(sys.modules.get(module), "__file__", None)
-        return file is not None and not _is_in_library(file)
+        return file is not None and not is_in_library(file)
 
     def _parts(self, value: Any, name: _Name, depth: int) -> Iterator[tuple[Any, _Name, int]]:
         """Yield what `value` names, contains or consists of."""
@@ -226,7 +208,7 @@ class _Walk:
         for annotation in function.__annotations__.values():
             for each in getattr(annotation, "__metadata__", ()):
                 yield _dependency(each), own, depth
-        names = _names(function.__code__)
+        names = names_of(function.__code__)
         for key in sorted(names & function.__globals__.keys()):
             value = function.__globals__[key]
             if not isinstance(value, ModuleType):
@@ -241,23 +223,6 @@ def _global_name(value: Any, name: _Name) -> _Name | None:
     variables = vars(sys.modules[name.module]) if name.module in sys.modules else {}
     key = next((key for key, each in [*variables.items()] if each is value), None)
     return None if key is None else _Name(name.module, key)
-
-
-@functools.lru_cache(maxsize=10_000)
-def _is_in_library(file: str) -> bool:
-    return str(Path(file).resolve()).startswith(_LIBRARIES)
-
-
-def _kind_of(value: Any) -> str:
-    """Return the type of an object that belongs to a loop, as a user knows it, "" for others."""
-    for cls in type(value).__mro__:
-        if _is_listed(_CLASSES, cls.__name__, cls.__module__):
-            return f"{cls.__module__.partition('.')[0].lstrip('_')}.{cls.__name__}"
-    return ""
-
-
-def _is_listed(table: Mapping[str, tuple[str, ...]], name: str, module: str) -> bool:
-    return any(f"{module}.".startswith(f"{package}.") for package in table.get(name, ()))
 
 
 def _is_ours(value: Any) -> bool:
@@ -331,55 +296,3 @@ def _parts_of_app(app: Any) -> Iterator[tuple[str, Any]]:
             inner = getattr(route, name, None)
             if hasattr(inner, "routes"):
                 yield from _parts_of_app(inner)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the globals and attributes that a function names, those of its inner functions too."""
-    return {name for each in _codes(code) for name in each.co_names}
-
-
-def _made_in(function: FunctionType, *, cached: bool) -> Iterator[tuple[str, str]]:
-    """Yield the loop's objects that a function makes and keeps in a global, with their maker.
-
-    `cached` says that its result is kept.
-    """
-    makers = [*_makers(function)]
-    if not makers:
-        return
-    if cached:
-        yield f"{function.__qualname__}()", makers[0]
-    for code in _codes(function.__code__):
-        before = ""  # the global that the last instruction loaded
-        for each in dis.get_instructions(code):
-            if each.opname == "STORE_GLOBAL":
-                yield str(each.argval), makers[0]
-            elif each.opname == "STORE_ATTR" and before and before != "self":
-                yield f"{before}.{each.argval}", makers[0]
-            before = str(each.argval) if each.opname == "LOAD_GLOBAL" else ""
-
-
-def _makers(function: FunctionType) -> Iterator[str]:
-    """Yield the classes and functions of a loop's objects that a function names."""
-    names = _names(function.__code__)
-    for key in sorted(names & function.__globals__.keys()):
-        value = function.__globals__[key]
-        if isinstance(value, ModuleType):
-            for attribute in sorted(names & vars(value).keys()):
-                if _makes(vars(value)[attribute]):
-                    yield f"{key}.{attribute}"
-        elif _makes(value):
-            yield key
-
-
-def _makes(value: Any) -> bool:
-    if isinstance(value, type):
-        return any(_is_listed(_CLASSES, each.__name__, each.__module__) for each in value.__mro__)
-    name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "")
-    return callable(value) and _is_listed(_FACTORIES, str(name), str(module))
