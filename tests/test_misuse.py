@@ -381,11 +381,26 @@ MODULES: dict[str, tuple[str, list[str], int]] = {
     "remote": ("A.remote()", ["serve.run(Name.bind())"], 3),
     "bound-twice": ("A.bind().bind()", ["it is bound already"], 3),
     "batch": ("serve.batch(batch_size=3)", ["did you mean max_batch_size?"], 3),
+    "batch-in-a-class": (
+        "class B:\n    @serve.batch(max_batch_size=0)\n    async def __call__(self, all): ...",
+        ["ValueError: max_batch_size must be an integer >= 1, got 0"],
+        3,
+    ),
+    "models": (
+        "class B:\n    @serve.multiplexed(max_models=2)\n    async def load(self, name): ...",
+        ["keyword argument 'max_models'; did you mean max_num_models_per_replica?"],
+        3,
+    ),
     "logging": ("serve.LoggingConfig(log_level='nope')", ["DEBUG, INFO, WARNING", "'nope'"], 3),
     "llm": ("from ingress.llm import LLMConfig", ["ingress has no 'llm'; write a deployment"], 3),
     "syntax": ("class B", ["SyntaxError: expected ':'"], 3),
     "library": ("import json; json.loads('{')", ["JSONDecodeError: Expecting property name"], 3),
-    "name": ("bound = a.bind()", ["NameError: name 'a' is not defined"], 3),
+    "name": ("bound = a.bind()", ["NameError: name 'a' is not defined. Did you mean: 'A'?"], 3),
+    "attribute": (
+        "serve.deploymnt(A)",
+        ["no attribute 'deploymnt'. Did you mean: 'deployment'?"],
+        3,
+    ),
     "module": ("import no_such_module", ["No module named 'no_such_module'"], 3),
     "exit": ("B = A.func_or_class(1).child", ["has no attribute 'child'"], 3),
     "multipart": (
@@ -406,6 +421,11 @@ MODULES: dict[str, tuple[str, list[str], int]] = {
     "constructor": (
         "class Bad:\n    def __init__(self): self.n = 1 / 0\nbound = serve.deployment(Bad).bind()",
         ["Deploying application 'default' failed: deployment 'Bad'", "ZeroDivisionError"],
+        3,
+    ),
+    "no-method": (
+        "@serve.deployment\nclass B:\n    def __init__(self, a): a.run()\nbound = B.bind(A.bind())",
+        ["deployment 'A' has no method 'run'; its one call is handle.remote(...)"],
         3,
     ),
     "handle": (

@@ -184,6 +184,7 @@ MEANT: Mapping[str, Mapping[str, str]] = {
         "batch_timeout_s": "batch_wait_timeout_s",
         "timeout_s": "batch_wait_timeout_s",
     },
+    "serve.multiplexed": {"max_models": "max_num_models_per_replica"},
 }
 """Keywords that are often taken for another one, where the spelling alone does not tell which."""
 
@@ -191,7 +192,7 @@ MEANT: Mapping[str, Mapping[str, str]] = {
 class AbsentModules:
     """A finder at the end of `sys.meta_path`: the imports in `NAMES` fail with their advice.
 
-    `from ingress import metrics` first asks the module for an attribute, then for a submodule. The
+    `from ingress import llm` first asks the module for an attribute, then for a submodule. The
     advice of the `AttributeError` is lost on the way.
     """
 
@@ -238,7 +239,8 @@ def absent_member(owner: Any, name: str) -> AttributeError:
 def absent_method(deployment: str, name: str, methods: list[str]) -> str:
     """Return the message for a method that a deployment does not have; for a handle."""
     told = _told(MEMBERS["DeploymentHandle"], name)
-    return f"deployment '{deployment}' has no method '{name}'; it has {methods}{told}"
+    has = f"it has {methods}" if methods else "its one call is handle.remote(...)"
+    return f"deployment '{deployment}' has no method '{name}'; {has}{told}"
 
 
 def refuse(function: str, given: Mapping[str, Any], signature: Callable[..., Any]) -> None:

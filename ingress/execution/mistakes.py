@@ -6,10 +6,17 @@ frames of the command line, of importlib and of libraries say nothing about the 
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import inspect
+import linecache
+import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from os.path import dirname
 from traceback import FrameSummary, StackSummary
+from types import CodeType
 
 from ingress.execution.unreadable import readable
 
@@ -43,10 +50,16 @@ def described(error: BaseException) -> str:
 
 
 def users_frames(error: BaseException) -> str:
-    """Return the frames of the user's files, two lines each; the last frame if there are none."""
+    """Return the frames of the user's files, two lines each; the last frame if there are none.
+
+    A frame that only begins a class is left out: its body is the next frame, and is named by it.
+    """
+    linecache.checkcache()  # a file may have changed since its last mistake
+    walked = [*traceback.walk_tb(error.__traceback__)]
     frames = [
-        FrameSummary(each.filename, each.lineno, each.name)  # without columns, hence carets
-        for each in traceback.extract_tb(error.__traceback__)
+        FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)  # no columns: no carets
+        for n, (frame, line) in enumerate(walked)
+        if n + 1 == len(walked) or not _is_class_body(walked[n + 1][0].f_code)
     ]
     if isinstance(error, SyntaxError) and error.filename is not None:
         place = FrameSummary(error.filename, error.lineno, "<module>", line=error.text)
@@ -65,7 +78,29 @@ def last_line(error: BaseException) -> str:
     """Return the error's type and text in one line."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
-    return " ".join("".join(traceback.format_exception_only(error)).split())
+    return " ".join("".join(traceback.format_exception_only(error)).split()) + _hint(error)
+
+
+def _hint(error: BaseException) -> str:
+    """Return the nearest name to one that does not exist; Python 3.12 adds it by itself."""
+    name = getattr(error, "name", None)
+    if sys.version_info >= (3, 12) or not isinstance(name, str):
+        return ""
+    names: Iterable[str] = ()
+    if isinstance(error, AttributeError):
+        with contextlib.suppress(Exception):  # a `__dir__` of the user's may fail
+            names = dir(error.obj)
+    elif isinstance(error, NameError):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        last = frames[-1] if frames else sys._getframe()
+        names = [*last.f_locals, *last.f_globals, *last.f_builtins]
+    by_letters = {str(each).lower(): each for each in names}
+    nearest = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return f". Did you mean: {by_letters[nearest[0]]!r}?" if nearest else ""
+
+
+def _is_class_body(code: CodeType) -> bool:
+    return code.co_name != "<module>" and not code.co_flags & inspect.CO_NEWLOCALS
 
 
 def _is_users(frame: FrameSummary) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
+from ingress.base.unsupported import refuse
 from ingress.calls.call import CURRENT_CALL
 from ingress.context import REPLICA
 from ingress.execution.execution import Kind, kind, name_of
@@ -23,7 +24,9 @@ NO_LIMIT = -1
 def multiplexed(func: F, /) -> F: ...
 @overload
 def multiplexed(*, max_num_models_per_replica: int = 3) -> Callable[[F], F]: ...
-def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any:
+def multiplexed(
+    func: Any = None, /, max_num_models_per_replica: int = 3, **unsupported: Never
+) -> Any:
     """Cache the models that an `async def` loads by their ids.
 
     The method or function has one parameter, the model's id, and returns the model. A call returns
@@ -31,13 +34,15 @@ def multiplexed(func: Any = None, /, max_num_models_per_replica: int = 3) -> Any
     and its `__del__` is run. -1 is no limit. Raises `TypeError` or `ValueError` at decoration.
     Source: Ray 2.60.0, api.py and multiplex.py.
     """
+    refuse("serve.multiplexed", unsupported, multiplexed)
     limit = max_num_models_per_replica
     given: object = limit
     if not isinstance(given, int) or isinstance(given, bool):
         raise TypeError(f"max_num_models_per_replica must be an integer, got {limit!r}.")
     if limit <= 0 and limit != NO_LIMIT:
         raise ValueError(
-            f"max_num_models_per_replica must be positive, or -1 for no limit, got {limit}."
+            f"max_num_models_per_replica must be positive, or -1 for no limit, got {limit}; leave "
+            "it out for the default, 3."
         )
 
     def decorate(func: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
