@@ -95,10 +95,10 @@ def trace_ids(port: int, name: str) -> set[str]:
     return {each.exemplar.labels["trace_id"] for each in exemplars(port, name)}
 
 
-OPTIONS = [("here",), ("far",), ("here", "--workers", "2")]
+WORKERS = pytest.param("here", ["--workers", "2"], marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize(("app", "options"), [(app, more) for app, *more in OPTIONS])
+@pytest.mark.parametrize(("app", "options"), [("here", []), ("far", []), WORKERS])
 def test_a_request_of_a_trace_is_an_exemplar(folder: Path, app: str, options: list[str]) -> None:
     options = ["--admin", "127.0.0.1:0", "--tracing", *options]
     with serving(folder, *options, app=app) as server:
