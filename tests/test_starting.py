@@ -826,9 +826,20 @@ def answers(port: int) -> int:
         return 0
 
 
+AWAITED = (
+    HANGS.replace("import threading", "import asyncio")
+    .replace("    def __init__", "    async def __init__")
+    .replace(HANG, f"serve.get_replica_context().replica_tag == '0' or await {HANG}")
+    .replace("threading.Event", "asyncio.Event")
+)
+
+
 @pytest.mark.skipif(not ROUNDS, reason="takes ten seconds")
-def test_after_ten_seconds_what_still_constructs_is_named_with_its_line(tmp_path: Path) -> None:
-    write_module(tmp_path, "app", ONE_IS_SLOW)
+@pytest.mark.parametrize("source", [ONE_IS_SLOW, AWAITED], ids=["stands", "awaits"])
+def test_after_ten_seconds_what_still_constructs_is_named_with_its_line(
+    tmp_path: Path, source: str
+) -> None:
+    write_module(tmp_path, "app", source)
     line = 1 + ONE_IS_SLOW.split(HANG)[0].count("\n")
     command = [*INGRESS, "run", "app:model", "--port", "0"]
     with process(command, tmp_path, environment(tmp_path)) as server:

@@ -216,6 +216,8 @@ _STARTS = ("Replica._start", "Lifespan._run")
 def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
     """Return the line that an `async` constructor or lifespan on this loop awaits."""
     coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
-    starts = (each for each in coroutines if getattr(each, "__qualname__", "") in _STARTS)
+    # A constructor's is awaited by the one of `run_on`.
+    inner = [getattr(each, "cr_await", None) for each in coroutines]
+    starts = (each for each in coroutines + inner if getattr(each, "__qualname__", "") in _STARTS)
     places = [place for each in starts if (place := awaiting(each)) is not NOWHERE]
     return places[0] if places else NOWHERE
