@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ import pytest
 
 from ingress.exceptions import RouteNotServedWarning
 from tests.asgi_helpers import bound, serve
+from tests.servers import (
+    INGRESS,
+    UVICORN,
+    environment,
+    get,
+    is_ready,
+    process,
+    wait_until,
+    write_module,
+)
 
 HEAD = """import inspect
 from typing import Annotated
@@ -103,6 +114,29 @@ def test_a_class_without_a_route_is_logged_once(
     assert [each.message.partition(", whose")[0] for each in caplog.records] == [
         f"K.lost ({file}:9) is a method of K"
     ]
+
+
+@pytest.mark.parametrize("command", [[*INGRESS, "run", "--port", "0"], UVICORN], ids=["run", "uv"])
+def test_a_server_says_that_a_class_has_neither_routes_nor_call(
+    tmp_path: Path, command: list[str]
+) -> None:
+    text = """import ingress as serve
+class Base:
+    def __call__(self): return "called"
+class Lost:
+    def predict(self): ...
+class Served(Base): ...
+def bind(cls): return serve.deployment(cls).bind()
+Lost, Served = bind(Lost), bind(Served)
+"""
+    write_module(tmp_path, "of_servers", text)
+    for name, is_lost in (("Lost", True), ("Served", False)):
+        target = f"of_servers:{name}"
+        with process([*command, target], tmp_path, environment(tmp_path)) as server:
+            wait_until(partial(is_ready, server.port))
+            assert get(server.port, "/").status == (500 if is_lost else 200)
+            said = server.output.count(f"of_servers.{name} has no `__call__` and no routes")
+            assert said == is_lost
 
 
 def test_deployments_that_share_an_app_are_no_mistake(tmp_path: Path) -> None:

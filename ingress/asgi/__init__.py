@@ -20,6 +20,7 @@
 Only these modules touch FastAPI's route internals.
 """
 
+from ingress.asgi.left_over import log_if_not_callable
 from ingress.asgi.parts import Part
 from ingress.asgi.replica_app import ASGI, ReplicaApp
 from ingress.asgi.routes import RouteInfo
@@ -35,5 +36,6 @@ __all__ = [
     "RouteInfo",
     "RouteTemplates",
     "ingress",
+    "log_if_not_callable",
     "route_template",
 ]

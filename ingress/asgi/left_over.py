@@ -5,10 +5,12 @@ a method of a class that no deployment serves          decorate the class, or mo
 a method of the class, on an app or router that        serve that app, or include the router
   the deployment does not serve
 none at all                                            add one, or give the right app
+none, and no app or `__call__` either                  define one of them
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
@@ -92,6 +94,26 @@ def _warn_if_no_route(app: Any, cls: type) -> None:
         )
 
 
+def log_if_not_callable(target: Any) -> None:
+    """Log, once, a class that is served by HTTP and has no app and no `__call__`.
+
+    Not by `serve.run`, where handles may call its methods.
+    """
+    if (
+        inspect.isclass(target)
+        and not hasattr(target, "__ingress_spec__")
+        and not any("__call__" in vars(base) for base in target.__mro__)
+        and target not in _logged
+    ):
+        _logged.add(target)
+        logger.warning(
+            "%s.%s has no `__call__` and no routes: all HTTP requests are answered with 500. "
+            "Define `__call__`, or use @serve.ingress(app) and routes",
+            target.__module__,
+            name_of(target),
+        )
+
+
 def _is_public_method(name: str, value: Any) -> bool:
     return isinstance(value, FunctionType) and not name.startswith("_") and name not in _CALLED
 
@@ -133,4 +155,4 @@ _said: dict[Any, Any] = {}
 """Warnings that were given: a deployment is bound again by `ingress explain` and `openapi()`."""
 
 _logged: WeakSet[Any] = WeakSet()
-"""The methods that the log has named."""
+"""The methods and classes that the log has named."""

@@ -19,6 +19,7 @@ from uvicorn.supervisors import ChangeReload
 from ingress import api
 from ingress.admin.address import OFF, AdminOptions
 from ingress.api import RunTarget
+from ingress.asgi import log_if_not_callable
 from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
 from ingress.base.snapshot import Snapshot
 from ingress.cli.admin import admin_listening, resolved
@@ -187,6 +188,8 @@ def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> No
 
     def run() -> None:
         for each in targets:
+            if each.route_prefix is not None:
+                log_if_not_callable(each.target.deployment.func_or_class)
             api.run(
                 each.target, name=each.name, route_prefix=each.route_prefix,
                 logging_config=logging_config, engine=engine,

@@ -24,6 +24,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from ingress.asgi import log_if_not_callable
 from ingress.calls.loops import Wakeup, run_on, start_on
 from ingress.control.running import RunningApplication
 from ingress.declaration.declaration import Application
@@ -170,6 +171,7 @@ class Hosted:
             await engine.apps.stop(previous, timeout_s=0.0)
         self._proxy = engine.factories.proxy()
         self._proxy.limits = engine.request_limits()
+        log_if_not_callable(self._application.deployment.func_or_class)
         name, route_prefix = self._name or engine.apps.free_name(), self._route_prefix
         built = build_here(self._application, name)
         start = self._start_of = Start(RunningApplication(name, route_prefix, self._proxy))
