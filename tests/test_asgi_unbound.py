@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
 import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
@@ -12,6 +14,7 @@ from starlette.websockets import WebSocketDisconnect
 
 import ingress as serve
 from ingress.asgi.compat import IncludedRouter
+from ingress.declaration.declaration import Application
 from tests.asgi_helpers import serve as replicas_of
 
 app, nameless, router = FastAPI(), [FastAPI()], APIRouter()
@@ -60,6 +63,15 @@ TOLD = (
     f"{__name__}:hello: `ingress run {__name__}:hello`, `uvicorn {__name__}:hello` or "
     f"`fastapi run -e {__name__}:hello`."
 )
+
+
+def test_fastapi_cli_alone_takes_an_application_for_a_fastapi() -> None:
+    names: dict[str, Any] = {"hello": hello, "FastAPI": FastAPI}
+    exec("found = isinstance(hello, FastAPI)", {"__name__": "fastapi_cli.discover"}, names)
+    assert names["found"]
+    assert not isinstance(hello, FastAPI)
+    assert hello.__class__ is Application
+    assert isinstance(copy.copy(hello), Application)
 
 
 def test_each_request_for_a_method_is_answered_with_the_name_to_serve() -> None:

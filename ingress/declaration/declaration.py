@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import sys
 import warnings
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
 
+from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from ingress.base.unsupported import absent_member
@@ -108,6 +110,16 @@ class Application:
     init_kwargs: dict[str, Any]
     # The host's data on this application; here, because the host reads it at every request.
     _hosted: Any = field(default=None, init=False)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """`Application`; for `fastapi run --app` it is `FastAPI`.
+
+        That command serves any ASGI app, but takes only what is a `FastAPI` to its `isinstance`.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "fastapi_cli.discover":
+            return FastAPI
+        return type(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI connection. Servers require exactly these three parameters."""
