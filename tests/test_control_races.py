@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -458,6 +459,8 @@ def test_a_replica_that_is_wedged_while_it_is_away_is_replaced_and_comes_back_co
     assert result(handle.configured.remote()) == "after"
 
 
+# Its task is never resumed: the garbage collector ends it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_constructor_that_ends_its_loop_fails_the_start(engine: LocalEngine) -> None:
     constructed: list[threading.Thread] = []
 
@@ -473,6 +476,8 @@ def test_a_constructor_that_ends_its_loop_fails_the_start(engine: LocalEngine) -
         serve.run(bind(Closing), route_prefix=None)
     assert len(constructed) == 1
     constructed[0].join(PATIENCE_S)
+    constructed.clear()
+    gc.collect()
 
 
 # Threads that are left behind.

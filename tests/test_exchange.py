@@ -55,6 +55,46 @@ def ongoing(name: str = "default") -> int:
 # Bodies.
 
 
+def test_code_that_hears_of_the_disconnect_late_is_not_cancelled_while_it_cleans_up(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Its loop did not turn when the client left: cancellation and disconnect wait for it."""
+    if "separate0" in request.node.name:
+        pytest.skip("the server does not hear of the disconnect either")
+    began, may_read, ended = Latch(), Latch(), Latch()
+    seen: list[str] = []
+
+    @serve.deployment
+    class Reading:
+        async def __call__(self, request: Request) -> None:
+            try:
+                async for _ in request.stream():
+                    began.count_down()
+                    may_read.wait()
+            except (ClientDisconnect, asyncio.CancelledError):
+                seen.append("gone")
+                raise
+            finally:
+                for _ in range(3):
+                    await asyncio.sleep(0.001)
+                seen.append("cleaned up")
+                ended.count_down()
+
+    def orphans() -> int:
+        replicas = serve.status().applications["default"].deployments["Reading"].replicas
+        return sum(each.orphans for each in replicas)
+
+    with Connection(served(bind(Reading))) as client:
+        length = BUFFER_BYTES + 10
+        client.request("/", method="POST", headers=f"Content-Length: {length}\r\n")
+        client.send(bytes(BUFFER_BYTES))
+        began.wait()
+    wait_until(lambda: orphans() == 1)
+    may_read.count_down()
+    ended.wait()
+    assert seen == ["gone", "cleaned up"]
+
+
 @serve.deployment
 class Bodies:
     async def __call__(self, request: Request) -> Any:

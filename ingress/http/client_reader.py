@@ -80,8 +80,10 @@ class ClientReader:
                 await self._inbound.put(message, size_of(message))
                 self._is_blocked = False
         self._goodbye = message
-        self._inbound.finish()
+        # Race with user code in `take`, on another loop: it is told by its cancellation or by the
+        # disconnect, not by both. So the cancellation is posted first, see `take`.
         self._on_gone()
+        self._inbound.finish()
 
     def _pass_on(self, message: Message) -> bool:
         """Pass a message on. Returns False if user code has not taken those before it."""
@@ -93,6 +95,9 @@ class ClientReader:
             return await self._inbound.get()  # type: ignore[no-any-return]
         except EndOfStream:
             if self._is_http:
+                # A cancellation that was posted before comes now, and not while user code cleans
+                # up because of this message.
+                await asyncio.sleep(0)
                 return {"type": "http.disconnect"}
             assert self._goodbye is not None
             return self._goodbye
