@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.ecosystem.document import version_of
 from tests.servers import environment, free_port, get, is_ready, process, wait_until, write_module
+
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.skipif(version_of("fastapi-cli") == "", reason="make test-ecosystem"),
+]
 
 HELLO = """
 from fastapi import FastAPI
