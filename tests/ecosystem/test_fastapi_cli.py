@@ -37,6 +37,8 @@ def test_an_application_is_served_by_its_name(command: str, tmp_path: Path) -> N
     port = free_port()
     cli = Path(sys.executable).with_name("fastapi")
     arguments = [str(cli), command, "hello.py", "--app", "hello", "--port", str(port)]
-    with process(arguments, tmp_path, environment(tmp_path)):
+    with process(arguments, tmp_path, environment(tmp_path)) as server:
         wait_until(lambda: is_ready(port))
         assert get(port, "/").body == b'"hello"'
+        server.signal()  # `dev` has a child, which it then ends
+        server.wait()
