@@ -317,6 +317,17 @@ def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -
         time.sleep(0.002)
 
 
+def close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Close a loop that its thread runs again as often as it is stopped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not loop.is_closed() and time.monotonic() < deadline:
+        try:
+            loop.call_soon_threadsafe(loop.stop)
+            loop.close()
+        except RuntimeError:
+            continue
+
+
 def steady(count: Callable[[], int], pause_s: float = 0.1) -> int:
     """Wait until a producer is suspended: a positive count stands for a pause. Return the count."""
     before = -1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +26,17 @@ from ingress.handle import DeploymentHandle
 from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, get, overview, result, served, turns, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    bind,
+    close_loop,
+    get,
+    overview,
+    result,
+    served,
+    turns,
+    wait_until,
+)
 
 ROUNDS = 30
 
@@ -364,17 +373,6 @@ def test_an_update_and_fewer_replicas_do_not_wait_for_a_reconfigure_that_hangs(
     wait_until(lambda: len([each for each in script.seen if each[1] == "hangs"]) == 2)
     engine.change("default", {"Configured": {"num_replicas": 1}})
     wait_until(lambda: len(replicas()) == 1)
-
-
-def close_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Close a loop that its thread runs again as often as it is stopped."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not loop.is_closed() and time.monotonic() < deadline:
-        try:
-            loop.call_soon_threadsafe(loop.stop)
-            loop.close()
-        except RuntimeError:
-            continue
 
 
 def test_a_replica_that_is_lost_while_it_is_away_is_replaced_and_rejects_nothing(

@@ -201,7 +201,8 @@ def records(server: ServerProcess, text: str) -> list[str]:
     """Return the log records with a text in their first line, with all their lines."""
     server.wait_for(re.escape(text))
     assert get(server.port, "/ok").status == 200  # its access-log line follows the records
-    found = re.split(r"^(?=(?:INFO|WARNING|ERROR): )", server.output, flags=re.MULTILINE)
+    output = re.sub(r"^\{.*\n", "", server.output, flags=re.MULTILINE)  # without the access log
+    found = re.split(r"^(?=(?:INFO|WARNING|ERROR): )", output, flags=re.MULTILINE)
     return [each for each in found if text in each.partition("\n")[0]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from ingress.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, overview, result, wait_until
+from tests.servers import PATIENCE_S, bind, close_loop, overview, result, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 
@@ -274,7 +273,7 @@ def test_a_loop_that_user_code_closed_is_replaced() -> None:
         async def close(self) -> None:
             loop = asyncio.get_running_loop()
             loop.stop()
-            threading.Timer(0.05, _close, [loop]).start()
+            threading.Timer(0.05, close_loop, [loop]).start()
 
         async def __call__(self) -> str:
             return serve.get_replica_context().replica_tag
@@ -284,17 +283,6 @@ def test_a_loop_that_user_code_closed_is_replaced() -> None:
     wait_until(lambda: ids("Closing") == ["1"])
     assert result(handle.remote()) == "1"
     lost.cancel()
-
-
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    # The thread runs the loop again at once, so stop and close it until both have met.
-    deadline = time.monotonic() + PATIENCE_S
-    while not loop.is_closed() and time.monotonic() < deadline:
-        try:
-            loop.call_soon_threadsafe(loop.stop)
-            loop.close()
-        except RuntimeError:
-            continue
 
 
 @pytest.mark.reliability("E03")

@@ -149,8 +149,6 @@ class Router:
 
         Under overload most calls are refused, so a refusal must cost little.
         """
-        if self.available:
-            return None
         with self._lock:
             if self.available or self._refuses is not None:
                 return None
