@@ -199,7 +199,7 @@ def test_a_stream_that_fails_is_cut(server: ServerProcess) -> None:
 
 def records(server: ServerProcess, text: str) -> list[str]:
     """Return the log records with a text in their first line, with all their lines."""
-    server.wait_for(re.escape(text))
+    server.wait_for(re.compile(f"^[A-Z]+: .*{re.escape(text)}", re.MULTILINE))
     assert get(server.port, "/ok").status == 200  # its access-log line follows the records
     output = re.sub(r"^\{.*\n", "", server.output, flags=re.MULTILINE)  # without the access log
     found = re.split(r"^(?=(?:INFO|WARNING|ERROR): )", output, flags=re.MULTILINE)
