@@ -609,11 +609,11 @@ def test_many_short_waits_for_the_gil_are_no_queue() -> None:
     pressure.adapts = False
     turn = sys.getswitchinterval()
 
-    pressure.note(50, 1.9 * turn, 0.0)
+    pressure.note(50, 0.9 * turn, 0.0)
     assert not pressure.is_high
-    pressure.note(2, 50 * turn, 0.0)
+    pressure.note(1, 50 * turn, 0.0)
     assert not pressure.is_high, "it was late, but not for the GIL"
-    pressure.note(3, 2 * turn, 0.0)
+    pressure.note(2, turn, 0.0)
     assert pressure.is_high
 
 

@@ -8,6 +8,8 @@ that compute, a loop waits 160 ms for each turn of its own. While the pressure i
     calls start later     a request that gets a slot begins by way of its server's loop, see
                           `Exchange.start`: that loop has turns between two calls that compute
 
+The pressure is high as soon as the watchdog has waited for the GIL for one turn: five threads that
+compute leave an HTTP loop 200 events a second, and what piles up meanwhile takes seconds to answer.
 Both end a second after the last sign of pressure. Turns are 2.5 ms as soon as more than 3 worker
 threads of a pool have a call: if these compute, the watchdog itself gets its turn only after all
 of them. The switch interval is the whole process's; with
@@ -22,7 +24,7 @@ from sys import maxsize
 from threading import Lock
 from time import monotonic
 
-WAITS = 3  # the pressure is high once the watchdog waited so many turns for the GIL
+THREADS = 3  # with a call; more of them are expected to compute
 SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
 EXPECTED_S = 0.0025  # for threads that may compute: 0.5 ms would cost 32 short calls a tenth
 CALM_S = 1.0
@@ -59,7 +61,7 @@ class GILPressure:
 
     def begin(self) -> None:
         """Allow `expect`: the watchdog runs, and will see when the pressure has ended."""
-        self.expected = WAITS
+        self.expected = THREADS
 
     def end(self) -> None:
         """Restore the switch interval, because the watchdog ends."""
@@ -86,15 +88,12 @@ class GILPressure:
         A turn is a switch interval. Threads that do little give the GIL back at once, so many short
         waits for them are not pressure.
         """
-        turn_s = sys.getswitchinterval()
         if waits and 0 < late_s < inf:
             self.waited_s += late_s
-        # Before it is high, in turns of the process's own: short calls make others wait, too.
-        own_s = turn_s if self.is_high else self._given_s if self._set_s else turn_s
-        turns = min(waits, late_s / own_s + 1)
         # A wait for the GIL, beside the watchdog's own sleep, that lasted for a turn.
-        self._share += ((waits > 1 and late_s >= turn_s) - self._share) / LOOKS
-        if turns >= WAITS:
+        has_waited = waits > 1 and late_s >= max(sys.getswitchinterval(), SHORTEST_S)
+        self._share += (has_waited - self._share) / LOOKS
+        if has_waited and not self.is_high:
             self.is_high = True
             self._share = 1.0
         # Also while one thread computes, perhaps only because the others' calls are held back.
@@ -112,7 +111,7 @@ class GILPressure:
             self._restore()
 
     def _restore(self) -> None:
-        self.expected = WAITS
+        self.expected = THREADS
         if self._set_s and sys.getswitchinterval() == self._set_s:
             sys.setswitchinterval(self._given_s)
         self._set_s = 0.0
