@@ -657,6 +657,9 @@ def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: Loca
         before = expected
 
 
+SCALED = {"min_replicas": 3, "max_replicas": 5}
+
+
 def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails(
     engine: LocalEngine,
 ) -> None:
@@ -692,6 +695,45 @@ def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails
     engine.wait_until_settled("default", PATIENCE_S)
     assert overview("Gate").replica_states == {"RUNNING": 3}
     assert result(handle.remote()) == "old"
+
+
+@pytest.mark.parametrize("after", [{"num_replicas": 3}, {"autoscaling_config": SCALED}])
+def test_a_change_while_its_deployment_is_updated_survives_an_update_that_fails(
+    engine: LocalEngine, after: dict[str, Any]
+) -> None:
+    begun, may_end = patient(), patient()
+
+    def version(text: str, **options: Any) -> Any:
+        @serve.deployment(name="Model", **options)
+        class Model:
+            async def __init__(self) -> None:  # type: ignore[misc]
+                if text == "new":
+                    begun.count_down()
+                    await may_end
+                    raise LookupError("no weights")
+
+            def reconfigure(self, config: Any) -> None:
+                configs.add((text, config))
+
+            async def __call__(self) -> str:
+                return text
+
+        return bind(Model)
+
+    configs: set[tuple[str, Any]] = set()
+    handle = serve.run(version("old", user_config="first"), route_prefix=None)
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(serve.run, version("new", num_replicas=2), route_prefix=None)
+        begun.wait()
+        engine.change("default", {"Model": after})
+        engine.change("default", {"Model": {"user_config": "for the new code"}})
+        may_end.count_down()
+        with pytest.raises(RuntimeError, match="no weights"):
+            updating.result(PATIENCE_S)
+    engine.wait_until_settled("default", PATIENCE_S)
+    assert overview("Model").replica_states == {"RUNNING": 3}
+    assert result(handle.remote()) == "old"
+    assert configs == {("old", "first")}
 
 
 # Requests on their way.

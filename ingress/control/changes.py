@@ -14,13 +14,13 @@ All other options say how a replica is made: they need new replicas, and so a ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ingress.autoscaling_policy import bounded
 from ingress.config import DeploymentConfig
-from ingress.control.running import RunningDeployment
+from ingress.control.running import RunningDeployment, Version
 from ingress.control.scaling import scaler_of
 from ingress.declaration.one_node import check_count
 
@@ -49,6 +49,8 @@ IN_PLACE = frozenset(
     }
 )
 """The options of a deployment that can be changed while it runs."""
+
+_NUMBERS = frozenset({"num_replicas", "autoscaling_config", "max_replicas_per_node"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +121,33 @@ def apply(
         deployment.change_user_config(config)
     deployment.config = config
     deployment.router.limit(config.max_queued_requests, config.backpressure_config)
-    if found.keys() & {"num_replicas", "autoscaling_config", "max_replicas_per_node"}:
+    if found.keys() & _NUMBERS:
         deployment.scaler = scaler_of(config)
-        scaling, count = config.autoscaling, config.first_count
-        if scaling is not None and scaling.initial_replicas is None:
-            count = bounded(deployment.desired.count, scaling)
-        deployment.desire(count=count)
+        deployment.desire(count=count_for(config, deployment.desired.count))
     else:
         deployment.desire()  # the options of updates may be others
+    # Race with an update that fails afterwards: the version before returns with the change.
+    if deployment.previous is not None:
+        deployment.previous = _changed(deployment.previous, found.keys(), config)
     if "max_ongoing_requests" in found:
         reconciler.resize(deployment)
     reconciler.look(deployment)
     return [Change(deployment.built.name, name, *values) for name, values in found.items()]
+
+
+def count_for(config: DeploymentConfig, count: int) -> int:
+    """Return the number of replicas with a new config, given the number so far."""
+    scaling = config.autoscaling
+    if scaling is None or scaling.initial_replicas is not None:
+        return config.first_count
+    return bounded(count, scaling)
+
+
+def _changed(version: Version, names: Iterable[str], config: DeploymentConfig) -> Version:
+    """Return a version with options of another config; its `user_config` belongs to its code."""
+    given = (set(names) & config.model_fields_set) - {"user_config"}
+    after = version.config.with_options(**{name: getattr(config, name) for name in given})
+    if not given & _NUMBERS:
+        return replace(version, config=after)
+    count = count_for(after, version.count)
+    return replace(version, config=after, scaler=scaler_of(after), count=count)

@@ -13,13 +13,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ingress.autoscaling_policy import bounded
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
 from ingress.batching.batching import warn_of_capacity
 from ingress.calls.loops import NewLoop, mailbox_of, reserve_descriptors
 from ingress.config import DeploymentConfig
-from ingress.control.changes import Change, apply, checked
+from ingress.control.changes import Change, apply, checked, count_for
 from ingress.control.factories import Factories
 from ingress.control.reconciler import LAST_WORDS_S, MakeHandle, Reconciler
 from ingress.control.running import RunningApplication, RunningDeployment, Version
@@ -117,9 +116,6 @@ class Controller:
         config = built.deployment.config
         borrowed = await self._loop_for(built, serving_loop, deployment.factories.new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
-        scaling, count = config.autoscaling, config.first_count
-        if scaling is not None and scaling.initial_replicas is None:
-            count = bounded(deployment.desired.count, scaling)
         deployment.next_version += 1
         deployment.next_config += 1
         version = Version(
@@ -131,7 +127,7 @@ class Controller:
             deployment.factories,
             borrowed,
             scaler_of(config),
-            count,
+            count_for(config, deployment.desired.count),
         )
         deployment.previous = deployment.version()  # with the changes since the start of the update
         deployment.begin_rollout()
