@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.base.settings import WEDGED_AFTER_S
+from ingress.control import health
 from ingress.engines import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.exceptions import (
@@ -354,6 +357,28 @@ def test_a_replica_whose_reconfigure_failed_is_replaced_even_if_its_checks_succe
     assert result(handle.remote()) == "0"
     gates[-1][1].count_down()
     wait_until(lambda: result(handle.remote()) == "1")
+
+
+def test_a_reconfigure_and_a_constructor_that_hang_are_named_with_their_lines(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def has_twice(record: re.Pattern[str]) -> bool:
+        return len(record.findall(caplog.text)) >= 2
+
+    monkeypatch.setattr(health, "TELL_S", 0.3)
+    script = Configured()
+    script.hold("hangs")
+    serve.run(configured(script, "first"), route_prefix=None)
+    engine.change("default", {"Configured": {"user_config": "hangs"}})
+    script.begun["hangs"].wait()
+    engine.change("default", {"Configured": {"num_replicas": 2}})
+
+    place = rf"{Path(__file__).name}:\d+ in Model.reconfigure"
+    for each in ("Configured#0 is still reconfiguring", "Configured#1 is still starting"):
+        record = re.compile(rf"{each} after \d+ s at .*{place}")
+        wait_until(partial(has_twice, record))
+    script.may_end["hangs"].count_down()
+    engine.wait_until_settled("default", PATIENCE_S)
 
 
 def test_an_update_and_fewer_replicas_do_not_wait_for_a_reconfigure_that_hangs(

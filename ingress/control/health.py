@@ -25,7 +25,7 @@ from ingress.watchdog.stacks import NOWHERE, Place, awaiting, current_frames, re
 LOOKS = 2  # in a row at which a replica seems stuck, until it counts as stuck
 ORPHANS_S = 0.5  # between two counts of a full replica's orphans
 EXTRA = 0.1  # of the requests, at most: replicas that started together retire at different times
-TELL_S = 30.0  # between two log records on a replica that is still starting
+TELL_S = 30.0  # between two log records on a replica that is still starting, or reconfiguring
 
 
 def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | None) -> None:
@@ -43,8 +43,10 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
             member.check_at = now + deployment.config.health_check_period_s
             if member.check is None or member.check.done():
                 member.check = asyncio.get_running_loop().create_task(_ask(deployment, member))
-        elif member.phase is Phase.STARTING and deployment.has_started and now >= member.tell_at:
-            _tell(member, now)
+        elif member.phase is Phase.STARTING and deployment.has_started:
+            _tell(member, now, member.started_at, "starting")
+        elif member.phase is Phase.AWAY and member.replica.is_reconfiguring:
+            _tell(member, now, member.away_at, "reconfiguring")
     deployment.left = [each for each in deployment.left if not each.has_left()]
 
 
@@ -191,30 +193,30 @@ def _place(replica: Replica) -> str:
     return ""
 
 
-def _tell(member: Member, now: float) -> None:
-    """Log that a replica is still starting, with the line that its constructor is at."""
-    if member.tell_at:
-        passed_s = now - member.started_at
-        where = f" at {place}" if (place := place_of_start(member.replica)) is not NOWHERE else ""
-        logger.warning(
-            "%s is still starting after %.0f s%s", member.replica.replica_id, passed_s, where
-        )
+def _tell(member: Member, now: float, since: float, activity: str) -> None:
+    """Log each `TELL_S` that a replica is still starting, with the line that user code is at."""
+    if now < max(member.tell_at, since + TELL_S):
+        return
     member.tell_at = now + TELL_S
+    where = f" at {place}" if (place := place_of_start(member.replica)) is not NOWHERE else ""
+    logger.warning(
+        "%s is still %s after %.0f s%s", member.replica.replica_id, activity, now - since, where
+    )
 
 
 def place_of_start(replica: Replica) -> Place:
-    """Return the line that a constructor or lifespan of a starting replica is at."""
+    """Return the line that a constructor, lifespan or `reconfigure` of a replica is at."""
     frames = current_frames()
     stack = read(None if replica.thread is None else frames.get(replica.thread))
     return stack.place if stack.is_users else _awaited(replica.loop)
 
 
-_STARTS = ("Replica._start", "Lifespan._run")
-"""The coroutines that start a replica's user code."""
+_STARTS = ("Replica._start", "Lifespan._run", "Replica._reconfigure")
+"""The coroutines that start a replica's user code, or change its `user_config`."""
 
 
 def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
-    """Return the line that an `async` constructor or lifespan on this loop awaits."""
+    """Return the line that such an `async` function on this loop awaits."""
     coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
     # A constructor's is awaited by the one of `run_on`.
     inner = [getattr(each, "cr_await", None) for each in coroutines]

@@ -19,7 +19,7 @@ from ingress.base.settings import Settings
 from ingress.base.snapshot import keep
 from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
 from ingress.calls.loops import mailbox_of, reserve_descriptors
-from ingress.control.health import TELL_S, observe
+from ingress.control.health import observe
 from ingress.control.plan import Kind, Observed, Phase, decide, is_blocked, num_stuck
 from ingress.control.running import BROKEN, FAILED_CHECKS, Member, RunningDeployment
 from ingress.declaration.build import fill
@@ -239,7 +239,6 @@ class Reconciler:
             desired.config,
             rank,
             started_at=now,
-            tell_at=now + TELL_S if deployment.has_started else 0.0,
         )
 
     async def _run_start(self, deployment: RunningDeployment, member: Member) -> None:
@@ -355,6 +354,7 @@ class Reconciler:
             return
         deployment.router.remove(member.replica)
         member.phase = Phase.AWAY
+        member.away_at = asyncio.get_running_loop().time()
         member.config = deployment.desired.config
         member.task = self._spawn(self._run_reconfigure(deployment, member, user_config))
 

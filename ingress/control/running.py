@@ -57,6 +57,7 @@ class Member:
     worn             the limit of its life that it has reached, "" before that
     excess           the reason why it had too much memory soon after its start, "" if it had not
     extra            its part of the requests by which replicas retire at different times, 0 to 1
+    away_at          when it was last taken out of routing, to be reconfigured
     task             its start, its reconfiguration, or its end
     """
 
@@ -81,6 +82,7 @@ class Member:
     started_at: float = 0.0
     served_at: float = 0.0
     measuring: asyncio.Task[None] | None = None
+    away_at: float = 0.0
     tell_at: float = 0.0
     task: asyncio.Task[None] | None = None
 
