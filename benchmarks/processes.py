@@ -11,7 +11,6 @@ Read it as `python -m benchmarks`: pairs of runs, in turn, on servers with the s
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
@@ -27,26 +26,17 @@ import uvloop
 import ingress as serve
 from benchmarks import command, handles, load
 from benchmarks.__main__ import side_by_side
+from benchmarks.apps.same import Same
 from benchmarks.comparison import in_turn
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.rows import COMPUTE, PROCESS_ROWS
-from benchmarks.servers import Request, rss_mb
+from benchmarks.servers import Request
 from ingress.handle import DeploymentHandle
 
 CALLS = 4_000  # per run
 ARRAYS = 20
 ARRAY_BYTES = 10_000_000
 HEALTH = Request("/-/healthz", b"success")
-
-
-class Same:
-    """A deployment that returns its argument."""
-
-    async def __call__(self, value: Any = None) -> Any:
-        return value
-
-    async def memory_mb(self) -> float:
-        return rss_mb([os.getpid()])
 
 
 def process(name: str) -> Any:

@@ -609,8 +609,8 @@ class Replica:
         if self._executor is not None:
             joins.append(("executor threads", self._executor.join))
         stuck = [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]
-        self.is_left_behind = bool(stuck)
-        if stuck:
+        was_left_behind, self.is_left_behind = self.is_left_behind, bool(stuck)
+        if stuck and not was_left_behind:
             logger.error(
                 "user code of %s still blocks its %s; they are left behind",
                 self.replica_id,
