@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -484,7 +485,7 @@ hello = Api.bind(Model.bind())
 
 PROVIDER = """
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -528,10 +529,7 @@ class Collector(BaseHTTPRequestHandler):
         if self.headers.get("content-encoding") == "gzip":
             body = gzip.decompress(body)
         if self.path == "/v1/traces":
-            message = proto.ExportTraceServiceRequest.FromString(body)
-            for resource in message.resource_spans:
-                for scope in resource.scope_spans:
-                    self.spans.extend(scope.spans)
+            keep(proto.ExportTraceServiceRequest.FromString(body))
         self.send_response(200)
         self.end_headers()
 
@@ -539,39 +537,67 @@ class Collector(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_fastapis_variables_turn_the_spans_on(tmp_path: Path, isolation: str) -> None:
+def keep(message: Any) -> None:
+    for resource in message.resource_spans:
+        for scope in resource.scope_spans:
+            Collector.spans.extend(scope.spans)
+
+
+@contextmanager
+def collecting(protocol: str) -> Iterator[str]:
+    """Collect spans over HTTP or gRPC. Yields the endpoint for exporters."""
     Collector.spans.clear()
+    if protocol == "http":
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        server.server_close()
+        return
+    import grpc
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as proto
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service
+
+    class Service(service.TraceServiceServicer):  # type: ignore[misc]
+        def Export(self, request: Any, context: Any) -> Any:
+            keep(request)
+            return proto.ExportTraceServiceResponse()
+
+    with ThreadPoolExecutor(2) as pool:
+        collector = grpc.server(pool)
+        service.add_TraceServiceServicer_to_server(Service(), collector)
+        port = collector.add_insecure_port("127.0.0.1:0")
+        collector.start()
+        yield f"http://127.0.0.1:{port}"
+        collector.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("isolation", "protocol"), [("thread", ""), ("process", "http"), ("process", "grpc")]
+)
+def test_the_pages_commands_export_the_spans(tmp_path: Path, isolation: str, protocol: str) -> None:
+    """Without a protocol, FastAPI's variables set the provider, in processes that have an app."""
     module = MODULE.replace("@serve.deployment\n", f"@serve.deployment(isolation={isolation!r})\n")
-    if isolation == "process":  # FastAPI sets the provider of processes with an app
-        module = PROVIDER + module
+    if protocol:
+        module = PROVIDER.format(protocol=protocol) + module
     (tmp_path / "hello.py").write_text(module)
-    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
     (session,) = [text for language, text in blocks(PAGE) if language == "console"]
     install, *exports, written = session.splitlines()
     assert install == '$ pip install "fastapi[opentelemetry]"'
     variables = dict(re.findall(r" (\w+)=(\S+)", " ".join(exports)))
     assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://127.0.0.1:4318"
-    variables |= {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-        **environment(tmp_path),
-    }
     assert written == "$ ingress run hello:hello --tracing"
-    if isolation == "process":
+    variables |= {"OTEL_BSP_SCHEDULE_DELAY": "100", **environment(tmp_path)}
+    if protocol:
         del variables["FASTAPI_OTEL_AUTO_CONFIGURE"]
-    try:
-        with process(
-            [*INGRESS, "run", "hello:hello", "--tracing", "--port", "0"], tmp_path, variables
-        ) as run:
+    command = [*INGRESS, "run", "hello:hello", "--tracing", "--port", "0"]
+    with collecting(protocol or "http") as endpoint:
+        variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+        with process(command, tmp_path, variables) as run:
             run.wait_for("ready")
             assert httpx.get(f"{run.url}/3").json() == 4
             names = {"GET /{number}", "Model.predict", "inner", "queue", "dispatch"}
             wait_until(lambda: names <= {each.name for each in Collector.spans})
-    finally:
-        collector.shutdown()
-        collector.server_close()
 
     (called,) = [each for each in Collector.spans if each.name == "Model.predict"]
     (request,) = [each for each in Collector.spans if each.name == "GET /{number}"]
