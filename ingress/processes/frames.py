@@ -6,12 +6,13 @@
     form      1 byte    of the content: `_PLAIN`, or one of those below it
     content
 
-Frames that are posted in one turn of the loop are written together, because a system call costs more
-than a frame: four at a time, so that the other process begins while this one goes on. If all were
-written at the end of the turn, two processes with 32 calls would take turns. A content of 64 KiB or more crosses in shared memory: `segments`. The write side
-never blocks: what the socket does not take waits here, and the windows and slots of calls bound it.
-Nothing listens, and the sockets have no name: only the child inherits its end. So its frames may be
-unpickled, and `loads` and `decode` are for nothing else.
+Frames that are posted in one turn of the loop are written together, because a system call costs
+more than a frame: four at a time, so that the other process begins while this one goes on. If all
+were written at the end of the turn, two processes with 32 calls would work by turns. A content of
+64 KiB or more crosses in shared memory: `segments`. The write side never blocks: what the socket
+does not take waits here, and the windows and slots of calls bound it. Nothing listens, and the
+sockets have no name: only the child inherits its end. So its frames may be unpickled, and `loads`
+and `decode` are for nothing else.
 """
 
 from __future__ import annotations
@@ -216,12 +217,13 @@ class Frames:
             try:
                 sent = self._sent(data, descriptor)
             except (BlockingIOError, InterruptedError):
-                if not self._is_waiting:
-                    self._is_waiting = True
-                    self._loop.add_writer(self._end, self._write)
+                self._is_waiting = True
+                self._loop.add_writer(self._end, self._write)
                 return
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:  # descriptors that are on their way
+                    self._loop.remove_writer(self._end)
+                    self._is_waiting = True
                     self._loop.call_later(_LATER_S, self._write, context=self._context)
                     return
                 self._drop_output()  # the reader will find the end of the connection
