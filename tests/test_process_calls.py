@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -24,10 +25,11 @@ from ingress.base.settings import MAX_RETRIES
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
+from ingress.processes.frames import HEAD, Frames
 from ingress.processes.link import Link
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation
-from tests.servers import PATIENCE_S, served, steady, wait_until
+from tests.servers import PATIENCE_S, served, steady, turns, wait_until
 
 LINES = 100  # of each client that talks: more than the buffers of a client that does not read
 
@@ -341,3 +343,26 @@ def test_a_call_that_could_not_be_sent_leaves_nothing_for_the_end_of_the_process
     os.kill(pid, signal.SIGKILL)
 
     assert after.result(timeout_s=PATIENCE_S) == b"x"  # by the replacement
+
+
+# Frames.
+
+
+def test_the_other_process_has_frames_before_the_turn_that_posts_them_ends() -> None:
+    """Else two processes would work by turns: neither while the other one does."""
+
+    async def scenario() -> tuple[int, int]:
+        ours, theirs = socket.socketpair()
+        frames = Frames(ours, lambda *_: None, lambda: None)
+        for number in range(10):
+            frames.post(1, number, b"frame")
+        theirs.setblocking(False)
+        first = len(theirs.recv(1 << 16))
+        await turns()
+        rest = len(theirs.recv(1 << 16))
+        frames.close()
+        theirs.close()
+        return first, rest
+
+    size = HEAD.size + len(b"frame")
+    assert asyncio.run(scenario()) == (8 * size, 2 * size)
