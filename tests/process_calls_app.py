@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -278,3 +279,14 @@ class Large:
             pass
         for number in range(100):
             yield number
+
+
+@serve.deployment(max_ongoing_requests=8)
+class Spinning:
+    """Threads that compute until one of them sees shorter turns of the GIL."""
+
+    def shortest_turn(self, limit_s: float, seconds: float) -> float:
+        end = time.monotonic() + seconds
+        while (found := sys.getswitchinterval()) >= limit_s and time.monotonic() < end:
+            pass
+        return found

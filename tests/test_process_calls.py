@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
-from ingress.base.settings import MAX_RETRIES
+from ingress.base.settings import ADAPT_SWITCH_INTERVAL, MAX_RETRIES
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
@@ -29,7 +29,7 @@ from ingress.processes.frames import HEAD, Frames
 from ingress.processes.link import Link
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation
-from tests.servers import PATIENCE_S, served, steady, turns, wait_until
+from tests.servers import PATIENCE_S, served, set_flags, steady, turns, wait_until
 
 LINES = 100  # of each client that talks: more than the buffers of a client that does not read
 
@@ -343,6 +343,22 @@ def test_a_call_that_could_not_be_sent_leaves_nothing_for_the_end_of_the_process
     os.kill(pid, signal.SIGKILL)
 
     assert after.result(timeout_s=PATIENCE_S) == b"x"  # by the replacement
+
+
+@pytest.mark.parametrize("adapts", ["1", "0"])
+def test_threads_of_a_child_that_compute_have_shorter_turns_unless_it_is_told_not_to(
+    adapts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADAPT_SWITCH_INTERVAL, adapts)
+    set_flags(monkeypatch, separate="1", sync="1")
+    handle = serve.run(in_isolation("Spinning", "process"), route_prefix=None)
+    given = sys.getswitchinterval()
+    seconds = PATIENCE_S if adapts == "1" else 1.0
+
+    calls = [handle.shortest_turn.remote(given, seconds) for _ in range(8)]
+    shortest = min(call.result(timeout_s=2 * PATIENCE_S) for call in calls)
+
+    assert (shortest < given) is (adapts == "1")
 
 
 # Frames.

@@ -39,13 +39,15 @@ class GILPressure:
     Any thread may `expect` it. Race of that with a look of the watchdog and with its end: both set
     the interval and remember what they have set, so they do it under a lock.
 
-    expected   turns get shorter for more threads with a call than these; none without a watchdog
-    waited_s   seconds by which the watchdog woke late, in all, while it waited for the GIL
+    adapts      false: the switch interval stays
+    shortest_s  turns while the pressure is high
+    expected    turns get shorter for more threads with a call than these; none without a watchdog
+    waited_s    seconds by which the watchdog woke late, in all, while it waited for the GIL
     """
 
     __slots__ = (
         "_calm_at", "_given_s", "_lock", "_set_s", "_share", "adapts", "expected", "is_high",
-        "waited_s",
+        "shortest_s", "waited_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class GILPressure:
         self.expected = maxsize
         self.waited_s = 0.0
         self.adapts = True
+        self.shortest_s = SHORTEST_S
         self._calm_at = 0.0
         self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
         self._set_s = 0.0
@@ -100,7 +103,7 @@ class GILPressure:
         if self.is_high and self._share >= MOST:
             with self._lock:
                 self._calm_at = now + CALM_S
-                self._set(SHORTEST_S)
+                self._set(self.shortest_s)
         elif (self.is_high or self._set_s) and now >= self._calm_at:
             self.relax()
 

@@ -16,10 +16,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-from ingress.base.settings import take_pinned_cpus
+from ingress.base.settings import Settings, take_pinned_cpus
 from ingress.base.types import DeploymentID
 from ingress.calls.loops import run_blocking
 from ingress.declaration.build import fill
+from ingress.execution.gil_pressure import EXPECTED_S, GIL_PRESSURE
 from ingress.handle import DeploymentHandle, use_here
 from ingress.processes.code import ByValue
 from ingress.processes.errors import pickled_error
@@ -75,6 +76,10 @@ def _wait(stopping: SimpleQueue[None], host: Host) -> None:
 
 def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQueue[None]]:
     """Return the replica of a specification, which has not started, and the orders to stop it."""
+    GIL_PRESSURE.adapts = Settings.from_environment().adapt_switch_interval
+    # A frame costs its loop one wait for the GIL, and the server's loop is in another process:
+    # shorter turns would only take time from what computes.
+    GIL_PRESSURE.shortest_s = EXPECTED_S
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a pipe here
     logs = LogLines(spec.log_mark, str(spec.replica_id))
     take_over(logs, spec.log_levels)
