@@ -1,12 +1,13 @@
 """Deployments in which each kind of callable raises the error that its request names.
 
-python -m tests.containment_app      serves them, and prints the address
+python -m tests.containment_app thread      serves them, and prints the address
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any
@@ -287,21 +288,21 @@ class Endpoints:
         await websocket.close()
 
 
-def endpoints_on(app: FastAPI) -> type:
+def endpoints_on(app: FastAPI, name: str) -> type:
     """Make a class of the endpoints; each app gets its own functions."""
     body: dict[str, Any] = {}
-    for name, function in vars(Endpoints).items():
-        if name.startswith("_"):
+    for key, function in vars(Endpoints).items():
+        if key.startswith("_"):
             continue
-        if name.startswith("websocket"):
-            body[name] = app.websocket(f"/{name}")(function)
+        if key.startswith("websocket"):
+            body[key] = app.websocket(f"/{key}")(function)
         else:
-            body[name] = app.get(f"/{name}")(function)
-    return serve.ingress(app)(type("Endpoints", (Endpoints,), body))
+            body[key] = app.get(f"/{key}")(function)
+    return serve.ingress(app)(type(name, (Endpoints,), body))
 
 
-fastapi_plain = serve.deployment(name="plain")(endpoints_on(plain_app))
-fastapi_middleware = serve.deployment(name="middleware")(endpoints_on(wrapped_app))
+Plain = endpoints_on(plain_app, "Plain")
+Wrapped = endpoints_on(wrapped_app, "Wrapped")
 
 
 APPLICATIONS: dict[str, Any] = {
@@ -312,15 +313,17 @@ APPLICATIONS: dict[str, Any] = {
     "batch": Batch,
     "sync_batch": SyncBatch,
     "batch_gen": BatchGenerator,
-    "plain": fastapi_plain,
-    "middleware": fastapi_middleware,
+    "plain": serve.deployment(Plain),
+    "middleware": serve.deployment(Wrapped),
 }
 
 
 def main() -> None:
+    isolation = sys.argv[1]
     serve.start({"port": 0})
     for name, deployment in APPLICATIONS.items():
-        serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
+        application = deployment.options(isolation=isolation).bind()
+        serve.run(application, name=name, route_prefix=f"/{name}")
     (url,) = serve.status().proxies
     print("serving on", url, "pid", os.getpid(), flush=True)
     threading.Event().wait()

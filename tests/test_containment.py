@@ -86,15 +86,16 @@ AFTERWARDS = [
 
 @pytest.fixture(
     scope="module",
-    params=[flags for flags in FLAGS if ROUNDS or flags[1] == flags[2]],
-    ids=lambda flags: "sync{}-user{}-router{}".format(*flags),
+    params=[("thread", *flags) for flags in FLAGS if ROUNDS or flags[1] == flags[2]]
+    + [("process", sync, "1", "1") for sync in ("01" if ROUNDS else "1")],
+    ids=lambda each: "{}-sync{}-user{}-router{}".format(*each),
 )
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    sync, separate, router = request.param
+    isolation, sync, separate, router = request.param
     folder = tmp_path_factory.mktemp("containment")
-    command = [sys.executable, "-m", "tests.containment_app"]
+    command = [sys.executable, "-m", "tests.containment_app", isolation]
     environ = environment(folder, sync=sync, separate=separate, router=router)
     environ["A_SECRET"] = "an-environment-secret"
     with process(command, folder, environ) as running:
