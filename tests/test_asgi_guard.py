@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from ingress.asgi import ingress
-from ingress.exceptions import UserCodeExit
+from ingress.exceptions import RequestTimeoutError, UserCodeExit
 from tests.asgi_helpers import Deployment, request, serve
 from tests.servers import turns
 
@@ -621,3 +621,32 @@ async def test_a_scope_without_asgi_is_accepted() -> None:
 
     assert error is None
     assert is_answered(messages, 200)
+
+
+@pytest.mark.parametrize("middleware", [0, 1, 2])
+async def test_the_error_of_a_call_that_ends_a_stream_is_raised_as_it_is(middleware: int) -> None:
+    """It has a handler, for which Starlette raises another error once the response has begun."""
+    app = FastAPI()
+    for _ in range(middleware):
+
+        @app.middleware("http")
+        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+            response: Response = await call_next(request)
+            return response
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def stream(self) -> StreamingResponse:
+            async def chunks() -> AsyncIterator[str]:
+                yield "1"
+                raise RequestTimeoutError("R", 1.0)
+
+            return StreamingResponse(chunks())
+
+    deployment = Deployment(K)
+    async with deployment.running():
+        messages, raised = await request(deployment, "/")
+
+    assert isinstance(raised, RequestTimeoutError)
+    assert messages[-1].get("more_body")

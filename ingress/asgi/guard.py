@@ -19,8 +19,8 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.calls.cancel_scopes import OnceScope
-from ingress.exceptions import StreamClosedError
-from ingress.execution.execution import contain, contained, raise_instead
+from ingress.exceptions import RayServeException, StreamClosedError
+from ingress.execution.execution import contained, raise_instead
 
 ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""
@@ -70,7 +70,7 @@ class Guard:
         try:
             await self.app(scope, receive, watched_send)
         except BaseException as error:
-            told = contained(error, "the ASGI app")
+            told = _told(error)
             # Not for a cancellation: the code that cancels (a timeout, say) handles it.
             if is_half_sent and isinstance(told, Exception):
                 _note(scope, told)
@@ -124,8 +124,24 @@ class OutermostGuard:
         try:
             await self.app(scope, receive, send)
         except BaseException as error:
-            contain(error, "the ASGI app")
+            told = _told(error)
+            if told is not error:
+                raise_instead(told)
             raise
+
+
+def _told(error: BaseException) -> BaseException:
+    """Return the error to raise for one that leaves the app below."""
+    told = contained(error, "the ASGI app")
+    if type(told) is RuntimeError and str(told) == _HANDLED:
+        cause = told.__cause__
+        if cause is not None and issubclass(type(cause), RayServeException):
+            return cause
+    return told
+
+
+_HANDLED = "Caught handled exception, but response already started."
+"""Starlette's error in place of one that has a handler, as those of calls have: `asgi.apps`."""
 
 
 def guarded(middleware: list[Middleware]) -> list[Any]:
