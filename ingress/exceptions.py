@@ -159,6 +159,18 @@ class RequestBodyTooLargeError(RayServeException):
         return f"The request's body is too large: the limit is {self.max_body_size} bytes."
 
 
+CALL_ERRORS = (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestTimeoutError,
+)
+"""Errors of calls to other deployments, with a status that tells the client what to do.
+
+They are not logged if the caller's own request is over meanwhile: nothing of user code has failed.
+"""
+
+
 class RequestCycleError(RayServeException):
     """A deadlock: all slots, or all room for a model, are held by calls that wait for this one."""
 

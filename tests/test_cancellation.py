@@ -18,6 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 import ingress as serve
 from ingress.calls.call import CURRENT_CALL
 from ingress.exceptions import (
+    BackPressureError,
     RequestCancelledError,
     RequestTimeoutError,
     StreamClosedError,
@@ -25,7 +26,7 @@ from ingress.exceptions import (
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.testing import Latch
 from tests.fakes import bind, make_call
-from tests.servers import PATIENCE_S, Connection, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, served, set_flags, until, wait_until
 
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
@@ -697,3 +698,38 @@ def test_one_hundred_thousand_calls_leave_a_request_as_it_was() -> None:
         child.settle(None)
 
     assert parent._children == set()
+
+
+@pytest.mark.parametrize("method", ["alone", "batched"])
+def test_a_refused_call_of_a_request_that_is_over_is_not_worth_a_record(
+    caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """A deadline sheds a call to another deployment, and passes before that error arrives."""
+    began, raised = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Refused:
+        async def alone(self, x: int) -> None:
+            await self._refused()
+
+        @serve.batch(batch_wait_timeout_s=0)
+        async def batched(self, xs: list[int]) -> list[int]:
+            await self._refused()
+            return xs
+
+        async def _refused(self) -> None:
+            began.set()
+            cancellation = serve.cancellation()
+            try:
+                await until(lambda: cancellation.requested)
+            finally:
+                raised.set()
+                raise BackPressureError(1, 0, "Other")
+
+    handle = serve.run(bind(Refused), route_prefix=None)
+    response = handle.options(method_name=method).remote(1)
+    assert began.wait(PATIENCE_S)
+    response.cancel()
+    assert raised.wait(PATIENCE_S)
+    serve.shutdown()
+    assert not caplog.records

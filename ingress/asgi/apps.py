@@ -25,24 +25,10 @@ from ingress.asgi.responses import error_response, refusal
 from ingress.asgi.route_index import RouteIndex
 from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
 from ingress.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
-from ingress.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    RayServeException,
-    ReplicaUnavailableError,
-    RequestTimeoutError,
-)
+from ingress.exceptions import CALL_ERRORS, RayServeException
 from ingress.execution.other_loop import is_noted, note_other_loop
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
-
-_ANSWERED = (
-    BackPressureError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-    RequestTimeoutError,
-)
-"""Errors of calls to other deployments, with a status that tells the client what to do."""
 
 
 class BoundRoutes:
@@ -185,7 +171,7 @@ def _with_our_handlers(handlers: dict[Any, Any]) -> dict[Any, Callable[..., Any]
         return dict(handlers)  # a replica may add its own
     ours: dict[Any, Callable[..., Any]] = {
         error: answer_unavailable
-        for error in _ANSWERED
+        for error in CALL_ERRORS
         if handlers.keys().isdisjoint(error.__mro__)
     }
     ours[Exception] = answer_failure  # Starlette raises the error after that

@@ -28,6 +28,7 @@ from ingress.calls.loops import BorrowedLoop, mailbox_of
 from ingress.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import (
+    CALL_ERRORS,
     RayServeException,
     UserCodeExit,
     is_cancellation,
@@ -342,7 +343,8 @@ class BatchQueue:
 
     def _log_late(self, items: list[Item], error: BaseException) -> None:
         """Log an error if all callers that it is for have left: it would be lost otherwise."""
-        if all(item.has_left for item in items) and not is_cancellation(error):
+        is_ours = is_cancellation(error) or isinstance(error, CALL_ERRORS)
+        if all(item.has_left for item in items) and not is_ours:
             ids = [item.call.metadata.request_id for item in items if item.call is not None]
             logger.warning(
                 "%s failed after all requests of its batch were cancelled: %s",

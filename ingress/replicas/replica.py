@@ -39,7 +39,12 @@ from ingress.calls.loops import (
 from ingress.calls.notable import NOTABLE
 from ingress.calls.tracing import TRACING, note_exemplar, trace_begin
 from ingress.context import REPLICA, ReplicaRuntime
-from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, is_cancellation
+from ingress.exceptions import (
+    CALL_ERRORS,
+    ReplicaUnavailableError,
+    UserCodeExit,
+    is_cancellation,
+)
 from ingress.execution import execution
 from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.lane_pools import ReplicaPools
@@ -443,6 +448,7 @@ class Replica:
         # to an error after the deadline is that of the deadline.
         if call.deadline is not None:
             call.is_over()
+        is_ours = is_ours or isinstance(error, CALL_ERRORS)
         if not call.settle(error=error) and not is_ours:
             logger.warning(
                 "%s: request %s failed after it was cancelled",
