@@ -165,10 +165,16 @@ CALL_ERRORS = (
     ReplicaUnavailableError,
     RequestTimeoutError,
 )
-"""Errors of calls to other deployments, with a status that tells the client what to do.
+"""Errors of calls to other deployments, with a status that tells the client what to do."""
 
-They are not logged if the caller's own request is over meanwhile: nothing of user code has failed.
-"""
+
+def needs_no_record(error: BaseException) -> bool:
+    """Return whether an error of user code whose request is over meanwhile is not to be logged.
+
+    A cancellation, and the error of a call: a deadline may shed the call, and pass before the error
+    arrives. No code of the user's has failed.
+    """
+    return is_cancellation(error) or isinstance(error, CALL_ERRORS)
 
 
 class RequestCycleError(RayServeException):

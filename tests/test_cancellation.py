@@ -700,7 +700,7 @@ def test_one_hundred_thousand_calls_leave_a_request_as_it_was() -> None:
     assert parent._children == set()
 
 
-@pytest.mark.parametrize("method", ["alone", "batched"])
+@pytest.mark.parametrize("method", ["alone", "batched", "in_def"])
 def test_a_refused_call_of_a_request_that_is_over_is_not_worth_a_record(
     caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
@@ -716,6 +716,13 @@ def test_a_refused_call_of_a_request_that_is_over_is_not_worth_a_record(
         async def batched(self, xs: list[int]) -> list[int]:
             await self._refused()
             return xs
+
+        def in_def(self, x: int) -> None:
+            began.set()
+            cancellation = serve.cancellation()
+            wait_until(lambda: cancellation.requested)
+            raised.set()
+            raise BackPressureError(1, 0, "Other")
 
         async def _refused(self) -> None:
             began.set()

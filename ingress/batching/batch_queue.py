@@ -27,12 +27,7 @@ from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
 from ingress.calls.loops import BorrowedLoop, mailbox_of
 from ingress.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.context import REPLICA, ReplicaRuntime
-from ingress.exceptions import (
-    CALL_ERRORS,
-    RayServeException,
-    UserCodeExit,
-    is_cancellation,
-)
+from ingress.exceptions import RayServeException, UserCodeExit, needs_no_record
 from ingress.execution import execution
 from ingress.execution.execution import Kind, Role
 from ingress.execution.threads import WorkerPool
@@ -343,8 +338,7 @@ class BatchQueue:
 
     def _log_late(self, items: list[Item], error: BaseException) -> None:
         """Log an error if all callers that it is for have left: it would be lost otherwise."""
-        is_ours = is_cancellation(error) or isinstance(error, CALL_ERRORS)
-        if all(item.has_left for item in items) and not is_ours:
+        if all(item.has_left for item in items) and not needs_no_record(error):
             ids = [item.call.metadata.request_id for item in items if item.call is not None]
             logger.warning(
                 "%s failed after all requests of its batch were cancelled: %s",

@@ -33,7 +33,7 @@ from ingress.calls.compat import (
 )
 from ingress.calls.loops import Home, Mailbox
 from ingress.calls.tracing import TRACING, trace_thread
-from ingress.exceptions import StreamClosedError, is_cancellation
+from ingress.exceptions import StreamClosedError, needs_no_record
 from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.unreadable import readable
 
@@ -226,7 +226,7 @@ class WorkerPool:
                     raise
                 _Visitors(work.scope, self.loop).cancel()
             await work.really_done()
-            if work.error is not None and not is_cancellation(work.error):
+            if work.error is not None and not needs_no_record(work.error):
                 _log_late(work.error)
             raise
         if work.began_at:
@@ -412,7 +412,7 @@ def _pump(items: Iterable[Any], channel: Channel) -> None:
     except BaseException as raised:
         if error is None:
             error = readable(raised)
-    is_news = error is not None and not is_cancellation(error)
+    is_news = error is not None and not needs_no_record(error)
     if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)
 

@@ -39,12 +39,7 @@ from ingress.calls.loops import (
 from ingress.calls.notable import NOTABLE
 from ingress.calls.tracing import TRACING, note_exemplar, trace_begin
 from ingress.context import REPLICA, ReplicaRuntime
-from ingress.exceptions import (
-    CALL_ERRORS,
-    ReplicaUnavailableError,
-    UserCodeExit,
-    is_cancellation,
-)
+from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, needs_no_record
 from ingress.execution import execution
 from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.lane_pools import ReplicaPools
@@ -443,12 +438,11 @@ class Replica:
         # A `CancelledError` comes from the call's cancellation, even where the guard took it for
         # user code's own: AnyIO's groups may take that off their task's count, see
         # `OnceScope.__exit__`.
-        is_ours = is_cancellation(error) or isinstance(error.__cause__, asyncio.CancelledError)
+        is_ours = needs_no_record(error) or isinstance(error.__cause__, asyncio.CancelledError)
         # Race with the timer of the deadline, on another loop, which may stand still: the answer
         # to an error after the deadline is that of the deadline.
         if call.deadline is not None:
             call.is_over()
-        is_ours = is_ours or isinstance(error, CALL_ERRORS)
         if not call.settle(error=error) and not is_ours:
             logger.warning(
                 "%s: request %s failed after it was cancelled",

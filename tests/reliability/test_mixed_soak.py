@@ -28,11 +28,9 @@ import ingress as serve
 from ingress.calls import deadlines
 from ingress.engines import local_engine
 from ingress.exceptions import (
-    DeploymentUnavailableError,
+    CALL_ERRORS,
     RayServeException,
-    ReplicaUnavailableError,
     RequestCancelledError,
-    RequestTimeoutError,
 )
 from ingress.execution import threads
 from tests.reliability import soak_app
@@ -52,7 +50,6 @@ BY_HANDLE += ["model", "model_batched"]
 STREAMS_BY_HANDLE = ["_items", "_def_items"]
 UPLOAD = b"x" * 100_000
 REFUSALS = (408, 503)
-CUTS = (RequestTimeoutError, DeploymentUnavailableError, ReplicaUnavailableError)
 
 
 class Soak:
@@ -255,7 +252,7 @@ def left_behind(root: Any) -> dict[str, Any]:
 def is_expected(record: logging.LogRecord) -> bool:
     """Return whether a record is the server's report of a cut answer."""
     error = record.exc_info[1] if record.exc_info else None
-    is_cut = record.name == "uvicorn.error" and isinstance(error, CUTS)
+    is_cut = record.name == "uvicorn.error" and isinstance(error, CALL_ERRORS)
     is_cancellation = record.name == "ingress" and str(record.msg).endswith("was cut: %s")
     return is_cut or is_cancellation or record.levelno <= logging.INFO
 
