@@ -29,6 +29,7 @@ SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU ti
 EXPECTED_S = 0.0025  # for threads that may compute: 0.5 ms would cost 32 short calls a tenth
 CALM_S = 1.0
 TURNS = 8  # of an HTTP loop before the next call: in one turn it accepts one connection
+TURNS_S = 0.01  # after which it waits for no more: turns beside a hundred streams are long
 LOOKS = 8  # about as many of the watchdog's looks decide whether a thread computes
 MOST = 0.5
 

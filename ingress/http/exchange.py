@@ -38,7 +38,7 @@ from ingress.exceptions import (
     RayServeException,
     RequestTimeoutError,
 )
-from ingress.execution.gil_pressure import GIL_PRESSURE, TURNS
+from ingress.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.http.access import AccessLine, note_exchange
 from ingress.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.http.client_reader import ClientReader
@@ -295,8 +295,8 @@ class Exchange(Call):
             runner.submit(self)
 
     def _submit_after(self, turns: int, runner: Runner) -> None:
-        """Give the call to its replica after so many turns of the HTTP loop."""
-        if turns:
+        """Give the call to its replica after so many turns of the HTTP loop, or `TURNS_S`."""
+        if turns and monotonic() - self.assigned_at < TURNS_S:
             self.loop.call_soon(self._submit_after, turns - 1, runner)
         else:
             runner.submit(self)
