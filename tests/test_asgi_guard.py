@@ -77,6 +77,16 @@ async def async_chunks(error: str) -> AsyncIterator[str]:
     raising(error)
 
 
+def add_passing(app: FastAPI, count: int = 1) -> None:
+    """Add middleware that passes requests and responses on."""
+    for _ in range(count):
+
+        @app.middleware("http")
+        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+            response: Response = await call_next(request)
+            return response
+
+
 class Declined(Exception):
     pass
 
@@ -84,12 +94,7 @@ class Declined(Exception):
 def failing_app(middleware: int) -> type:
     app = FastAPI()
 
-    for _ in range(middleware):
-
-        @app.middleware("http")
-        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-            response: Response = await call_next(request)
-            return response
+    add_passing(app, middleware)
 
     @app.exception_handler(Declined)
     async def declined(request: Request, error: Exception) -> Response:
@@ -242,10 +247,7 @@ async def test_a_cancelled_request_is_cancelled() -> None:
     waiting = asyncio.Event()
     app = FastAPI()
 
-    @app.middleware("http")
-    async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-        response: Response = await call_next(request)
-        return response
+    add_passing(app)
 
     @ingress(app)
     class K:
@@ -271,12 +273,7 @@ async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, 
     seen: list[str] = []
     app = FastAPI()
 
-    for _ in range(middleware):
-
-        @app.middleware("http")
-        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-            response: Response = await call_next(request)
-            return response
+    add_passing(app, middleware)
 
     async def wait() -> None:
         try:
@@ -357,10 +354,7 @@ async def test_an_exit_in_a_middleware_between_others_is_contained() -> None:
     async def exiting(request: Request, call_next: Callable[..., Any]) -> Response:
         raise SystemExit
 
-    @app.middleware("http")
-    async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-        response: Response = await call_next(request)
-        return response
+    add_passing(app)
 
     @ingress(app)
     class K:
@@ -627,12 +621,7 @@ async def test_a_scope_without_asgi_is_accepted() -> None:
 async def test_the_error_of_a_call_that_ends_a_stream_is_raised_as_it_is(middleware: int) -> None:
     """It has a handler, for which Starlette raises another error once the response has begun."""
     app = FastAPI()
-    for _ in range(middleware):
-
-        @app.middleware("http")
-        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-            response: Response = await call_next(request)
-            return response
+    add_passing(app, middleware)
 
     @ingress(app)
     class K:

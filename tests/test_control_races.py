@@ -29,6 +29,7 @@ from ingress.handle import DeploymentHandle
 from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails
 from ingress.testing import Latch
+from tests.process_calls_app import in_isolation
 from tests.servers import (
     PATIENCE_S,
     bind,
@@ -683,6 +684,23 @@ def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: Loca
 
 
 SCALED = {"min_replicas": 3, "max_replicas": 5}
+
+
+def test_a_change_that_only_the_new_version_can_have_is_made_while_it_starts(
+    engine: LocalEngine,
+) -> None:
+    """If the update fails, the version before returns as it was: it runs in threads."""
+    serve.run(in_isolation("Echo", "thread"), route_prefix=None)
+    (echo,) = engine.applications["default"].deployments.values()
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(serve.run, in_isolation("Echo", "process"), route_prefix=None)
+        wait_until(lambda: echo.config.isolation == "process")
+        (change,) = engine.change("default", {"Echo": {"max_requests_per_replica": 5}})
+        assert echo.previous is not None, "the update has ended already"
+        updating.result(PATIENCE_S)
+
+    assert change.after == 5
+    assert echo.config.max_requests_per_replica == 5
 
 
 def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails(

@@ -144,9 +144,16 @@ def count_for(config: DeploymentConfig, count: int) -> int:
 
 
 def _changed(version: Version, names: Iterable[str], config: DeploymentConfig) -> Version:
-    """Return a version with options of another config; its `user_config` belongs to its code."""
+    """Return a version with options of another config, or as it is if it cannot have them.
+
+    A version in threads cannot have a limit of processes. A `user_config` belongs to its code.
+    """
     given = (set(names) & config.model_fields_set) - {"user_config"}
-    after = version.config.with_options(**{name: getattr(config, name) for name in given})
+    try:
+        after = version.config.with_options(**{name: getattr(config, name) for name in given})
+        check_count(version.built.name, after)
+    except ValueError:
+        return version
     if not given & _NUMBERS:
         return replace(version, config=after)
     count = count_for(after, version.count)
