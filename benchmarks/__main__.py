@@ -11,16 +11,22 @@ baseline → ingress.
     sync 0, 1  RAY_SERVE_RUN_SYNC_IN_THREADPOOL
 
 With --rows, the results are printed and not written.
+
+With --before PATH, the baseline of every row is `ingress` of another checkout, with that checkout's
+own `benchmarks.apps`; printed, not written. Each row has a second line with the processor time of
+the server, of all its threads and processes, which varies less than the rate.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 from benchmarks import command, load, slices, starts
 from benchmarks.comparison import in_turn
@@ -37,7 +43,17 @@ def one_run(row: Row, server: Server, connections: int, seconds: int) -> Sample:
     return load.client(row.client, server, connections, seconds)
 
 
-def side_by_side(chosen: Sequence[Row], options: Namespace) -> command.Results:
+def run_with_cpu(row: Row, server: Server, connections: int, seconds: int) -> Sample:
+    """Run as `one_run`; `cpu_us` is the server's processor time for each request."""
+    before = server.cpu_s()
+    sample = one_run(row, server, connections, seconds)
+    served = next(iter(sample.values())) * seconds
+    return {**sample, "cpu_us": (server.cpu_s() - before) * 1e6 / served}
+
+
+def side_by_side(
+    chosen: Sequence[Row], options: Namespace, run: Callable[..., Sample] = one_run
+) -> command.Results:
     """Yield the results of rows, one pair of servers at a time."""
     for (baseline, ours), group in groupby(chosen, lambda row: (row.baseline, row.ours)):
         rows = list(group)
@@ -51,16 +67,39 @@ def side_by_side(chosen: Sequence[Row], options: Namespace) -> command.Results:
                     list(both.map(warm_up, (theirs, mine)))
                 for connections in row.connections:
                     runs, baseline_runs = in_turn(
-                        partial(one_run, row, mine, connections, options.seconds),
-                        partial(one_run, row, theirs, connections, options.seconds),
+                        partial(run, row, mine, connections, options.seconds),
+                        partial(run, row, theirs, connections, options.seconds),
                         options.pairs,
                     )
                     many = f"{connections} connection{'s' if connections > 1 else ''}"
                     yield Result(row.name, many, row.setup, runs, baseline.label, baseline_runs)
 
 
+def against(before: Path, options: Namespace) -> command.Results:
+    """Yield the results of rows against an earlier version: the rate, then the processor time."""
+    seen: list[tuple[object, ...]] = []
+    chosen = []
+    for row in ROWS:
+        key = row.ours, row.request, row.connections
+        if row.name in options.rows and key not in seen:
+            seen.append(key)
+            earlier = replace(row.ours, label="before", root=before.resolve())
+            chosen.append(replace(row, baseline=earlier))
+    for result in side_by_side(chosen, options, run_with_cpu):
+        yield result
+        runs, earlier_runs = (
+            [{"cpu_us": run["cpu_us"]} for run in each]
+            for each in (result.runs, result.baseline_runs)
+        )
+        setup = ", ".join(filter(None, (result.setup, "processor")))
+        yield replace(result, setup=setup, runs=runs, baseline_runs=earlier_runs)
+
+
 def measure(options: Namespace) -> command.Results:
     """Yield the results of the rows asked for."""
+    if options.before is not None:
+        yield from against(options.before, options)
+        return
     yield from side_by_side([row for row in ROWS if row.name in options.rows], options)
     yield from slices.measure(set(options.rows), options.pairs)
     yield from starts.measure(set(options.rows), options.pairs)
@@ -78,10 +117,11 @@ def main() -> int:
         "--seconds", type=command.at_least(1), default=1, help="one run takes (default: 1)"
     )
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
+    parser.add_argument("--before", type=Path, metavar="PATH", help="another checkout")
     parser.epilog = f"rows: {', '.join(names)}"
     options = parser.parse_args()
     command.require_wrk()
-    whole = options.rows == names
+    whole = options.rows == names and options.before is None
     return command.run("http", measure(options), options.seconds, whole=whole)
 
 

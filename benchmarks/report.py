@@ -22,6 +22,7 @@ def shown(name: str, value: float) -> str:
     for ending, form in (
         ("_ratio", "{:,.0f} x" if value >= 100 else "{:.2f} x"),
         ("_per_s", "{:,.0f}/s" if value >= 100 else "{:,.1f}/s"),
+        ("_us", "{:,.0f} us"),
         ("_ms", "{:,.0f} ms" if value >= 100 else "{:.3f} ms" if value < 1 else "{:.1f} ms"),
         ("_s", "{:.2f} s"),
         ("_mb", "{:.2f} MB" if value < 10 else "{:.1f} MB"),

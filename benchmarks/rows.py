@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.apps import CHUNK, CHUNKS
-from benchmarks.servers import Request, Server, ingress_run, uvicorn
+from benchmarks.servers import ROOT, Request, Server, ingress_run, uvicorn
 from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
@@ -19,21 +20,23 @@ from ingress.base.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An app of `benchmarks.apps`, and the way to serve it. `label` names it as the baseline.
+    """An app of `benchmarks.apps` in a checkout, and the way to serve it.
 
-    uvicorn serves it; with `workers`, `ingress run` does in so many processes.
+    `label` names it as the baseline. uvicorn serves it; with `workers`, `ingress run` does in so
+    many processes.
     """
 
     label: str
     app: str
     env: Mapping[str, str] = field(default_factory=dict)
     workers: int | None = None
+    root: Path = ROOT
 
     def server(self, request: Request) -> Server:
         if self.workers is None:
-            return uvicorn(self.app, request, self.env)
+            return uvicorn(self.app, request, self.env, self.root)
         options = ("--workers", str(self.workers))
-        return ingress_run(self.label, self.app, options, request, self.env)
+        return ingress_run(self.label, self.app, options, request, self.env, root=self.root)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,13 @@ class Program:
         env: Mapping[str, str],
         start_s: float,
         stop_s: float,
+        root: Path = ROOT,
     ) -> None:
         self.name = name
         self.start_s = start_s
         self._command = command
-        self._env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+        self._root = root
+        self._env = {**os.environ, "PYTHONPATH": str(root), **env}
         self._stop_s = stop_s
 
     def wait_until_ready(self) -> None:
@@ -72,7 +74,7 @@ class Program:
         try:
             self.process = subprocess.Popen(
                 self._command,
-                cwd=ROOT,
+                cwd=self._root,
                 env=self._env,
                 stdin=subprocess.PIPE,
                 stdout=self.stdout,
@@ -112,10 +114,13 @@ class Program:
         """Return the resident memory of the process and its child processes."""
         return rss_mb([self.process.pid, *(pid for pid, _ in _descendants(self.process.pid))])
 
-    def cpu_s(self, name: str) -> float:
-        """Return the processor time so far of the child processes whose command contains a text."""
+    def cpu_s(self, name: str = "") -> float:
+        """Return the processor time so far of the process and its child processes.
+
+        With `name`, of those whose command contains it.
+        """
         found = 0.0
-        for pid, _ in _descendants(self.process.pid):
+        for pid in (self.process.pid, *(pid for pid, _ in _descendants(self.process.pid))):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_text()
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -161,11 +166,12 @@ class Server(Program):
         env: Mapping[str, str] | None = None,
         start_s: float = START_S,
         stop_s: float = STOP_S,
+        root: Path = ROOT,
     ) -> None:
         self.port = _free_port()
         self.first_answer_s = 0.0
         self._request = request
-        super().__init__(name, command(self.port), env or {}, start_s, stop_s)
+        super().__init__(name, command(self.port), env or {}, start_s, stop_s, root)
 
     def get(self, path: str) -> bytes:
         """Return the body of an answer. Raises `BenchmarkError` unless it is 200."""
@@ -216,8 +222,10 @@ class Server(Program):
             raise BenchmarkError(f"{self.name}: {request.method} {request.path} gave {gave}")
 
 
-def uvicorn(app: str, request: Request, env: Mapping[str, str] | None = None) -> Server:
-    """Return a server of `benchmarks.apps.<app>`; all have the same settings."""
+def uvicorn(
+    app: str, request: Request, env: Mapping[str, str] | None = None, root: Path = ROOT
+) -> Server:
+    """Return a server of `benchmarks.apps.<app>` in a checkout; all have the same settings."""
     return Server(
         app,
         lambda port: [
@@ -227,6 +235,7 @@ def uvicorn(app: str, request: Request, env: Mapping[str, str] | None = None) ->
         ],
         request,
         env,
+        root=root,
     )
 
 
@@ -238,8 +247,9 @@ def ingress_run(
     env: Mapping[str, str] | None = None,
     start_s: float = START_S,
     stop_s: float = STOP_S,
+    root: Path = ROOT,
 ) -> Server:
-    """Return a server of `benchmarks.apps.<app>` by `ingress run` with these options."""
+    """Return a server of `benchmarks.apps.<app>` in a checkout, by `ingress run`."""
     run = [sys.executable, "-c", "from ingress.cli.commands import main; main()", "run"]
     target = f"benchmarks.apps.{app}"
     return Server(
@@ -249,6 +259,7 @@ def ingress_run(
         env,
         start_s,
         stop_s,
+        root,
     )
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -186,6 +187,22 @@ def test_a_client_that_is_not_answered_ends_the_benchmark_with_one_line() -> Non
             load.client("websocket", server, connections=2, seconds=1)
 
     assert "\n" not in str(it.value)
+
+
+def test_an_earlier_version_serves_the_app_of_its_own_checkout(tmp_path: Path) -> None:
+    apps = tmp_path / "benchmarks" / "apps"
+    apps.mkdir(parents=True)
+    (apps / "ours.py").write_text(
+        "from starlette.responses import PlainTextResponse\n"
+        "methods = PlainTextResponse('of the earlier version')\n"
+    )
+    earlier = Request("/async", b"of the earlier version")
+    with replace(ours("methods"), root=tmp_path).server(earlier) as server:
+        server.check(earlier)
+        assert 0 < server.cpu_s() < 60
+    (row, *_) = [each for each in ROWS if each.name == "async"]
+    with row.ours.server(row.request) as server:
+        server.check(row.request)
 
 
 def test_another_answer_than_expected_stops_it() -> None:
