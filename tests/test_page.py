@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any, cast
 
 import pytest
@@ -265,6 +265,16 @@ def test_hostile_names_are_data_in_one_line(port: int) -> None:
         assert view["failed"][0]["error"] == "ValueError: </script><img src=x>"
 
 
+def test_the_time_of_a_request_is_the_same_in_every_view(port: int) -> None:
+    began = time()
+    assert get(port, BAD_ROUTE.replace("<", "%3C").replace(">", "%3E")).status == 500
+    with listening(partial(parts_of, local_engine())) as admin, viewing(admin) as viewer:
+        views = [event(viewer) for _ in range(3)]
+    times = {each["at"] for view in views for each in view["failed"]}
+    assert len(times) == 1
+    assert began - 0.5 <= times.pop() <= time()
+
+
 def test_the_series_of_a_deployment_and_its_options_are_there(port: int) -> None:
     with listening(partial(parts_of, local_engine())) as admin:
         series = json.loads(get(admin, "/api/series?application=default&deployment=Api").body)
@@ -273,10 +283,11 @@ def test_the_series_of_a_deployment_and_its_options_are_there(port: int) -> None
     assert series["step_s"] == 5
     options = {each["where"]: each for each in found["options"]}
     assert options["default:Api.max_ongoing_requests"] == {
-        "where": "default:Api.max_ongoing_requests", "value": 7, "origin": "code, file or command",
+        "where": "default:Api.max_ongoing_requests", "value": 7, "origin": "code",
     }  # fmt: skip
     assert options["default:Api.max_queued_requests"]["origin"] == "default"
-    assert options["settings.max_retries"]["value"] == 10
+    retries = options["environment.RAY_SERVE_HTTP_REQUEST_MAX_RETRIES"]
+    assert (retries["value"], retries["origin"]) == (10, "default")
     assert found["flag"] == {"name": "RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "value": "0"}
     moves = [(each["name"], each["from"], each["to"]) for each in found["moves"]]
     assert moves == [("Api.work", "event loop", "threadpool")]

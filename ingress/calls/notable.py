@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import monotonic, time
+from time import monotonic
 from typing import Any, NamedTuple
 
 KEPT_S = 300.0
@@ -24,7 +24,8 @@ class Ended(NamedTuple):
 
     `name` is its HTTP method and route, or its method. `place` is the line of user code that
     raised: file, line and function. `first_at` is the time when its response began to stream.
-    `trace_id` is "" without tracing.
+    `trace_id` is "" without tracing. `unix_time` is that of its end: derived from the other clock
+    at each look, it would differ.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Ended(NamedTuple):
     error: str = ""
     place: Place | None = None
     trace_id: str = ""
+    unix_time: float = 0.0
 
     @property
     def answered_s(self) -> float:
@@ -52,7 +54,7 @@ class Ended(NamedTuple):
         runs_until = self.first_at or self.ended_at
         slot = self.assigned_at or begins
         return {
-            "at": time() - (monotonic() - self.arrived_at),
+            "at": self.unix_time - (self.ended_at - self.arrived_at),
             "name": self.name,
             "request_id": self.request_id,
             "trace_id": self.trace_id,

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable
 from contextvars import copy_context
 from threading import get_ident
-from time import monotonic
+from time import monotonic, time
 from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
@@ -542,6 +542,7 @@ class Exchange(Call):
                 ended,
                 answered if error is None else f"{answered}: {type(error).__name__}: {error}"[:500],
                 trace_id=trace_id_of(self),
+                unix_time=time(),
             )
         )
 

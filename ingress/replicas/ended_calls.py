@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import time
+
 from ingress.base.types import ReplicaID
 from ingress.calls.call import Call
 from ingress.calls.notable import NOTABLE, Ended
@@ -40,5 +42,6 @@ def note_end(
             error,
             place,
             trace_id_of(call),
+            time(),
         )
     )
