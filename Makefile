@@ -171,7 +171,8 @@ clean: ## Remove the environments and caches
 .venv-page/.made: pyproject.toml
 	@echo "Making .venv-page ..."
 	@$(PYTHON) -m venv .venv-page
-	@.venv-page/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" playwright
+	@.venv-page/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" playwright \
+		opentelemetry-sdk
 	@touch $@
 
 .venv-ray/.made: pyproject.toml

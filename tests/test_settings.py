@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -21,6 +22,7 @@ from ingress.base.settings import (
     STALL_THRESHOLD_MS,
     START_METHOD,
     SYNC_IN_THREADPOOL,
+    TRACE_URL,
     USER_CODE_IN_SEPARATE_THREAD,
     HTTPLimits,
     Settings,
@@ -118,6 +120,23 @@ def test_limits_of_http_are_numbers_and_0_is_no_limit() -> None:
 def test_another_value_of_a_limit_is_refused_by_name(name: str, value: str, expected: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be {expected}, got {value!r}"):
         Settings.from_environment({name: value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "traces.example/{trace_id}",
+        "javascript:alert('{trace_id}')",
+        "http://{trace_id}/",
+        "https://traces.example/trace",
+        "https://traces.example/{trace_id}/{span_id}",
+    ],
+)
+def test_the_url_of_a_trace_is_one_of_http_with_the_place_of_the_id(value: str) -> None:
+    good = "https://traces.example/trace/{trace_id}?from=ingress"
+    assert Settings.from_environment({TRACE_URL: good}).trace_url == good
+    with pytest.raises(ValueError, match=f"{TRACE_URL} must be the http.*{re.escape(value)}"):
+        Settings.from_environment({TRACE_URL: value})
 
 
 def test_settings_made_without_an_environment_are_its_defaults() -> None:

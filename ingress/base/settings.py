@@ -24,6 +24,7 @@ engine reads the environment again.
     RAY_SERVE_LOG_ENCODING                    TEXT   format of log records: TEXT or JSON
     INGRESS_TRACE                                    file for the recording of requests (`timeline`)
     INGRESS_TRACING                              0   spans of calls and batches (`calls.tracing`)
+    INGRESS_TRACE_URL                                link of the page to a trace: {trace_id}
     INGRESS_LIMIT_CONNECTIONS                    0   connections of a process at most; 0: no limit
     INGRESS_MAX_HEADER_BYTES                 65536   bytes of a request's headers at most
     INGRESS_HEADER_TIMEOUT_S                    15   seconds for the headers to arrive; 0: any time
@@ -75,6 +76,7 @@ PRIORITY_HEADER = "INGRESS_PRIORITY_HEADER"
 LOG_ENCODING = "RAY_SERVE_LOG_ENCODING"
 TRACE_FILE = "INGRESS_TRACE"
 TRACING = "INGRESS_TRACING"
+TRACE_URL = "INGRESS_TRACE_URL"
 LIMIT_CONNECTIONS = "INGRESS_LIMIT_CONNECTIONS"
 MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
 HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
@@ -168,6 +170,7 @@ class Settings:
     ray_address: str | None = None
     trace_file: str | None = None
     tracing: bool = False
+    trace_url: str = ""
     session_header: str = SESSION_HEADER
     priority_header: str = ""
     native_threads: Mapping[str, str] = field(default_factory=dict)
@@ -204,6 +207,7 @@ class Settings:
             ray_address=env.get(RAY_ADDRESS) or None,
             trace_file=env.get(TRACE_FILE) or None,
             tracing=_flag(env, TRACING, default=False),
+            trace_url=trace_url(env),
             native_threads={name: env[name] for name in NATIVE_THREADS if env.get(name)},
             http_limits=HTTPLimits.from_environment(env),
         )
@@ -319,6 +323,22 @@ def handles_signals() -> bool:
 def makes_spans() -> bool:
     """Return whether `INGRESS_TRACING` is on. Raises `ValueError` for a value that is no flag."""
     return _flag(os.environ, TRACING, default=False)
+
+
+def trace_url(environ: Mapping[str, str] | None = None) -> str:
+    """Return the URL of one trace in the user interface of a tracing backend, "" for none.
+
+    "{trace_id}" in it stands for the id. Raises `ValueError` for what is no such URL.
+    """
+    value = (os.environ if environ is None else environ).get(TRACE_URL) or ""
+    if value and not (
+        re.match(r"https?://[^/{}\s]+/", value) and re.findall(r"{.*?}", value) == ["{trace_id}"]
+    ):
+        raise ValueError(
+            f"{TRACE_URL} must be the http(s) URL of a trace, with {{trace_id}} for its id, got "
+            f"{value!r}; for Jaeger, set http://127.0.0.1:16686/trace/{{trace_id}}, or unset it"
+        )
+    return value
 
 
 def log_encoding() -> str | None:

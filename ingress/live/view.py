@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from time import time
 from typing import Any
 
+from ingress.base.settings import trace_url
 from ingress.live.counts import Deployment
 from ingress.live.history import Route
 from ingress.live.words import SILENT, all_healthy, problems_of
@@ -65,6 +66,7 @@ def view_of(
         "applications": applications,
         "routes": routes[:ROUTES],
         "replicas": replicas,
+        "trace_url": trace_url(),
         "slowest": slowest[:ENDED],
         "failed": failed[:ENDED],
     }

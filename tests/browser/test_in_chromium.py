@@ -110,6 +110,13 @@ class Shop:
 app = Shop.bind(Model.bind(), Scorer.bind())
 """
 
+TRACED = f"""{APP}
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+trace.set_tracer_provider(TracerProvider())
+"""
+
 MANY = """
 import ingress as serve
 from fastapi import FastAPI
@@ -268,9 +275,32 @@ def test_the_ids_of_a_failed_request_can_be_copied(browser: Any, folder: Path) -
         page.wait_for("#requests", "copied")
         assert page.page.evaluate("navigator.clipboard.readText()") == "find-me-7"
         assert page.page.evaluate("String(getSelection())").strip() == "find-me-7"
-        page.wait_for("#requests", "copy")
+        sync_api.expect(page.page.locator("#requests")).not_to_contain_text("copied")
+        # 2 s have passed: several views, which kept the row, the selection and the focus.
+        assert page.page.evaluate("String(getSelection())").strip() == "find-me-7"
+        focused = page.page.evaluate("document.activeElement.getAttribute('aria-label')")
+        assert focused == "Copy the request id find-me-7"
         assert "grep -F -e REQUEST_ID" in page.text("main")
         assert "find-me-7" in server.output
+        assert page.wrong == []
+
+
+def test_a_trace_id_is_a_link_to_the_trace(
+    browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    monkeypatch.setenv("INGRESS_TRACING", "1")
+    monkeypatch.setenv("INGRESS_TRACE_URL", "http://127.0.0.1:16686/trace/{trace_id}")
+    write_module(folder, "traced", TRACED)
+    served = Served(folder, "traced:app")
+    with served.running() as server, page_of(browser, served.admin) as page:
+        trace_id = "0af7651916cd43dd8448eb211c80319c"
+        get(server.port, "/checkout", f"traceparent: 00-{trace_id}-b7ad6b7169203331-01\r\n")
+        page.page.click("#show-failed")
+        page.wait_for("#requests", trace_id)
+        link = page.page.get_by_role("link", name=f"Trace {trace_id}")
+        assert link.get_attribute("href") == f"http://127.0.0.1:16686/trace/{trace_id}"
+        assert link.get_attribute("rel") == "noreferrer"
         assert page.wrong == []
 
 
