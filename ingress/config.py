@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypedDict
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from ingress.base.options import (
     ClassPath,
@@ -264,6 +264,8 @@ class DeploymentConfig(Options):
     rolling_update_percentage: Fraction = 0.2
     max_surge_percent: NonNegativeFloat = 0
 
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
     @classmethod
     def option_names(cls) -> list[str]:
         return sorted(["name", *cls.model_fields])
@@ -408,7 +410,26 @@ class DeploymentConfig(Options):
 
     def with_options(self, **options: Any) -> DeploymentConfig:
         """Return a config with these options changed. Raises as the constructor."""
-        return DeploymentConfig(**self.updated(options))
+        return DeploymentConfig(**self.updated(options)).with_origins(self.origins_without(options))
+
+    def origin_of(self, option: str) -> str:
+        """Return the origin of an option's value: "default", "code", or a file or command."""
+        if option not in self.model_fields_set:
+            return "default"
+        return self._origins.get(option, "code")
+
+    def with_origins(self, origins: Mapping[str, str]) -> DeploymentConfig:
+        """Return the same config, in which these options come from elsewhere than code."""
+        if not origins:
+            return self
+        same = self.model_copy()
+        same._origins = {**self._origins, **origins}
+        return same
+
+    def origins_without(self, options: Iterable[str]) -> dict[str, str]:
+        """Return the origins other than code, without those of the options that are named."""
+        changed = set(options)
+        return {name: each for name, each in self._origins.items() if name not in changed}
 
     def updated(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options given to this config, updated with `options`, as keywords.

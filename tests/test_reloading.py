@@ -209,6 +209,76 @@ def test_a_changed_file_is_applied_while_the_server_runs(runtime: Path, folder: 
             assert client.get("/").json() == [1, {"level": 2}, *before[2:]]
 
 
+ORIGINS = """
+http_options: {port: 0, keep_alive_timeout_s: 9}
+applications:
+- name: shop
+  import_path: app:builder
+  args: {size: 1}
+  runtime_env: {env_vars: {RAY_SERVE_HTTP_REQUEST_MAX_RETRIES: "4"}}
+  deployments:
+  - name: Model
+    max_queued_requests: 8
+    user_config: {level: 1}
+"""
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.thorough)])
+def test_the_page_names_the_origin_of_each_option(
+    runtime: Path, folder: Path, workers: str
+) -> None:
+    write_module(folder, "app", APP.replace(".deployment", ".deployment(max_ongoing_requests=7)"))
+    path = folder / "serve.yaml"
+    written(path, ORIGINS)
+    command = [*INGRESS, "run", "serve.yaml", "--root-path", "/api", "--admin", "127.0.0.1:0"]
+    command += ["--workers", workers] if workers != "1" else []
+    environ = environment(folder) | {"INGRESS_PRIORITY_HEADER": "x-priority"}
+    with process(command, folder, environ) as server:
+        admin = server.wait_for(r"page at (http://127\.0\.0\.1:\d+/)")[1]
+        server.wait_for("Ctrl-C to stop")
+
+        def origins(*options: str) -> dict[str, str]:
+            found = httpx.get(f"{admin}api/configuration", timeout=PATIENCE_S).json()["options"]
+            by_name = {each["where"].removeprefix("shop:Model."): each for each in found}
+            return {name: by_name[name]["origin"] for name in options}
+
+        assert origins(
+            "max_ongoing_requests",
+            "max_queued_requests",
+            "user_config",
+            "num_replicas",
+            "http_options.keep_alive_timeout_s",
+            "http_options.root_path",
+            "http_options.request_timeout_s",
+            "environment.RAY_SERVE_HTTP_REQUEST_MAX_RETRIES",
+            "environment.INGRESS_PRIORITY_HEADER",
+            "environment.INGRESS_FREEZE_GC",
+        ) == {
+            "max_ongoing_requests": "code",
+            "max_queued_requests": "serve.yaml:10:26",
+            "user_config": "serve.yaml:11:18",
+            "num_replicas": "default",
+            "http_options.keep_alive_timeout_s": "serve.yaml:2:47",
+            "http_options.root_path": "command line",
+            "http_options.request_timeout_s": "default",
+            "environment.RAY_SERVE_HTTP_REQUEST_MAX_RETRIES": "serve.yaml:7:64",
+            "environment.INGRESS_PRIORITY_HEADER": "environment",
+            "environment.INGRESS_FREEZE_GC": "default",
+        }
+
+        pid = server.process.pid
+        running = RunningServer(pid, runtime / f"{pid}.sock")
+        running.ask("scale", PATIENCE_S, replicas={"shop": {"Model": 2}})
+        written(path, ORIGINS, ("level: 1", "level: 2"))
+        reload(runtime, server)
+        assert origins("num_replicas", "user_config", "max_queued_requests") == {
+            "num_replicas": "ingress scale",
+            "user_config": "serve.yaml",
+            "max_queued_requests": "serve.yaml:10:26",
+        }
+
+
 @pytest.mark.timeout(150)
 def test_a_watched_file_is_applied_when_it_changes(runtime: Path, folder: Path) -> None:
     path = folder / "serve.yaml"

@@ -118,7 +118,7 @@ def reload_one_process(state: FileState) -> list[str]:
         found = state.difference(new)
         check(found.options)
         lines = _run(found)
-        lines += change(found.options)
+        lines += change(found.options, state.file.path.name)
         for name in found.removed:
             api.delete(name)
             lines.append(f"{name}: removed")
@@ -188,7 +188,8 @@ def reload_workers(
         found = Difference() if reasons else state.difference(new)
         again = [each.config.name for each in (*found.added, *found.again)] + found.removed
         if not reasons and not again:
-            lines = commands.change(found.options) if found.options else []
+            origin = state.file.path.name
+            lines = commands.change(found.options, origin) if found.options else []
             commands.remember_file(new)
             state.take(new)
             return lines

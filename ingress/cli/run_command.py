@@ -389,6 +389,7 @@ def run(
     )
     server = ServerOptions(
         http=http if file is None else {**file.http_options(before), **http},
+        origins={} if file is None else file.process_origins(http),
         uvicorn=given(
             access_log=None if access_log else False,
             proxy_headers=None if proxy_headers else False,

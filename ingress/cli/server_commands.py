@@ -16,6 +16,9 @@ from ingress.engines import local_engine
 from ingress.live.observer import Observer
 from ingress.live.part import WHAT
 
+SCALE = "ingress scale"
+"""The origin of the options that the command sets."""
+
 Changes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Options to change, by application and deployment."""
 
@@ -55,7 +58,7 @@ def livez(arguments: Mapping[str, Any]) -> str:
 
 def scale(arguments: Mapping[str, Any]) -> list[str]:
     """Change the number of replicas of deployments. Returns a line for each."""
-    return change(scaling(arguments), is_scaling=True)
+    return change(scaling(arguments), SCALE, is_scaling=True)
 
 
 def scaling(arguments: Mapping[str, Any]) -> Changes:
@@ -93,12 +96,15 @@ def check(wanted: Changes, *, is_scaling: bool = False) -> None:
             raise CommandError(str(error)) from None
 
 
-def change(wanted: Changes, *, is_scaling: bool = False) -> list[str]:
-    """Change options of running applications, of all or of none. Returns a line for each."""
+def change(wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[str]:
+    """Change options of running applications, of all or of none. Returns a line for each.
+
+    `origin` is the file or the command that asks for them.
+    """
     check(wanted, is_scaling=is_scaling)
     done: list[str] = []
     for name, options in wanted.items():
-        done += [f"{name}: {each}" for each in local_engine().change(name, options)]
+        done += [f"{name}: {each}" for each in local_engine().change(name, options, origin=origin)]
     return done
 
 

@@ -41,7 +41,12 @@ from ingress.base.snapshot import Snapshot
 from ingress.base.standard_streams import make_lossy
 from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, CommandError, ControlSocket
-from ingress.cli.server_commands import Changes, commands_of_a_worker, commands_of_one_process
+from ingress.cli.server_commands import (
+    SCALE,
+    Changes,
+    commands_of_a_worker,
+    commands_of_one_process,
+)
 from ingress.cli.worker_commands import run_in_worker
 from ingress.config_file.difference import changed_names
 from ingress.config_file.loading import ConfigFile
@@ -129,7 +134,8 @@ class Served:
 
     def server_with(self, file: ConfigFile) -> ServerOptions:
         """Return the options of the server with another version of the file."""
-        return replace(self.server, http={**file.http_options(self.folder), **self.http})
+        http = {**file.http_options(self.folder), **self.http}
+        return replace(self.server, http=http, origins=file.process_origins(self.http))
 
     def configure(self, config: uvicorn.Config) -> None:
         """Set the arguments of HTTP, which the file, or `serve.start` in a module, may change.
@@ -160,7 +166,9 @@ class Served:
         """Import the applications, one after another."""
         for each in self._written():
             if each.name in self.changes:
-                each.target = with_options(each.target, self.changes[each.name])
+                changed = self.changes[each.name]
+                origins = {name: dict.fromkeys(given, SCALE) for name, given in changed.items()}
+                each.target = with_options(each.target, changed, origins)
             yield each
 
     def _written(self) -> Iterator[RunTarget]:

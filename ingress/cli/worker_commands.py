@@ -13,7 +13,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 
 from ingress.cli.control_socket import Command, CommandError
-from ingress.cli.server_commands import Changes, livez, scaling, stop
+from ingress.cli.server_commands import SCALE, Changes, livez, scaling, stop
 from ingress.cli.snapshot import summed
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
@@ -187,7 +187,7 @@ class WorkersCommands:
         return answers, absent
 
     def scale(self, arguments: Mapping[str, Any]) -> list[str]:
-        return self.change(scaling(arguments), is_scaling=True)
+        return self.change(scaling(arguments), SCALE, is_scaling=True)
 
     def remember_file(self, file: ConfigFile) -> None:
         self._workers.remember_file(file)
@@ -204,16 +204,20 @@ class WorkersCommands:
         if rolling.error:
             raise CommandError(rolling.error)
 
-    def change(self, wanted: Changes, *, is_scaling: bool = False) -> list[str]:
-        """Change options in all workers, or in none. Returns a line for each."""
+    def change(self, wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[str]:
+        """Change options in all workers, or in none. Returns a line for each.
+
+        `origin` is the file or the command that asks for them.
+        """
         with self._changing:
             answered_by_all(self._workers, "check", wanted=wanted, is_scaling=is_scaling)
             # From here on it is decided: a worker that dies is replaced by one with these options.
             self._workers.remember(wanted)
             given_up = monotonic() + APPLY_S
+            asked = {"wanted": wanted, "origin": origin}
             while True:
                 try:
-                    return next(iter(answered_by_all(self._workers, "change", wanted=wanted)))
+                    return next(iter(answered_by_all(self._workers, "change", **asked)))
                 except WorkerStartsError:
                     if monotonic() > given_up:
                         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -71,6 +71,18 @@ class ConfigFile:
             given[name] = given[name] and str(folder / given[name])
         return given
 
+    def process_origins(self, command_line: Iterable[str]) -> dict[str, str]:
+        """Return the places of the options of HTTP and of the variables that the file sets.
+
+        Without those that the command line gives.
+        """
+        given = self.config.http_options.model_fields_set - set(command_line)
+        found = self._origins(("http_options",), given)
+        for number, each in enumerate(self.config.applications):
+            around: Where = ("applications", number, "runtime_env", "env_vars")
+            found |= self._origins(around, each.runtime_env.env_vars)
+        return found
+
     def prepare(self) -> dict[str, str | None]:
         """Set the variables and the current folder that the applications share.
 
@@ -114,7 +126,11 @@ class ConfigFile:
             overrides[each.name] = given if self.on_cluster else without_cluster_options(given)
             try:
                 # One after another, so that a mistake is at the place of its deployment.
-                application = with_options(application, {each.name: overrides[each.name]})
+                application = with_options(
+                    application,
+                    {each.name: overrides[each.name]},
+                    {each.name: self._origins((*where, "deployments", index), given)},
+                )
                 build(application, config.name, acts_on_all=True)
             except ValueError as error:
                 place = self.top.at((*where, "deployments", index))
@@ -122,8 +138,16 @@ class ConfigFile:
         if not self.on_cluster:
             self._check_here(application, number)
         if config.logging_config is not None:
-            application = with_logging(application, config.logging_config)
+            origin = self.place_of((*where, "logging_config"))
+            application = with_logging(application, config.logging_config, origin)
         return Loaded(config, written, application)
+
+    def place_of(self, where: Where) -> str:
+        """Return the place of a value as FILE:LINE:COLUMN."""
+        return f"{self.path.name}:{self.top.at(where)}"
+
+    def _origins(self, around: Where, names: Iterable[str]) -> dict[str, str]:
+        return {name: self.place_of((*around, name)) for name in names}
 
     def _check_here(self, application: Application, number: int) -> None:
         """Raise `ConfigFileError`, with the place, for options that one process cannot fulfil."""

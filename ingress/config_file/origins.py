@@ -26,7 +26,7 @@ from ingress.config_file.reading import Where
 from ingress.declaration.build import BuiltDeployment, build
 from ingress.declaration.declaration import Application
 
-_HTTP_VARIABLES = {
+HTTP_VARIABLES = {
     "host": flags.HTTP_HOST,
     "request_timeout_s": flags.REQUEST_TIMEOUT_S,
     "limit_connections": flags.LIMIT_CONNECTIONS,
@@ -36,21 +36,28 @@ _HTTP_VARIABLES = {
     "body_idle_timeout_s": flags.BODY_IDLE_TIMEOUT_S,
     "max_body_size": flags.MAX_BODY_SIZE,
 }
-_SETTINGS = {
+"""The variables that are defaults of `HTTPOptions`."""
+SETTINGS = {
     flags.SYNC_IN_THREADPOOL: "run_sync_in_threadpool",
     flags.USER_CODE_IN_SEPARATE_THREAD: "run_user_code_in_separate_thread",
     flags.ROUTER_IN_SEPARATE_LOOP: "run_router_in_separate_loop",
     flags.MAX_RETRIES: "max_retries",
     flags.STALL_THRESHOLD_MS: "stall_threshold_s",
+    flags.WEDGED_AFTER_S: "wedged_after_s",
     flags.ADAPT_SWITCH_INTERVAL: "adapt_switch_interval",
     flags.FREEZE_GC: "freeze_gc",
     flags.RAISE_FILE_LIMIT: "raise_file_limit",
     flags.SET_NATIVE_THREADS: "set_native_threads",
+    flags.SESSION_ID_HEADER_KEY: "session_header",
+    flags.PRIORITY_HEADER: "priority_header",
     flags.ENGINE: "engine",
     flags.START_METHOD: "start_method",
     flags.PIN_CPUS: "pin_cpus",
     flags.TRACE_FILE: "trace_file",
+    flags.TRACING: "tracing",
+    flags.TRACE_URL: "trace_url",
 }
+"""The fields of `Settings`, by the variables that set them."""
 
 
 class Origin(StrEnum):
@@ -94,11 +101,16 @@ def effective(
     yield from look.logging(log_level)
     for number, each in enumerate(loaded):
         yield from look.application(number, each)
-    for variable, name in _SETTINGS.items():
-        value = getattr(settings, name)
-        if variable == flags.STALL_THRESHOLD_MS:
-            value = 0 if value is None else value * 1e3
-        yield look.variable(variable, int(value) if isinstance(value, bool) else value)
+    for variable in SETTINGS:
+        yield look.variable(variable, value_of(variable, settings))
+
+
+def value_of(variable: str, settings: Settings) -> Any:
+    """Return the value in use of one of `SETTINGS`, as a variable would set it."""
+    value = getattr(settings, SETTINGS[variable])
+    if variable == flags.STALL_THRESHOLD_MS:
+        return 0 if value is None else value * 1e3
+    return int(value) if isinstance(value, bool) else value
 
 
 def nested(values: Sequence[Effective]) -> dict[str, Any]:
@@ -135,15 +147,12 @@ class _Look:
     ) -> Effective:
         value = plain(value)
         if in_file:
-            return Effective(where, value, Origin.FILE, self._place(where))
+            return Effective(where, value, Origin.FILE, self.file.place_of(where))
         if in_code:
             return Effective(where, value, Origin.CODE)
         if variable and (found := self.variable(variable, value)).origin is not Origin.DEFAULT:
             return Effective(where, value, found.origin, found.detail)
         return Effective(where, value, Origin.DEFAULT)
-
-    def _place(self, where: Where) -> str:
-        return f"{self.file.path.name}:{self.file.top.at(where)}"
 
     def variable(self, name: str, value: Any) -> Effective:
         """Return the value of a flag, which a variable may set."""
@@ -163,16 +172,16 @@ class _Look:
             if name == "location":
                 continue
             if name in command_line:
-                value = _shown(name, command_line[name])
+                value = shown(name, command_line[name])
                 yield Effective(where, value, Origin.COMMAND_LINE)
                 continue
             is_in_file = name in in_file.model_fields_set
             is_in_code = name in from_code.model_fields_set
             value = getattr(in_file if is_in_file else from_code, name)
             if not is_in_file and not is_in_code:
-                value = _from_settings(name, settings, value)
-            variable = _HTTP_VARIABLES.get(name, "")
-            value = _shown(name, value)
+                value = http_default(name, settings, value)
+            variable = HTTP_VARIABLES.get(name, "")
+            value = shown(name, value)
             yield self._chosen(where, value, is_in_file, is_in_code, variable)
 
     def logging(self, level: str | None) -> Iterator[Effective]:
@@ -220,12 +229,12 @@ def _built(application: Application) -> Sequence[BuiltDeployment]:
     return build(application, "default", acts_on_all=True).deployments
 
 
-def _shown(name: str, value: Any) -> Any:
+def shown(name: str, value: Any) -> Any:
     """Return a value as others may see it: without passwords."""
     return "********" if name == "ssl_keyfile_password" and value is not None else plain(value)
 
 
-def _from_settings(name: str, settings: Settings, otherwise: Any) -> Any:
+def http_default(name: str, settings: Settings, otherwise: Any) -> Any:
     """Return an option's default in this environment."""
     if name == "host":
         return settings.http_host

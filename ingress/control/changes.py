@@ -77,9 +77,13 @@ def differences(before: DeploymentConfig, after: DeploymentConfig) -> dict[str, 
 
 
 def checked(
-    running: RunningApplication, options: Mapping[str, Mapping[str, Any] | DeploymentConfig]
+    running: RunningApplication,
+    options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+    origin: str = "",
 ) -> dict[str, DeploymentConfig]:
     """Return the new config of each deployment that is named. Changes nothing.
+
+    `origin` is that of the changed options, "" for code.
 
     Raises `ValueError` for an unknown deployment, a bad value, an option that needs new replicas,
     and a `user_config` without `reconfigure`; `TypeError` for an unknown option.
@@ -93,7 +97,11 @@ def checked(
                 f"application {running.name!r} has no deployment {name!r}; its deployments: {known}"
             )
         before = deployment.config
-        after = given if isinstance(given, DeploymentConfig) else before.with_options(**given)
+        if isinstance(given, DeploymentConfig):
+            after = given
+        else:
+            after = before.with_options(**given)
+            after = after.with_origins(dict.fromkeys(given, origin) if origin else {})
         fixed = sorted(differences(before, after).keys() - IN_PLACE)
         if fixed:
             raise ValueError(
@@ -151,6 +159,7 @@ def _changed(version: Version, names: Iterable[str], config: DeploymentConfig) -
     given = (set(names) & config.model_fields_set) - {"user_config"}
     try:
         after = version.config.with_options(**{name: getattr(config, name) for name in given})
+        after = after.with_origins(config.origins_without(config.model_fields_set - given))
         check_count(version.built.name, after)
     except ValueError:
         return version

@@ -228,9 +228,10 @@ class Controller:
         self,
         running: RunningApplication,
         options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+        origin: str,
     ) -> list[Change]:
         """Change options of an application's deployments in place. See `LocalEngine.change`."""
-        configs = checked(running, options)
+        configs = checked(running, options, origin)
         return [each for name, config in configs.items()
                 for each in apply(self._reconciler, running.deployments[name], config)]  # fmt: skip
 

@@ -17,8 +17,9 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -96,21 +97,25 @@ def build(application: Application, name: str, *, acts_on_all: bool = False) -> 
     return built
 
 
-def with_logging(application: Application, config: LoggingConfig) -> Application:
+def with_logging(application: Application, config: LoggingConfig, origin: str = "") -> Application:
     """Return the application with this config for the deployments that have none of their own."""
     plan = _Flattening("")
     plan.add(application)
-    without = [each for each in plan.built.values() if each.deployment.logging_config is None]
-    return with_options(application, {each.name: {"logging_config": config} for each in without})
+    names = [each.name for each in plan.built.values() if each.deployment.logging_config is None]
+    origins = {name: {"logging_config": origin} for name in names} if origin else {}
+    return with_options(application, {name: {"logging_config": config} for name in names}, origins)
 
 
 def with_options(
-    application: Application, overrides: Mapping[str, Mapping[str, Any]]
+    application: Application,
+    overrides: Mapping[str, Mapping[str, Any]],
+    origins: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Application:
     """Return the application with other options for the deployments of these names.
 
-    The names are those of `build`. Raises `ValueError` for the name of no deployment, and for the
-    bad value of an option.
+    The names are those of `build`; `origins` has, for each, the origins of options that do not
+    come from code. Raises `ValueError` for the name of no deployment, and for the bad value of an
+    option.
     """
     plan = _Flattening("")
     plan.add(application)
@@ -131,6 +136,8 @@ def with_options(
         deployment = node.deployment
         if options is not None:
             deployment = deployment.options(name=name, **options)
+            config = deployment.config.with_origins(origins.get(name, {}))
+            deployment = replace(deployment, config=config)
         made[node] = Application(deployment, args, kwargs)
     return made[application]
 

@@ -56,9 +56,9 @@ class Deployment:
     def options(self, **options: Unpack[DeploymentOptions]) -> Deployment:
         """Return the same deployment with these options changed."""
         name = options.pop("name", self.name)
-        return Deployment(
-            _valid_name(name), self.func_or_class, DeploymentConfig(**self.config.updated(options))
-        )
+        config = DeploymentConfig(**self.config.updated(options))
+        kept = self.config.origins_without(options)
+        return Deployment(_valid_name(name), self.func_or_class, config.with_origins(kept))
 
     def bind(self, *args: Any, **kwargs: Any) -> Application:
         """Return the application whose replicas are made with these constructor arguments.

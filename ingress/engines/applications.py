@@ -349,9 +349,10 @@ class Applications:
         self,
         application: RunningApplication,
         options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+        origin: str,
     ) -> list[Change]:
         """Change options of a running application in place. See `LocalEngine.change`."""
-        return self._controller().change(application, options)
+        return self._controller().change(application, options, origin)
 
     async def settled(self, application: RunningApplication) -> None:
         """Wait until an application has the replicas that its options ask for."""

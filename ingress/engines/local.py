@@ -288,14 +288,19 @@ class LocalEngine:
                     self.http.stop_if_unused(threads)
 
     def change(
-        self, app_name: str, options: Mapping[str, Mapping[str, Any] | DeploymentConfig]
+        self,
+        app_name: str,
+        options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+        *,
+        origin: str = "",
     ) -> list[Change]:
         """Change options of a running application's deployments in place. Thread-safe.
 
             engine.change("default", {"Model": {"num_replicas": 4}})      `ingress scale`
             engine.change("default", {"Model": config, "Gate": config})   a file that was read again
 
-        `options` has, by deployment, the options to change, or a whole `DeploymentConfig`. All of
+        `options` has, by deployment, the options to change, or a whole `DeploymentConfig`; `origin`
+        is the command or the file that asks for them, "" for code. All of
         them are checked first: either all apply, or an error is raised and nothing has changed.
         Returns what differed, an empty list if nothing did; replicas then start, drain or are
         reconfigured one after another while requests go on. `wait_until_settled` waits for them.
@@ -311,7 +316,7 @@ class LocalEngine:
                 raise ValueError(f"application {app_name!r} does not run; running: {known}")
 
             async def change() -> list[Change]:
-                return self.apps.change(running, options)
+                return self.apps.change(running, options, origin)
 
             return run_blocking(threads.control.loop, change())
 

@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 class ServerOptions:
     """The options of a command line, which take precedence over those of `serve.start`.
 
-    `http` are keywords of `HTTPOptions`. `uvicorn` are arguments of `uvicorn.Config` that
-    `HTTPOptions` does not have. `shutdown_timeout_s` replaces the deployments'
+    `http` are keywords of `HTTPOptions`; `origins` has those that come from a file, and the
+    variables that a file sets, each with its place. `uvicorn` are arguments of `uvicorn.Config`
+    that `HTTPOptions` does not have. `shutdown_timeout_s` replaces the deployments'
     `graceful_shutdown_timeout_s` when the process stops. For `drain_delay_s` before that it still
     takes requests, while its health checks fail. If `serves_http`, the `host=None` of
-    `serve.start` has no effect. `has_own_server` is false in a process
-    whose server is not that of `serve.run`, such as a worker process: there, `serve.start` only
-    records its options. `admin` are the options of the admin listener that the
-    command itself starts; with `None` the engine may start one. `process` is the name of the
-    process in snapshots.
+    `serve.start` has no effect. `has_own_server` is false in a process whose server is not that
+    of `serve.run`, such as a worker process: there, `serve.start` only records its options.
+    `admin` are the options of the admin listener that the command itself starts; with `None` the
+    engine may start one. `process` is the name of the process in snapshots.
     """
 
     http: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     uvicorn: Mapping[str, Any] = field(default_factory=dict)
     uds: str | None = None
     fd: int | None = None

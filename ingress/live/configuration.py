@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from ingress.base.options import plain
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings, environment
+from ingress.config import HTTPOptions
+from ingress.config_file.origins import HTTP_VARIABLES, SETTINGS, http_default, shown, value_of
 from ingress.control.running import RunningApplication
+from ingress.http.server_options import ServerOptions
 from ingress.inspection.explain import rows_of
 
-_DEFAULTS = Settings()
+
+class HTTPSide(Protocol):
+    """The options of HTTP of an engine; those of its command line are in both."""
+
+    @property
+    def command_line(self) -> ServerOptions: ...
+
+    @property
+    def options(self) -> HTTPOptions: ...
 
 
 def configuration_of(
-    applications: Iterable[RunningApplication], settings: Settings
+    applications: Iterable[RunningApplication], settings: Settings, http: HTTPSide
 ) -> dict[str, Any]:
-    """Return the configuration of running applications. It reads the users' source files."""
+    """Return the configuration of running applications. It reads the users' source files.
+
+    The origins are those of `config_file.origins`, and "ingress scale".
+    """
     applications = list(applications)
     return {
         "flag": {"name": SYNC_IN_THREADPOOL, "value": str(int(settings.run_sync_in_threadpool))},
         "moves": [move for each in applications for move in _moves(each, settings)],
         "options": [
             *(option for each in applications for option in _options(each)),
-            *_settings(settings),
+            *_http(http, settings),
+            *_variables(settings, http.command_line),
         ],
     }
 
@@ -53,21 +67,35 @@ def _options(application: RunningApplication) -> Iterator[dict[str, Any]]:
             yield {
                 "where": f"{application.name}:{name}.{option}",
                 "value": plain(getattr(config, option)),
-                "origin": "code, file or command" if option in given else "default",
+                "origin": config.origin_of(option),
             }
 
 
-def _settings(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the process."""
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        if each.name in ("http_limits", "native_threads"):
+def _http(http: HTTPSide, settings: Settings) -> Iterator[dict[str, Any]]:
+    command_line, from_code = http.command_line, http.options.model_fields_set
+    for name in HTTPOptions.model_fields:
+        if name == "location":
             continue
-        is_set = value != getattr(_DEFAULTS, each.name)
-        yield {
-            "where": f"settings.{each.name}",
-            "value": plain(value),
-            "origin": "environment" if is_set else "default",
-        }
-    for name, value in settings.native_threads.items():
-        yield {"where": name, "value": value, "origin": "environment"}
+        value = getattr(http.options, name)
+        if name in command_line.http:
+            origin = command_line.origins.get(name, "command line")
+        elif name in from_code:
+            origin = "code"
+        else:
+            value = http_default(name, settings, value)
+            origin = _origin_of(HTTP_VARIABLES.get(name, ""), command_line)
+        yield {"where": f"http_options.{name}", "value": shown(name, value), "origin": origin}
+
+
+def _variables(settings: Settings, command_line: ServerOptions) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the process by the variables that set them."""
+    values = {each: value_of(each, settings) for each in SETTINGS}
+    for name, value in {**values, **settings.native_threads}.items():
+        origin = _origin_of(name, command_line)
+        yield {"where": f"environment.{name}", "value": plain(value), "origin": origin}
+
+
+def _origin_of(variable: str, command_line: ServerOptions) -> str:
+    if variable in command_line.origins:
+        return command_line.origins[variable]
+    return "environment" if environment().get(variable) else "default"

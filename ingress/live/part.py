@@ -11,7 +11,7 @@ from ingress.base.settings import Settings
 from ingress.calls.notable import NOTABLE
 from ingress.control.running import RunningApplication
 from ingress.live import children
-from ingress.live.configuration import configuration_of
+from ingress.live.configuration import HTTPSide, configuration_of
 from ingress.live.counts import counts
 from ingress.live.recording import record
 from ingress.live.running import Running
@@ -34,6 +34,9 @@ class Server(Protocol):
 
     @property
     def settings(self) -> Settings: ...
+
+    @property
+    def http(self) -> HTTPSide: ...
 
 
 def parts_of(
@@ -88,7 +91,7 @@ def part(server: Server, argument: float = 0.0) -> dict[str, Any]:
 def configuration(server: Server, argument: float = 0.0) -> dict[str, Any]:
     """Return the options of this process, and the callables that the flag would move."""
     applications = list(server.applications.values())
-    return {"pid": os.getpid(), **configuration_of(applications, server.settings)}
+    return {"pid": os.getpid(), **configuration_of(applications, server.settings, server.http)}
 
 
 def recording(server: Server, seconds: float) -> dict[str, Any]:
