@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import ADAPT_SWITCH_INTERVAL
+from ingress.base.settings import ADAPT_SWITCH_INTERVAL, STALL_THRESHOLD_MS
 from ingress.base.types import DeploymentID
 from ingress.calls.call import Call
 from ingress.config import BackpressureConfig
@@ -45,7 +45,7 @@ from ingress.replicas.replica import LATE_S
 from ingress.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, bind, make_call, together
-from tests.servers import wait_until
+from tests.servers import PATIENCE_S, wait_until
 
 TIMEOUT = "x-request-timeout-seconds"
 
@@ -765,6 +765,62 @@ def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
         go.count_down()
         serve.shutdown()
         sys.setswitchinterval(given)
+
+
+@pytest.mark.parametrize(("share", "waiting"), [(0.6, 1), (0.3, 0), (None, 1)])
+def test_under_pressure_only_a_replica_whose_threads_compute_begins_one_call_at_a_time(
+    share: float | None, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred streams of short steps in threads begin late, too: one at a time takes longer."""
+    monkeypatch.setenv(STALL_THRESHOLD_MS, "0")  # no watchdog, which would measure the pressure
+    monkeypatch.setattr(GIL_PRESSURE, "is_high", True)
+    working, over, blocking, free = (threading.Event() for _ in range(4))
+    idents: list[int] = []
+
+    @serve.deployment(max_ongoing_requests=10)
+    class Model:
+        @serve.method(execution="threadpool")
+        def work(self) -> None:
+            idents.append(threading.get_ident())
+            working.set()
+            over.wait(PATIENCE_S)
+
+        async def block(self) -> None:
+            blocking.set()
+            free.wait(PATIENCE_S)
+            free.clear()
+
+        async def answer(self) -> None: ...
+
+    def model() -> Any:
+        return serve.status().applications["default"].deployments["Model"]
+
+    handle = serve.run(bind(Model), route_prefix=None)
+    try:
+        calls = [handle.work.remote()]
+        assert working.wait(PATIENCE_S)
+        shares = {} if share is None else {idents[0]: share}
+        monkeypatch.setattr(GIL_PRESSURE, "shares", shares)
+
+        calls += [handle.block.remote(), handle.answer.remote()]
+        assert blocking.wait(PATIENCE_S)
+        time.sleep(2 * LATE_S)
+        free.set()
+        calls[-1].result()  # it began late
+        blocking.clear()
+        calls += [handle.block.remote()]
+        assert blocking.wait(PATIENCE_S)
+        calls += [handle.answer.remote(), handle.answer.remote()]
+        wait_until(lambda: model().queued == waiting)
+        assert sum(each.ongoing for each in model().replicas) == 4 - waiting
+        over.set()
+        free.set()
+        for call in calls:
+            call.result()
+    finally:
+        over.set()
+        free.set()
+        serve.shutdown()
 
 
 def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:

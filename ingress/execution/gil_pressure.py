@@ -19,6 +19,7 @@ of them. The switch interval is the whole process's; with
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from math import inf
 from sys import maxsize
 from threading import Lock
@@ -43,18 +44,21 @@ class GILPressure:
     adapts      false: the switch interval stays
     shortest_s  turns while the pressure is high
     expected    turns get shorter for more threads with a call than these; none without a watchdog
+    shares      the share of a processor that each thread had between the last two looks, by its
+                ident; empty where the system has no clocks of threads
     waited_s    seconds by which the watchdog woke late, in all, while it waited for the GIL
     """
 
     __slots__ = (
         "_calm_at", "_given_s", "_lock", "_set_s", "_share", "adapts", "expected", "is_high",
-        "shortest_s", "waited_s",
+        "shares", "shortest_s", "waited_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.is_high = False
         self.expected = maxsize
         self.waited_s = 0.0
+        self.shares: Mapping[int, float] = {}
         self.adapts = True
         self.shortest_s = SHORTEST_S
         self._calm_at = 0.0

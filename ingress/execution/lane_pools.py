@@ -24,6 +24,7 @@ from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import Home
 from ingress.exceptions import RequestCycleError
 from ingress.execution.execution import SERIAL_LANE, Lanes
+from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.threads import IDLE_S, MakeThreads, Work, WorkerPool, WorkerThreads
 
 _ABSENT = object()
@@ -77,10 +78,16 @@ class ReplicaPools:
         """Return the pools by the names of their lanes; that of the other threads by ""."""
         return {"": self.default, **self._named}
 
-    @property
-    def were_used(self) -> bool:
-        """True if a worker thread of the replica is alive: calls ran there lately. Thread-safe."""
-        return any(pool.threads.were_used for pool in self._all)
+    def have_computed(self, share: float) -> bool:
+        """Return whether the worker threads had this share of a processor lately. Thread-safe.
+
+        True for any threads where the system has no clocks of threads.
+        """
+        idents = [ident for pool in self._all for ident in pool.threads.idents]
+        shares = GIL_PRESSURE.shares
+        return bool(idents) and (
+            not shares or sum(shares.get(each, 0.0) for each in idents) >= share
+        )
 
     @property
     def are_alive(self) -> bool:

@@ -76,9 +76,9 @@ class WorkerThreads:
         self._closed = False
 
     @property
-    def were_used(self) -> bool:
-        """True if a thread is alive: a call ran in the last `idle_s`."""
-        return bool(self._threads)
+    def idents(self) -> list[int]:
+        """The idents of the threads. Thread-safe."""
+        return [each.ident for each in list(self._threads) if each.ident is not None]
 
     @property
     def are_alive(self) -> bool:

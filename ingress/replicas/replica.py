@@ -57,6 +57,8 @@ from ingress.watchdog import WATCHDOG
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
+COMPUTING = 0.5  # of a processor, of all worker threads: streams of short steps have less
+STILL_COMPUTING = 0.1  # once they compute: the loops may have most of a look
 MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs
 ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
@@ -92,6 +94,7 @@ class Replica:
 
     __slots__ = (
         "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
+        "_is_computing",
         "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
         "begun", "context", "errors", "is_checking", "is_late", "is_left_behind",
         "is_reconfiguring", "latencies",
@@ -128,6 +131,7 @@ class Replica:
         self.is_left_behind = False  # its stop left threads behind that user code blocks
         self.is_reconfiguring = False
         self._in_time = 0
+        self._is_computing = False
         self._clocks = 0.0, 0.0  # time, and CPU time of the user loop, when a call last began late
         self._release = release
         self._resume = resume
@@ -378,14 +382,15 @@ class Replica:
             self._in_time += 1
             # While threads compute, all free slots at once would start as many of them.
             self.is_late = self._in_time < CALLS_IN_TIME or (
-                GIL_PRESSURE.is_high and self.pools.were_used
+                GIL_PRESSURE.is_high and self._computes()
             )
 
     def _delays_calls(self) -> bool:
         """Return whether calls begin late because of other calls of this replica.
 
-        While threads queue for the GIL, the replicas beside them begin late as well. To give those
-        one call at a time would only add to their delay.
+        While threads queue for the GIL, the replicas beside them begin late as well, and so does
+        one with many streams of short steps in its threads. To give those one call at a time would
+        only add to their delay.
         """
         now, ran_s = monotonic(), thread_time()
         before, ran_before_s = self._clocks
@@ -393,8 +398,14 @@ class Replica:
         return (
             not GIL_PRESSURE.is_high
             or ran_s - ran_before_s >= (now - before) / 2
-            or self.pools.were_used
+            or self._computes()
         )
+
+    def _computes(self) -> bool:
+        """Return whether its worker threads compute, while the pressure on the GIL is high."""
+        least = STILL_COMPUTING if self._is_computing else COMPUTING
+        self._is_computing = self.pools.have_computed(least)
+        return self._is_computing
 
     def _turn_away(self, call: Call) -> None:
         """Give back the slot of a call that will not run here, and send the call elsewhere.

@@ -39,8 +39,8 @@ class Sampler:
     """The watchdog's looks at its loops. Owned by the watchdog's thread."""
 
     __slots__ = (
-        "_clocks", "_cost_s", "_due", "_gil", "_log", "_look_s", "_loops", "_standing", "_threads",
-        "_threshold_s",
+        "_clocks", "_cost_s", "_due", "_gil", "_log", "_look_s", "_looked_at", "_loops",
+        "_standing", "_threads", "_threshold_s",
     )  # fmt: skip
 
     def __init__(self, threshold_s: float, log: StallLog) -> None:
@@ -51,6 +51,7 @@ class Sampler:
         self._clocks: dict[int, float] = {}
         self._gil = GILWait()
         self._due = inf
+        self._looked_at = 0.0
         self._cost_s = 0.0
         self._standing: set[LoopProbe] = set()
         self._loops: list[LoopProbe] = []
@@ -64,6 +65,8 @@ class Sampler:
         frames = stacks.current_frames()
         before, self._clocks = self._clocks, self._read_clocks(frames)
         waits = self._gil.since_last()
+        # Before `note`: a replica that sees high pressure then finds the shares of that look.
+        GIL_PRESSURE.shares = self._shares(before, now)
         GIL_PRESSURE.note(waits, late_s, now)
         waited_for_gil = waits >= ENOUGH_WAITS
         if waited_for_gil and late_s >= self._look_s:  # longer than one turn
@@ -89,6 +92,14 @@ class Sampler:
         pause_s = max(self._pause_s(now), self._cost_s / _SHARE)
         self._due = now + pause_s
         return pause_s
+
+    def _shares(self, before: Mapping[int, float], now: float) -> dict[int, float]:
+        """Return the share of a processor that each thread had since the last look."""
+        took_s, self._looked_at = now - self._looked_at, now
+        return {
+            ident: (ran_s - before[ident] if ident in before else min(ran_s, took_s)) / took_s
+            for ident, ran_s in self._clocks.items()
+        }
 
     def _pause_s(self, now: float) -> float:
         if not self._standing:
