@@ -17,7 +17,7 @@ from ingress.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.http.address import url_of
 
 if TYPE_CHECKING:
-    import uvicorn
+    from ingress.http.uvicorn_server import HostedServer
 
 # Of the listener; viewers that are more get 503, and the rest is served.
 LIMITS = HTTPLimits(limit_connections=1024, header_timeout_s=10.0, body_buffer_bytes=1024)
@@ -49,7 +49,6 @@ class AdminListener:
 
     def stop(self) -> None:
         """Close the connections and end the thread, within two seconds. Call it once."""
-        self._server.should_exit = True
         run_blocking(self._home.loop, self._end())
         self._socket.close()
         self._address.clean_up()
@@ -57,6 +56,7 @@ class AdminListener:
 
     async def _end(self) -> None:
         """Wait for the answers that are on their way, and no longer for streams."""
+        self._server.stop()
         serving = asyncio.wrap_future(self._serving)
         done, _ = await asyncio.wait([serving], timeout=STOP_S)
         if not done:
@@ -64,10 +64,11 @@ class AdminListener:
             await asyncio.wait([serving], timeout=STOP_S)
 
 
-def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -> uvicorn.Server:
+def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -> HostedServer:
     import uvicorn
 
     from ingress.http.connections import Connections  # imports uvicorn
+    from ingress.http.uvicorn_server import HostedServer
 
     class Unlogged(Connections):
         def __call__(self, **given: Any) -> asyncio.Protocol:
@@ -75,7 +76,7 @@ def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -
             protocol.access_log = False
             return cast("asyncio.Protocol", protocol)
 
-    return uvicorn.Server(
+    return HostedServer(
         # No log option: `Config` sets the loggers of the whole process, which has other servers.
         uvicorn.Config(
             admin_app(source, options, more),

@@ -12,7 +12,7 @@ from ingress.http.leaving import close_after_answers
 from ingress.http.proxy import HTTPProxy
 
 if TYPE_CHECKING:
-    from ingress.http.uvicorn_server import UvicornServer
+    from ingress.http.uvicorn_server import HTTPThreadServer
 
 
 logger = logging.getLogger("ingress")
@@ -32,7 +32,7 @@ class HTTPServer:
         self._socket = address.listen()
         self.url = url_of(self._socket, is_tls=arguments["ssl_certfile"] is not None)
         self.home = EventLoopThread("ingress-http")
-        self._server: UvicornServer | None = None
+        self._server: HTTPThreadServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -42,7 +42,7 @@ class HTTPServer:
     async def _start(self) -> None:
         import uvicorn
 
-        from ingress.http.uvicorn_server import UvicornServer
+        from ingress.http.uvicorn_server import HTTPThreadServer
 
         arguments = {
             **self._arguments,
@@ -51,7 +51,7 @@ class HTTPServer:
             "log_config": None,
         }
         config = uvicorn.Config(self.proxy, **arguments)
-        self._server = UvicornServer(config, owns_socket=self._address.fd is None)
+        self._server = HTTPThreadServer(config, owns_socket=self._address.fd is None)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )
@@ -84,7 +84,7 @@ class HTTPServer:
     async def _stop(self) -> None:
         assert self._server is not None
         assert self._serving is not None
-        self._server.should_exit = True
+        self._server.stop()
         done, _ = await asyncio.wait([self._serving], timeout=0.55)
         if not done:
             self._server.force_exit = True

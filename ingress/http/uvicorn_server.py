@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import uvicorn
 
@@ -12,6 +14,29 @@ from ingress.http import leaving
 
 ASKING_S = 0.1  # for the first request on a connection that has just been made
 READING_S = 0.005
+
+
+class HostedServer(uvicorn.Server):
+    """uvicorn's server on a loop of ours, which `stop` ends, and no signal."""
+
+    def __init__(self, config: uvicorn.Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Make it shut down. Call this on its loop."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        # uvicorn looks ten times a second whether it is to stop: a third of what an idle server
+        # costs. The `date` header needs one look a second.
+        seconds = 0
+        while not await self.on_tick(10 * seconds):
+            seconds += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stopping.wait()
 
 
 class UvicornServer(uvicorn.Server):
@@ -46,3 +71,7 @@ class UvicornServer(uvicorn.Server):
         until += ASKING_S
         while not leaving.close_idle(self) and monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(READING_S)
+
+
+class HTTPThreadServer(HostedServer, UvicornServer):
+    """The server of `serve.run` and `ingress run`, on the loop `ingress-http`."""

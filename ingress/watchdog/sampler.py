@@ -65,8 +65,10 @@ class Sampler:
         frames = stacks.current_frames()
         before, self._clocks = self._clocks, self._read_clocks(frames)
         waits = self._gil.since_last()
-        # Before `note`: a replica that sees high pressure then finds the shares of that look.
-        GIL_PRESSURE.shares = self._shares(before, now)
+        took_s, self._looked_at = now - self._looked_at, now
+        if waits > 1 or GIL_PRESSURE.is_high:
+            # Before `note`: a replica that sees high pressure then finds the shares of that look.
+            GIL_PRESSURE.shares = self._shares(before, took_s)
         GIL_PRESSURE.note(waits, late_s, now)
         waited_for_gil = waits >= ENOUGH_WAITS
         if waited_for_gil and late_s >= self._look_s:  # longer than one turn
@@ -93,9 +95,8 @@ class Sampler:
         self._due = now + pause_s
         return pause_s
 
-    def _shares(self, before: Mapping[int, float], now: float) -> dict[int, float]:
+    def _shares(self, before: Mapping[int, float], took_s: float) -> dict[int, float]:
         """Return the share of a processor that each thread had since the last look."""
-        took_s, self._looked_at = now - self._looked_at, now
         return {
             ident: (ran_s - before[ident] if ident in before else min(ran_s, took_s)) / took_s
             for ident, ran_s in self._clocks.items()
