@@ -192,6 +192,8 @@ def test_a_client_that_is_not_answered_ends_the_benchmark_with_one_line() -> Non
 def test_an_earlier_version_serves_the_app_of_its_own_checkout(tmp_path: Path) -> None:
     apps = tmp_path / "benchmarks" / "apps"
     apps.mkdir(parents=True)
+    for package in (apps, apps.parent):
+        (package / "__init__.py").touch()
     (apps / "ours.py").write_text(
         "from starlette.responses import PlainTextResponse\n"
         "methods = PlainTextResponse('of the earlier version')\n"

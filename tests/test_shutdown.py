@@ -40,7 +40,7 @@ GRACEFUL_S = 0.5
 LAST_WORDS_S = 4.0  # stuck code gets a second to end, and machines are slow
 
 APP = """
-import asyncio, threading
+import asyncio, os, threading
 from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
 from fastapi import FastAPI, WebSocket
@@ -54,7 +54,7 @@ async def lifespan(app):
 
 app = FastAPI(lifespan=lifespan)
 
-@serve.deployment(graceful_shutdown_timeout_s=0.5)
+@serve.deployment(graceful_shutdown_timeout_s=float(os.environ["GRACEFUL_S"]))
 @serve.ingress(app)
 class App:
     def __del__(self):
@@ -68,6 +68,13 @@ class App:
         print("slow began", flush=True)
         await asyncio.sleep(s)
         return "slow"
+
+    @app.get("/held")
+    async def held(self):
+        print("held began", flush=True)
+        while not os.path.exists("released"):
+            await asyncio.sleep(0.005)
+        return "held"
 
     @app.get("/stuck")
     def stuck(self):
@@ -135,10 +142,18 @@ def separate(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(tmp_path: Path, command: list[str], separate: str) -> Iterator[ServerProcess]:
+def graceful_s() -> float:
+    return GRACEFUL_S
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, command: list[str], separate: str, graceful_s: float
+) -> Iterator[ServerProcess]:
     write_module(tmp_path, "app", APP)
     write_module(tmp_path, "blocking", BLOCKING)
-    with process(command, tmp_path, environment(tmp_path, separate=separate)) as running:
+    env = {**environment(tmp_path, separate=separate), "GRACEFUL_S": str(graceful_s)}
+    with process(command, tmp_path, env) as running:
         wait_until(lambda: is_ready(running.port))
         yield running
 
@@ -164,18 +179,22 @@ def test_ctrl_c_is_a_clean_stop_too(server: ServerProcess) -> None:
 
 
 @pytest.mark.reliability("B15")
-def test_what_runs_is_answered_and_what_comes_later_is_refused(server: ServerProcess) -> None:
+@pytest.mark.parametrize("graceful_s", [PATIENCE_S], ids=["patient"])
+def test_what_runs_is_answered_and_what_comes_later_is_refused(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     port = server.port
     with Connection(port) as running, Connection(port) as waiting:
-        running.request("/slow?s=0.4")
-        server.wait_for("slow began")
+        running.request("/held")
+        server.wait_for("held began")
         server.signal()
         wait_until(lambda: get(port, "/quick").status == 503)
         waiting.request("/quick")
         refused = waiting.answer()
         assert (refused.status, refused.body) == (503, b"This node is being drained.")
         assert get(port, "/-/healthz").status == 503
-        assert running.answer().body == b'"slow"'
+        (tmp_path / "released").touch()
+        assert running.answer().body == b'"held"'
 
     assert server.wait() == 0
 

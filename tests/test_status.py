@@ -127,7 +127,7 @@ def health() -> Iterator[Health]:
     state.may_answer.count_down()
 
 
-def checked(health: Health, kind: str) -> serve.Application:
+def checked(health: Health, kind: str, timeout_s: float = PATIENCE_S) -> serve.Application:
     class Checked:
         async def __call__(self, request: Request) -> str:
             return "x"
@@ -157,7 +157,7 @@ def checked(health: Health, kind: str) -> serve.Application:
                 if health.error is not None:
                     raise health.error
 
-    deployment = serve.deployment(health_check_period_s=0.02, health_check_timeout_s=0.1)
+    deployment = serve.deployment(health_check_period_s=0.02, health_check_timeout_s=timeout_s)
     return deployment(Checked).bind()
 
 
@@ -192,7 +192,7 @@ def test_a_failing_health_check_is_in_status_until_it_succeeds(health: Health, k
 def test_a_hanging_health_check_is_in_status_and_never_overlaps_itself(
     health: Health, kind: str
 ) -> None:
-    port = served(checked(health, kind))
+    port = served(checked(health, kind, timeout_s=0.1))
     health.may_answer = Latch(timeout_s=PATIENCE_S)
     wait_until(lambda: overview("Checked").status is DeploymentStatus.UNHEALTHY)
 
