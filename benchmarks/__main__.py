@@ -12,9 +12,9 @@ baseline → ingress.
 
 With --rows, the results are printed and not written.
 
-With --before PATH, the baseline of every row is `ingress` of another checkout, with that checkout's
-own `benchmarks.apps`; printed, not written. Each row has a second line with the processor time of
-the server, of all its threads and processes, which varies less than the rate.
+With --before PATH, the baseline of each row that uvicorn serves is `ingress` of another checkout,
+with that checkout's own `benchmarks.apps`; printed, not written. Each row has a second line with
+the processor time of the server's threads, which varies less than the rate.
 """
 
 from __future__ import annotations
@@ -81,18 +81,21 @@ def against(before: Path, options: Namespace) -> command.Results:
     chosen = []
     for row in ROWS:
         key = row.ours, row.request, row.connections
-        if row.name in options.rows and key not in seen:
+        if row.name in options.rows and key not in seen and row.ours.workers is None:
             seen.append(key)
             earlier = replace(row.ours, label="before", root=before.resolve())
             chosen.append(replace(row, baseline=earlier))
     for result in side_by_side(chosen, options, run_with_cpu):
-        yield result
+        # Under names of their own: what is required is required against plain FastAPI.
+        rate, processor = (
+            ", ".join(filter(None, (result.setup, figure))) for figure in ("rate", "processor")
+        )
+        yield replace(result, setup=rate)
         runs, earlier_runs = (
             [{"cpu_us": run["cpu_us"]} for run in each]
             for each in (result.runs, result.baseline_runs)
         )
-        setup = ", ".join(filter(None, (result.setup, "processor")))
-        yield replace(result, setup=setup, runs=runs, baseline_runs=earlier_runs)
+        yield replace(result, setup=processor, runs=runs, baseline_runs=earlier_runs)
 
 
 def measure(options: Namespace) -> command.Results:
