@@ -32,7 +32,7 @@ class FakeReplica:
         self.router = router
         self.slots = Slots(self, max_ongoing)
         self.begun = 0
-        self.is_late = False
+        self.is_late = self.is_computing = False
         self.model_ids: frozenset[str] = frozenset()
         self.started: list[Call] = []
         self.skipped: list[Call] = []

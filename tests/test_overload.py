@@ -364,6 +364,33 @@ def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
     assert replica.running == {*calls}
 
 
+@pytest.mark.parametrize("is_computing", [False, True])
+def test_calls_without_a_deadline_wait_only_for_a_replica_that_computes(is_computing: bool) -> None:
+    """A busy event loop gains nothing from calls that begin one after another."""
+    router, replica = late()
+    replica.is_computing = is_computing
+    calls = [make_call() for _ in range(5)]
+    for call in calls:
+        router.assign(call)
+
+    assert replica.handed == (calls[:1] if is_computing else calls)
+    while replica.handed:
+        replica.begin()
+    assert replica.running == {*calls}
+
+
+def test_calls_go_on_when_a_replica_has_stopped_computing() -> None:
+    router, replica = late()
+    replica.is_computing = True
+    calls = [make_call() for _ in range(3)]
+    for call in calls[:2]:
+        router.assign(call)
+    replica.is_computing = False
+    router.assign(calls[2])
+
+    assert replica.handed == calls
+
+
 def test_calls_that_wait_for_a_late_replica_do_not_count_against_the_queue() -> None:
     """10 slots and a queue of 5 admit 15 calls, as if the replica was not late."""
     router, replica = late(max_queued=5)
@@ -723,7 +750,7 @@ def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
         router = Router(DeploymentID("D"))
         replica = FakeReplica(router, 1)
         router.add(replica)
-        replica.is_late = True
+        replica.is_late = replica.is_computing = True
         metadata = make_call(left_s=60).metadata
         exchange = Exchange(metadata, router, {"type": "http"}, nothing, nothing)
         answer = asyncio.create_task(exchange.respond())

@@ -47,10 +47,11 @@ class Queue(Protocol):
 class Runner(Protocol):
     """The replica that a call runs on, as the call and the router see it.
 
-    slots      the router's record of the replica, which the router alone writes
-    begun      number of calls that it has begun
-    is_late    true while it begins calls late, because of other calls that it runs
-    model_ids  the ids of the models that it has or is loading
+    slots         the router's record of the replica, which the router alone writes
+    begun         number of calls that it has begun
+    is_late       true while it begins calls late, because of other calls that it runs
+    is_computing  true while it is late because its threads compute, and the GIL is under pressure
+    model_ids     the ids of the models that it has or is loading
 
     While `slots.position` is `HELD`, the replica counts a call that begins and then asks the router
     for the next one, with `Router.resume`.
@@ -64,6 +65,9 @@ class Runner(Protocol):
 
     @property
     def is_late(self) -> bool: ...
+
+    @property
+    def is_computing(self) -> bool: ...
 
     @property
     def model_ids(self) -> frozenset[str]: ...

@@ -107,14 +107,15 @@ class Channel:
         """Add an item, if there is room. Returns False if there is none."""
         return self._try_put(item, size, None)
 
-    def put_blocking(self, item: Any, size: int = 0) -> None:
-        """Add an item from a thread without a loop, as `put`."""
+    def put_blocking(self, item: Any, size: int = 0) -> bool:
+        """Add an item from a thread without a loop, as `put`. Returns whether it had to wait."""
         if self._try_put(item, size, None):
-            return
+            return False
         event = threading.Event()
         while not self._try_put(item, size, event.set):
             event.wait()
             event.clear()
+        return True
 
     def finish(self, error: BaseException | None = None) -> bool:
         """End the stream, with `error` if it failed. The first call counts.
@@ -160,6 +161,11 @@ class Channel:
             self._wake_consumers = tuple(each for each in self._wake_consumers if each != wake)
 
     # The consumer's side.
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes of what `get_many` returned last. For the consumer."""
+        return self._taken_bytes
 
     async def get(self) -> Any:
         """Take the next item. Raises `EndOfStream` after the last, or the producer's error."""

@@ -49,12 +49,13 @@ RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generat
 class WorkerThreads:
     """At most `limit` daemon threads that run submitted calls, in order. Thread-safe.
 
-    A thread that is idle for `idle_s` ends; with `None` it stays.
+    A thread that is idle for `idle_s` ends; with `None` it stays. `ahead` has the idents of the
+    threads whose stream is ahead of its reader; each thread adds and discards its own.
     """
 
     __slots__ = (
         "_closed", "_idle_s", "_lock", "_loop", "_queue", "_started", "_threads", "_unfinished",
-        "limit", "name",
+        "ahead", "limit", "name",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,7 @@ class WorkerThreads:
     ) -> None:
         self.name = name
         self.limit = limit
+        self.ahead: set[int] = set()
         self._idle_s = idle_s
         self._loop = loop
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -77,8 +79,9 @@ class WorkerThreads:
 
     @property
     def idents(self) -> list[int]:
-        """The idents of the threads. Thread-safe."""
-        return [each.ident for each in list(self._threads) if each.ident is not None]
+        """The idents of the threads, without those that wait for a reader. Thread-safe."""
+        idents = [each.ident for each in list(self._threads) if each.ident is not None]
+        return [each for each in idents if each not in self.ahead]
 
     @property
     def are_alive(self) -> bool:
@@ -263,7 +266,7 @@ class WorkerPool:
     async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
         """Yield, as `stream` does, but all waiting items at a time."""
         channel = Channel()
-        self.threads.submit(partial(copy_context().run, _pump, items, channel))
+        self.threads.submit(partial(copy_context().run, _pump, items, channel, self.threads.ahead))
         del items
         try:
             while True:
@@ -394,18 +397,25 @@ class _Visitors(set["asyncio.Task[Any]"]):
             self._scope._deliver_cancellation(self._scope)
 
 
-def _pump(items: Iterable[Any], channel: Channel) -> None:
-    """Iterate in the current worker thread until the end, or until the consumer has gone."""
+def _pump(items: Iterable[Any], channel: Channel, ahead: set[int]) -> None:
+    """Iterate in the current worker thread until the end, or until the consumer has gone.
+
+    The thread is in `ahead` while each item waits for its consumer.
+    """
     threadlocals.current_cancel_scope = None
+    ident = threading.get_ident()
     error: BaseException | None = None
     try:
         for item in items:
             try:
-                channel.put_blocking(item, len(item) if isinstance(item, _SIZED) else 0)
+                waited = channel.put_blocking(item, len(item) if isinstance(item, _SIZED) else 0)
             except StreamClosedError:  # only of `put`: the generator's own is a failure
                 break
+            if waited is not (ident in ahead):
+                (ahead.add if waited else ahead.discard)(ident)
     except BaseException as raised:
         error = readable(raised)
+    ahead.discard(ident)
     try:
         if isinstance(items, Generator):  # not a file, which may be wanted again
             items.close()

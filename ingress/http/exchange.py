@@ -53,6 +53,7 @@ from ingress.http.exchange_state import (
     ExchangeState,
 )
 from ingress.http.messages import gathered, with_request_id
+from ingress.http.stream_turns import LARGE, stream_turns
 from ingress.http.transport import CrossLoopTransport, SameLoopTransport
 from ingress.http.uvicorn_connection import send_chunks
 from ingress.replicas.router import Router
@@ -289,8 +290,7 @@ class Exchange(Call):
         elif GIL_PRESSURE.is_high:
             # By way of the HTTP loop, which then has turns between two calls that compute.
             # Otherwise N computing threads start each other's calls, and it has one turn in N.
-            # A replica that begins its calls late is one of those that compute.
-            self._post(self._submit_after, TURNS if runner.is_late else 0, runner)
+            self._post(self._submit_after, TURNS if runner.is_computing else 0, runner)
         else:
             runner.submit(self)
 
@@ -405,6 +405,8 @@ class Exchange(Call):
                 messages = await outbound.get_many()
             except EndOfStream:
                 return
+            if outbound.taken_bytes >= LARGE:
+                await stream_turns(self.loop).wait()
             await self.deliver(messages)
 
     async def deliver(self, messages: list[Message]) -> None:

@@ -57,7 +57,7 @@ from ingress.watchdog import WATCHDOG
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
-COMPUTING = 0.5  # of a processor, of all worker threads: streams of short steps have less
+COMPUTING = 0.5  # of a processor, of all worker threads
 STILL_COMPUTING = 0.1  # once they compute: the loops may have most of a look
 MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs
 ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
@@ -381,9 +381,7 @@ class Replica:
         else:
             self._in_time += 1
             # While threads compute, all free slots at once would start as many of them.
-            self.is_late = self._in_time < CALLS_IN_TIME or (
-                GIL_PRESSURE.is_high and self._computes()
-            )
+            self.is_late = self._in_time < CALLS_IN_TIME or self._note_computing()
 
     def _delays_calls(self) -> bool:
         """Return whether calls begin late because of other calls of this replica.
@@ -395,17 +393,19 @@ class Replica:
         now, ran_s = monotonic(), thread_time()
         before, ran_before_s = self._clocks
         self._clocks = now, ran_s
-        return (
-            not GIL_PRESSURE.is_high
-            or ran_s - ran_before_s >= (now - before) / 2
-            or self._computes()
-        )
+        computes = self._note_computing()
+        return computes or not GIL_PRESSURE.is_high or ran_s - ran_before_s >= (now - before) / 2
 
-    def _computes(self) -> bool:
-        """Return whether its worker threads compute, while the pressure on the GIL is high."""
+    def _note_computing(self) -> bool:
+        """Notice whether its worker threads compute, while the pressure on the GIL is high."""
         least = STILL_COMPUTING if self._is_computing else COMPUTING
-        self._is_computing = self.pools.have_computed(least)
+        self._is_computing = GIL_PRESSURE.is_high and self.pools.have_computed(least)
         return self._is_computing
+
+    @property
+    def is_computing(self) -> bool:
+        """True if each call must wait for the last to begin, also without a deadline."""
+        return self._is_computing and GIL_PRESSURE.is_high
 
     def _turn_away(self, call: Call) -> None:
         """Give back the slot of a call that will not run here, and send the call elsewhere.

@@ -34,7 +34,6 @@ from ingress.calls.call import Call, Runner
 from ingress.calls.deadlocks import check_deadlock
 from ingress.config import BackpressureConfig, RequestRouterConfig
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
-from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.replicas.choosing import Chooser, RoutedCalls, policy_of
 from ingress.replicas.overload import Shed, UsualTimes, WaitingCalls
 from ingress.replicas.slots import FULL, HELD, REMOVED, Slots
@@ -140,9 +139,10 @@ class Router:
         elif call.is_awaited:
             check_deadlock(call)
         # Replicas are held for calls with a deadline only: they may begin this call.
-        if self._held and call.metadata.deadline is None and not GIL_PRESSURE.is_high:
+        if self._held and call.metadata.deadline is None:
             for slots in list(self._held):
-                self.resume(slots.replica)
+                if not slots.replica.is_computing:
+                    self.resume(slots.replica)
 
     def turns_away(self, deadline: float | None) -> BackPressureError | None:
         """Return the error that a call would be refused with now, before it is made, or `None`.
@@ -260,7 +260,10 @@ class Router:
         while (
             self._waiting
             and slots.ongoing < slots.max_ongoing
-            and (not slots.is_behind() or (self._waiting.has_patient and not GIL_PRESSURE.is_high))
+            and (
+                not slots.is_behind()
+                or (self._waiting.has_patient and not slots.replica.is_computing)
+            )
         ):
             following = self._next(slots, shed)
             if following is None:
@@ -476,7 +479,7 @@ class Router:
         replica = slots.replica
         if slots.ongoing == slots.max_ongoing:
             self._remove_available(slots)
-        elif replica.is_late and (call.metadata.deadline is not None or GIL_PRESSURE.is_high):
+        elif replica.is_late and (call.metadata.deadline is not None or replica.is_computing):
             self._settle_position(slots, [], [])
         return replica
 

@@ -1,0 +1,63 @@
+"""Large parts of many streams leave turns of the HTTP loop to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+from ingress.http.stream_turns import PARTS, stream_turns
+
+
+def test_each_turn_has_room_for_a_few_parts_in_order_of_arrival() -> None:
+    async def scenario() -> None:
+        sent: list[int] = []
+        turns = stream_turns(asyncio.get_running_loop())
+
+        async def stream(number: int) -> None:
+            for _ in range(3):
+                await turns.wait()
+                sent.append(number)
+
+        streams = [asyncio.create_task(stream(number)) for number in range(20)]
+        most = 0
+        while not all(each.done() for each in streams):
+            before = len(sent)
+            await asyncio.sleep(0)
+            most = max(most, len(sent) - before)
+
+        assert most == PARTS
+        assert len(sent) == 60
+        assert list(dict.fromkeys(sent)) == [*range(20)]
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_is_cancelled_takes_no_turn() -> None:
+    async def scenario() -> None:
+        turns = stream_turns(asyncio.get_running_loop())
+        waiting = [asyncio.create_task(turns.wait()) for _ in range(4 * PARTS)]
+        await asyncio.sleep(0)
+        gone, rest = waiting[PARTS : 3 * PARTS], waiting[3 * PARTS :]
+        for each in gone:
+            each.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+        assert all(each.cancelled() for each in gone)
+        async with asyncio.timeout(1):
+            await asyncio.gather(*rest)
+            await turns.wait()
+
+    asyncio.run(scenario())
+
+
+def test_the_turns_of_a_loop_do_not_keep_it() -> None:
+    loop = asyncio.new_event_loop()
+    found = weakref.ref(loop)
+    loop.run_until_complete(stream_turns(loop).wait())
+    loop.close()
+    del loop
+    gc.collect()
+
+    assert found() is None
