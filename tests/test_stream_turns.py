@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from typing import Any
 
-from ingress.http.stream_turns import PARTS, stream_turns
+from ingress.base.types import DeploymentID
+from ingress.calls.channel import Channel
+from ingress.http.exchange import Exchange
+from ingress.http.stream_turns import LARGE, PARTS, stream_turns
+from ingress.replicas.router import Router
+from tests.fakes import make_call
 
 
 def test_each_turn_has_room_for_a_few_parts_in_order_of_arrival() -> None:
@@ -31,6 +37,40 @@ def test_each_turn_has_room_for_a_few_parts_in_order_of_arrival() -> None:
         assert list(dict.fromkeys(sent)) == [*range(20)]
 
     asyncio.run(scenario())
+
+
+def test_large_parts_of_responses_take_turns_and_small_parts_do_not() -> None:
+    async def most_sent_in_a_turn(size: int) -> int:
+        sent = 0
+
+        async def nothing() -> Any:
+            raise AssertionError("no code reads the request")
+
+        async def send(_: Any) -> None:
+            nonlocal sent
+            sent += 1
+
+        async def stream() -> None:
+            metadata = make_call().metadata
+            exchange = Exchange(metadata, router, {"type": "http"}, nothing, send)
+            outbound = Channel()
+            message = {"type": "http.response.body", "body": bytes(size), "more_body": True}
+            outbound.put_nowait(message, size)
+            outbound.finish()
+            await exchange._forward(outbound)
+
+        router = Router(DeploymentID("D"))
+        streams = [asyncio.create_task(stream()) for _ in range(20)]
+        most = 0
+        while not all(each.done() for each in streams):
+            before = sent
+            await asyncio.sleep(0)
+            most = max(most, sent - before)
+        assert sent == len(streams)
+        return most
+
+    assert asyncio.run(most_sent_in_a_turn(LARGE)) == PARTS
+    assert asyncio.run(most_sent_in_a_turn(1024)) == 20
 
 
 def test_a_stream_that_is_cancelled_takes_no_turn() -> None:

@@ -501,6 +501,18 @@ async def test_leaving_a_stream_early_runs_its_finally_in_its_thread_before_goin
 
 
 @on_the_loop
+async def test_a_thread_that_waits_for_its_reader_is_not_among_those_that_may_compute() -> None:
+    async with worker_pool() as pool:
+        async with aclosing(pool.stream(bytes(64 * 1024) for _ in range(100))) as items:
+            await anext(items)
+            (ident,) = pool.threads.idents
+            await anext(items)  # the thread has waited until there was room for an item
+            await until(lambda: pool.threads.idents == [])
+
+        assert pool.threads.idents == [ident]
+
+
+@on_the_loop
 async def test_cancelling_a_stream_waits_for_its_finally() -> None:
     started, leave = threading.Event(), threading.Event()
     seen: list[str] = []
