@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.gc_freeze import SETTLE_S
+from ingress.base.gc_freeze import FROZEN_BY_PYTHON, SETTLE_S
 from ingress.base.settings import FREEZE_GC
 from ingress.engines import local_engine
 from tests.servers import PATIENCE_S, set_flags, wait_until
@@ -43,7 +43,7 @@ MODEL = serve.deployment(Model).bind()
 
 def settle() -> None:
     """Wait until live objects are frozen."""
-    wait_until(lambda: gc.get_freeze_count() > 0)
+    wait_until(lambda: gc.get_freeze_count() > FROZEN_BY_PYTHON)
 
 
 def pass_the_time() -> None:
@@ -68,7 +68,7 @@ def test_the_objects_of_an_application_are_in_no_full_collection_until_it_stops(
     serve.shutdown()
     gc.collect()
 
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FROZEN_BY_PYTHON
     assert meanwhile < before / 10
     assert looked_at() >= before * 0.9
 
@@ -108,7 +108,7 @@ def test_where_the_collector_is_switched_off_nothing_is_collected() -> None:
         gc.enable()
 
     assert passes == []
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FROZEN_BY_PYTHON
 
 
 def test_objects_that_other_code_has_frozen_stay_frozen() -> None:
@@ -142,4 +142,4 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     serve.run(MODEL, name="this", route_prefix=None)
     pass_the_time()
 
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FROZEN_BY_PYTHON

@@ -37,6 +37,7 @@ MAY_HAVE_A_DICT = {
     "StreamingRoute": "FastAPI's routes have one; it is not changed once it is bound",
     "Lifted": "FastAPI reads a function's attributes of it; they are set when it is made",
     "_Lines": "Starlette's responses have one; the task of one request",
+    "_Events": "the same",
     "Chunks": "bytes take no slots; its one name is set before another thread sees it",
     "Connections": "the server's loop",
     "Guarded": "uvicorn's protocols have one; the server's loop",

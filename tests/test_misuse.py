@@ -548,7 +548,7 @@ idle = Idle.bind()
 )
 def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[str]) -> None:
     write_module(tmp_path, "unused", UNUSED)
-    unused = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_LOG_ENCODING": "JSON"}
+    unused = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_KV_TIMEOUT_S": "5"}
     misspelt = {"INGRESS_TRASE": "x", "RAY_SERVE_RUN_SYNC_IN_THREADPOL": "1"}
     environ = {**environment(tmp_path), **unused, **misspelt}
     with process([*INGRESS, *command], tmp_path, environ) as server:
@@ -568,7 +568,7 @@ def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[
     lines = [line for line in output.splitlines() if "THROUGHPUT_OPTIMIZED" in line]
     assert len(lines) == (command[0] == "run")
     for line in lines:
-        assert "the variables RAY_SERVE_LOG_ENCODING, RAY_SERVE_THROUGHPUT_OPTIMIZED (set " in line
+        assert "the variables RAY_SERVE_KV_TIMEOUT_S, RAY_SERVE_THROUGHPUT_OPTIMIZED (set " in line
         assert "have no effect in this process, only on Ray" in line
     blocking = f"{tmp_path}/unused.py:6: SyncMethodOnEventLoopWarning: RAY_SERVE_RUN_SYNC"
     assert output.count(blocking) == (command[0] == "run")

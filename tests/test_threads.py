@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -503,11 +504,11 @@ async def test_leaving_a_stream_early_runs_its_finally_in_its_thread_before_goin
 @on_the_loop
 async def test_a_thread_that_waits_for_its_reader_is_not_among_those_that_may_compute() -> None:
     async with worker_pool() as pool:
-        async with aclosing(pool.stream(bytes(64 * 1024) for _ in range(100))) as items:
+        async with aclosing(pool.stream(repeat(bytes(64 * 1024)))) as items:
             await anext(items)
             (ident,) = pool.threads.idents
-            await anext(items)  # the thread has waited until there was room for an item
-            await until(lambda: pool.threads.idents == [])
+            while pool.threads.idents:  # until the thread has waited for room for an item
+                await anext(items)
 
         assert pool.threads.idents == [ident]
 

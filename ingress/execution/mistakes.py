@@ -18,6 +18,7 @@ from os.path import dirname
 from traceback import FrameSummary, StackSummary
 from types import CodeType
 
+from ingress.execution.tracebacks import without_frames
 from ingress.execution.unreadable import readable
 
 _PACKAGE = dirname(dirname(__file__))
@@ -46,7 +47,7 @@ def format_failed_start(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """Return the type and text of an error of user code, even if its `__str__` raises too."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    return without_frames(error).strip()
 
 
 def users_frames(error: BaseException) -> str:
@@ -78,13 +79,14 @@ def last_line(error: BaseException) -> str:
     """Return the error's type and text in one line."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
-    return " ".join("".join(traceback.format_exception_only(error)).split()) + _hint(error)
+    line = " ".join(without_frames(error).split())
+    return line if "Did you" in line else line + _hint(error)
 
 
 def _hint(error: BaseException) -> str:
-    """Return the nearest name to one that does not exist; Python 3.12 adds it by itself."""
+    """Return the nearest name to one that does not exist; from 3.12 on, Python mostly adds it."""
     name = getattr(error, "name", None)
-    if sys.version_info >= (3, 12) or not isinstance(name, str):
+    if not isinstance(name, str):
         return ""
     names: Iterable[str] = ()
     if isinstance(error, AttributeError):

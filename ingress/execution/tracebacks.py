@@ -144,7 +144,7 @@ def _frame(code: CodeType, instruction: int, line: int) -> str:
 def _last_lines(error: BaseException) -> str:
     """Return the last lines of a traceback: the type, the text and the notes."""
     if isinstance(error, SyntaxError | NameError | AttributeError | ImportError):
-        return "".join(traceback.format_exception_only(error))  # has suggestions, source lines
+        return without_frames(error)  # has suggestions, source lines
     kind = type(error)
     text = _text(error)
     place = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -153,6 +153,17 @@ def _last_lines(error: BaseException) -> str:
     if isinstance(notes, list | tuple):
         lines += "".join(f"{_text(note)}\n" for note in notes)
     return lines
+
+
+def without_frames(error: BaseException) -> str:
+    """Return the last lines as Python prints them, with its suggestions and a syntax error's line.
+
+    From 3.12 on, Python looks for suggestions in the frames, so it has to have them.
+    """
+    shown = traceback.TracebackException(
+        type(error), error, error.__traceback__, limit=0, compact=True
+    )
+    return "".join(shown.format_exception_only())
 
 
 def _text(value: object) -> str:
