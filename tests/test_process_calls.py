@@ -382,3 +382,23 @@ def test_the_other_process_has_frames_before_the_turn_that_posts_them_ends() -> 
 
     size = HEAD.size + len(b"frame")
     assert asyncio.run(scenario()) == (8 * size, 2 * size)
+
+
+def test_a_frame_that_is_sent_at_once_is_there_now_behind_those_before_it() -> None:
+    async def scenario() -> tuple[bytes, bytes]:
+        ours, theirs = socket.socketpair()
+        frames = Frames(ours, lambda *_: None, lambda: None)
+        frames.post(1, 1, b"first")
+        frames.post(1, 2, b"second", at_once=True)
+        frames.post(1, 3, b"third")
+        theirs.setblocking(False)
+        now = theirs.recv(1 << 16)
+        await turns()
+        rest = theirs.recv(1 << 16)
+        frames.close()
+        theirs.close()
+        return now, rest
+
+    now, rest = asyncio.run(scenario())
+    assert (now[-6:], now.count(b"first"), rest[-5:]) == (b"second", 1, b"third")
+    assert len(now) == 2 * HEAD.size + 11

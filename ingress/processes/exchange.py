@@ -37,7 +37,9 @@ from ingress.replicas.user_code import UserCode
 class HostedCall(Call):
     """One call in a child. Owned by the user loop. Its slot is the parent's."""
 
-    __slots__ = ("frames", "number", "window")
+    __slots__ = ("frames", "number", "task", "window")
+    task: asyncio.Task[None]
+    """The task that runs it. Held here, because a loop does not hold its tasks."""
 
     def __init__(
         self,

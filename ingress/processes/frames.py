@@ -8,7 +8,8 @@
 
 Frames that are posted in one turn of the loop are written together, because a system call costs
 more than a frame: four at a time, so that the other process begins while this one goes on. If all
-were written at the end of the turn, two processes with 32 calls would work by turns. A content of
+were written at the end of the turn, two processes with 32 calls would work by turns. A frame that
+no other is likely to follow, of a lone call, is written at once. A content of
 64 KiB or more crosses in shared memory: `segments`. The write side never blocks: what the socket
 does not take waits here, and the windows and slots of calls bound it. Nothing listens, and the
 sockets have no name: only the child inherits its end. So its frames may be unpickled, and `loads`
@@ -36,7 +37,7 @@ from ingress.processes.segments import IDLE_S, Received, Segments, unreceived
 PICKLE = 5  # the protocol
 LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
 HEAD = Struct("<IQBB")
-AT_ONCE = 8  # pieces, two for a frame: so many are written before the turn ends
+BATCH = 8  # pieces, two for a frame: so many are written before the turn ends
 _PLAIN = 0
 _PARTS = 1  # the number of parts and their lengths, 8 bytes each; the parts
 _SHARED = 2  # the place in a segment; that content is as of `_PARTS`
@@ -152,18 +153,21 @@ class Frames:
 
     # Sending.
 
-    def post(self, kind: int, call: int, content: Content = b"") -> None:
-        """Send a frame, by the end of the loop's turn. Without effect once the end is closed."""
+    def post(self, kind: int, call: int, content: Content = b"", *, at_once: bool = False) -> None:
+        """Send a frame, by the end of the loop's turn. Without effect once the end is closed.
+
+        `at_once` sends it now, with those before it.
+        """
         if type(content) is bytes and len(content) < LARGE:
             self._out.append(HEAD.pack(len(content), call, kind, _PLAIN))
             self._out.append(content)
         else:
             self._post_parts(kind, call, [content] if isinstance(content, bytes) else content)
-        if not self._is_due:
+        if at_once or len(self._out) >= BATCH:
+            self._write_out()
+        elif not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._flush, context=self._context)
-        elif len(self._out) >= AT_ONCE:
-            self._write_out()
 
     def post_inline(self, kind: int, content: bytes) -> None:
         """Send the first frame, of any size, for `receive_blocking`."""

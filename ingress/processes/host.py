@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -130,7 +130,7 @@ class Host:
             self._page.read(0)
         call.waits_for = Waits(self.directory, number)
         self._calls[number] = call
-        self._own(self._run(call), call.context)
+        call.task = self.replica.loop.create_task(self._run(call), context=call.context)
 
     def _on_ask(self, number: int, content: memoryview) -> None:
         try:
@@ -138,7 +138,11 @@ class Host:
         except Exception as error:
             self.frames.post(Kind.FAILED, number, pickled_error(error))
         else:
-            self._own(self._answer(number, what, argument), Context())
+            task = self.replica.loop.create_task(
+                self._answer(number, what, argument), context=Context()
+            )
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _arrived(self, kind: int, number: int, content: tuple[Any, ...]) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
@@ -171,11 +175,6 @@ class Host:
             call.close()
         elif kind == Kind.CANCEL:
             call.cancel(loads(content) if content else None)
-
-    def _own(self, work: Coroutine[Any, Any, None], context: Context) -> None:
-        task = self.replica.loop.create_task(work, context=context)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, call: HostedCall) -> None:
         """Run a call on the replica, and send its end."""
@@ -213,7 +212,7 @@ class Host:
             self._tell_models()
         if error is None:
             try:
-                self.frames.post(*call.last_frame(value))
+                self.frames.post(*call.last_frame(value), at_once=not self._calls)
                 return
             except Exception as problem:
                 error = unsendable(call.deployment_name, problem, result=value)

@@ -304,7 +304,8 @@ class Link:
         if self.end:
             work.end(error=died(self._replica_id, self.end, NotBegunError))
         else:
-            self._frames.post(kind, self._last, content)  # may raise: there is no work then
+            # May raise: there is no work then.
+            self._frames.post(kind, self._last, content, at_once=not self._works)
             self._works[self._last] = work
         return work
 
@@ -312,7 +313,8 @@ class Link:
         """Send the frame of a call that no task waits for. The process has not ended."""
         assert self._frames is not None
         self._last += 1
-        self._frames.post(Kind.CALL, self._last, content)  # may raise: there is no work then
+        # May raise: there is no work then.
+        self._frames.post(Kind.CALL, self._last, content, at_once=not self._works)
         work.number, work.frames = self._last, self._frames
         self._works[self._last] = work
 
