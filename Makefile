@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest pre
-PEERS := ray litserve bentoml
+PEERS := ray litserve bentoml mosec
 RAY := .venv-ray/bin/python
 PACKAGE_ray := ray[serve]==2.60.0
 PACKAGE_litserve := litserve
 PACKAGE_bentoml := bentoml
+PACKAGE_mosec := mosec
 
 define IS_PRE_RELEASE
 from importlib.metadata import version
@@ -42,7 +43,7 @@ test-all: .venv/.test ## Run the thorough tests too: a quarter of an hour
 
 coverage: .venv/.test ## Run the tests and report what they do not reach
 	@$(BIN)/python -m coverage erase
-	@$(BIN)/python -m coverage run -m pytest -q -p no:cacheprovider
+	@$(BIN)/python -m coverage run -m pytest -q -n 3 -m "not thorough" -p no:cacheprovider $(ARGS)
 	@$(BIN)/python -m coverage combine -q
 	@$(BIN)/python -m coverage report
 
@@ -95,7 +96,7 @@ bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000
 bench-processes: .venv/.test ## Measure replicas in processes against threads and plain FastAPI (needs wrk)
 	@$(BIN)/python -m benchmarks.processes $(ARGS)
 
-bench-peers: .venv/.test $(PEERS:%=.venv-peers/%/.made) ## Compare with Ray Serve, LitServe and BentoML
+bench-peers: .venv/.test $(PEERS:%=.venv-peers/%/.made) ## Compare with Ray Serve, LitServe, BentoML and mosec
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 bench-overload: .venv/.test ## Goodput under overload, against another checkout: BEFORE=PATH

@@ -4,7 +4,7 @@ Commands:
 
     make bench           python -m benchmarks           plain FastAPI and Starlette, 6 minutes
     make bench-handles   python -m benchmarks.handles   calls between deployments, in one process
-    make bench-peers     python -m benchmarks.peers     Ray Serve, LitServe and BentoML
+    make bench-peers     python -m benchmarks.peers     Ray Serve, LitServe, BentoML and mosec
     make bench-document  python -m benchmarks.document  docs/benchmarks, from the stored results
                          python -m benchmarks.steps     the cost of a request, step by step
 

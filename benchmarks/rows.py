@@ -204,6 +204,14 @@ PROCESS_ROWS = (
         PROCESS,
         connections=(1, 32),
     ),
+    Row(
+        "crossing",
+        "the least: an ASGI function, in another process against in the server's; nothing of ours",
+        HELLO,
+        Served("the same process", "crossing:here"),
+        Served("another process", "crossing:there"),
+        connections=(1,),
+    ),
     Row("process-thread", "the same, against a replica in a thread", ASYNC, THREAD, PROCESS),
     Row(
         "process-stream",

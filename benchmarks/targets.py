@@ -48,6 +48,15 @@ def peer(name: str, required: float) -> Target:
     )
 
 
+def in_processes(row: str, required: float, alone: float | None = None) -> list[Target]:
+    """Return the targets of a row with 32 connections, and with one."""
+    figure = "requests_per_s_ratio"
+    found = [Target(row, "32 connections", "", figure, AT_LEAST, required)]
+    if alone is not None:
+        found.append(Target(row, "1 connection", "", figure, AT_LEAST, alone))
+    return found
+
+
 TARGETS = (
     rate("async", 0.92, 1.0),
     rate("async-query", 0.95, 1.0),
@@ -57,11 +66,12 @@ TARGETS = (
     rate("model", 1.0, 1.2, "both 0"),
     rate("def", 1.5, 2.0),
     rate("def-depends", 1.3, 2.0),
-    rate("call", 0.75, 0.9),
+    rate("call", 0.85, 1.0),
     added("async", 0.08, 0.05),
     added("def", 0.02, 0.0),
     *map(p99, ("async", "async-query", "model", "def", "def-depends")),
-    rate("replicas-8", 0.7, 0.85),
+    rate("replicas-8", 0.75, 0.85),
+    Target("websocket", "32 connections", "", "messages_per_s_ratio", AT_LEAST, 0.7),
     rate("watchdog", 0.99),
     rate("workers-2", 1.8),
     Target("import", "fresh process", "", "import_ms_ratio", AT_MOST, 1.25, 1.1),
@@ -87,6 +97,12 @@ TARGETS = (
     peer("Ray Serve", 12),
     peer("LitServe", 4),
     peer("BentoML", 8),
+    *in_processes("no-op in 1 process on mosec", 1.2, alone=0.7),
+    *in_processes("computing in 2 processes on mosec", 1.0),
+    *in_processes("no-op in 2 processes on LitServe", 4),
+    *in_processes("computing in 2 processes on LitServe", 1.0),
+    *in_processes("no-op in 2 processes on BentoML", 6),
+    *in_processes("computing in 2 processes on BentoML", 1.0),
     Target("ensemble on Ray Serve", "4 clients", "", "requests_per_s_ratio", AT_LEAST, 30, 100),
 )
 

@@ -7,7 +7,6 @@ with routes has ten of them, with the measured one in the middle. This module ha
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from time import thread_time
 
 from fastapi import FastAPI, WebSocket
 from pydantic import BaseModel
@@ -16,8 +15,6 @@ CHUNKS = 100
 CHUNK = "x" * 1024
 LEFT_S = 0.1
 """Duration of the answer that clients do not wait for."""
-CPU_S = 0.005
-"""Processor time of the CPU-bound endpoint."""
 
 
 class Item(BaseModel):
@@ -38,13 +35,6 @@ def sync_chunks() -> Iterator[str]:
 
 def named(name: str = "you") -> str:
     return f"hello {name}"
-
-
-def compute() -> None:
-    """Use `CPU_S` of this thread's own time, in Python."""
-    end = thread_time() + CPU_S
-    while thread_time() < end:
-        pass
 
 
 async def echo(websocket: WebSocket) -> None:

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from benchmarks.apps import LEFT_S, Item, add_others, chunks, compute, echo, named, sync_chunks
+from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, sync_chunks
+from benchmarks.work import compute
 
 methods_app = FastAPI()
 add_others(methods_app, 0, 4)
@@ -207,3 +208,41 @@ class Predict:
 
 
 predict = serve.deployment(Predict).bind()
+process_predict_2 = serve.deployment(isolation="process", num_replicas=2)(Predict).bind()
+
+predict_computing_app = FastAPI()
+
+
+@serve.ingress(predict_computing_app)
+class PredictComputing:
+    """The same, after computing."""
+
+    @predict_computing_app.post("/predict")
+    def litserve(self, value: Annotated[int, Body(embed=True)]) -> dict[str, int]:
+        compute()
+        return {"output": value}
+
+    @predict_computing_app.post("/inference")
+    def mosec(self, value: Annotated[int, Body(embed=True)]) -> int:
+        compute()
+        return value
+
+    @predict_computing_app.post("/noop")
+    def bentoml(self, value: Annotated[int, Body(embed=True)]) -> int:
+        compute()
+        return value
+
+
+predict_computing_2 = serve.deployment(isolation="process", num_replicas=2)(PredictComputing).bind()
+
+
+class Inference:
+    """The no-op of mosec: no routes and no validation."""
+
+    async def __call__(self, request: Request) -> int:
+        found: int = (await request.json())["value"]
+        return found
+
+
+inference = serve.deployment(Inference).bind()
+process_inference = serve.deployment(isolation="process")(Inference).bind()

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import ingress as serve
-from benchmarks.apps import compute
+from benchmarks.work import compute
 
 SLOTS = 10
 SLEEP_S = 0.05

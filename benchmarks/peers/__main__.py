@@ -1,6 +1,7 @@
-"""`ingress` against Ray Serve, LitServe and BentoML: the same no-op over HTTP, 32 connections.
+"""`ingress` against Ray Serve, LitServe, BentoML and mosec: the same no-op over HTTP.
 
-    no-op      requests per second, in turn with ingress
+    no-op      requests per second, 32 connections, in turn with ingress
+    processes  the same, both with so many processes for user code; and a no-op that computes
     start      from the start of the process to the first answer
     memory     resident memory of all started processes, idle
     ensemble   the guide's, by handle: 10 nodes, their sum, 4 clients x 20 requests
@@ -30,6 +31,7 @@ from benchmarks.comparison import in_turn
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.servers import ROOT, Program, Request, Server, uvicorn
 from benchmarks.starts import starts
+from benchmarks.work import COMPUTES, WORKERS
 
 FOLDER = ROOT / ".venv-peers"
 START_S = 120.0  # a cluster on two cores takes half a minute
@@ -42,6 +44,22 @@ Command = Callable[[Path, str, int], list[str | Path]]
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A row with user code in processes: the app of `ingress`, and the peer's worker processes."""
+
+    name: str
+    ours: str
+    workers: int
+    computes: bool = False
+    connections: tuple[int, ...] = (32,)
+
+
+def both(ours: str) -> tuple[Load, ...]:
+    """Return the rows of a peer with two worker processes."""
+    return Load("no-op", ours, 2), Load("computing", "ours:predict_computing_2", 2, computes=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """A server of a no-op with its own request format, and the app of `ingress` that matches it."""
 
@@ -51,13 +69,14 @@ class Peer:
     request: Request
     ours: str = "ours:predict"
     env: Mapping[str, str] = field(default_factory=dict)
+    loads: tuple[Load, ...] = ()
 
     @property
     def bin(self) -> Path:
         return FOLDER / self.package / "bin"
 
-    def server(self, folder: str) -> Server:
-        env = {**QUIET, "BENTOML_HOME": folder, **self.env}
+    def server(self, folder: str, **options: str) -> Server:
+        env = {**QUIET, "BENTOML_HOME": folder, **self.env, **options}
         return Server(
             self.name,
             lambda port: self.command(self.bin, folder, port),
@@ -88,16 +107,39 @@ def bentoml(bin_: Path, folder: str, port: int) -> list[str | Path]:
     return [bin_ / "bentoml", "serve", app, "--host", "127.0.0.1", "--port", str(port)]
 
 
+def mosec(bin_: Path, folder: str, port: int) -> list[str | Path]:
+    app = (bin_ / "python", "-m", "benchmarks.peers.mosec_app")
+    return [*app, "--port", str(port), "--path", f"{folder}/mosec{port}"]
+
+
 VALUE = b'{"value":4}'
 PEERS = (
     Peer("Ray Serve", "ray", ray, Request("/", b"hello"), "ours:call"),
-    Peer("LitServe", "litserve", litserve, Request("/predict", b'{"output":4}', VALUE)),
+    Peer(
+        "LitServe",
+        "litserve",
+        litserve,
+        Request("/predict", b'{"output":4}', VALUE),
+        loads=both("ours:process_predict_2"),
+    ),
     Peer(
         "BentoML",
         "bentoml",
         bentoml,
         Request("/noop", b"4", VALUE),
         env={"BENTOML_CONFIG_OPTIONS": "api_server.logging.access.enabled=false"},
+        loads=both("ours:process_predict_2"),
+    ),
+    Peer(
+        "mosec",
+        "mosec",
+        mosec,
+        Request("/inference", b"4", VALUE),
+        "ours:inference",
+        loads=(
+            Load("no-op", "ours:process_inference", 1, connections=(32, 1)),
+            Load("computing", "ours:predict_computing_2", 2, computes=True),
+        ),
     ),
 )
 
@@ -119,6 +161,24 @@ def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
         )
     for name, runs, baseline in starts(ours, theirs, options.pairs):
         yield Result(f"{name} of {peer.name}", "", "", runs, peer.name, baseline)
+    for each in peer.loads:
+        yield from in_processes(peer, each, options, folder)
+
+
+def in_processes(peer: Peer, row: Load, options: Namespace, folder: str) -> command.Results:
+    """Yield a row with user code in processes, on both sides."""
+    env = {WORKERS: str(row.workers), **({COMPUTES: "1"} if row.computes else {})}
+    name = f"{row.name} in {row.workers} process{'es' if row.workers > 1 else ''} on {peer.name}"
+    with peer.server(folder, **env) as their, uvicorn(row.ours, peer.request) as mine:
+        for connections in row.connections:
+            one = partial(
+                load.wrk, request=peer.request, connections=connections, seconds=options.seconds
+            )
+            for server in (their, mine):
+                one(server)  # to warm up
+            runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
+            how_many = f"{connections} connection{'s' if connections > 1 else ''}"
+            yield Result(name, how_many, "", runs, peer.name, baseline)
 
 
 class Guides(Program):

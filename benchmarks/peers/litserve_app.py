@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import litserve
+
+from benchmarks.work import COMPUTES, WORKERS, compute
 
 
 class Noop(litserve.LitAPI):
@@ -15,6 +18,8 @@ class Noop(litserve.LitAPI):
         return request["value"]
 
     def predict(self, value):
+        if COMPUTES in os.environ:
+            compute()
         return value
 
     def encode_response(self, output):
@@ -22,7 +27,8 @@ class Noop(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    server = litserve.LitServer(Noop(), accelerator="cpu")
+    workers = int(os.environ.get(WORKERS, "1"))
+    server = litserve.LitServer(Noop(), accelerator="cpu", workers_per_device=workers)
     server.run(
         host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", generate_client_file=False
     )
