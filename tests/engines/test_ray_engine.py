@@ -463,7 +463,6 @@ def test_a_replica_that_dies_is_told_to_its_caller_and_made_again(it: Served) ->
 def test_the_flags_are_in_the_workers_environment(it: Served) -> None:
     assert it.child.flags.remote().result() == {
         "INGRESS_ENGINE": "ray",
-        "INGRESS_TRACING": "0",
         "INGRESS_STALL_THRESHOLD_MS": "100",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
         "RAY_SERVE_RUN_SYNC_IN_THREADPOOL": "0",
