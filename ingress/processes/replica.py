@@ -48,7 +48,7 @@ class ProcessReplica(Replica):
     `built` is its deployment; `make_handle` returns the handles for the calls that the child makes;
     `on_lost()` is called, on the loop of the frames, when the process has ended by itself.
 
-    The loop that it borrows is that of its frames, at best the one that requests arrive on.
+    Its loop is that of its frames, at best the one that requests arrive on. User code has another.
     """
 
     __slots__ = ("_code", "_news", "_prepare")

@@ -6,8 +6,8 @@
 
 A free slot goes to a waiting call at once, and calls are served in order of arrival. The exception
 is overload: `replicas.overload` gives calls with a deadline another order. The lock is held for a
-few lines, in which the routing policy chooses; never while another lock is taken. No callback of a
-call runs under it.
+few lines, in which the default policy chooses; others rank the replicas before, without it. It is
+never held while another lock is taken, and no callback of a call runs under it.
 
 A replica that begins calls late, because its event loop is busy or does not get the GIL, is held:
 it gets one call with a deadline at a time, the next when that one begins. The calls it cannot begin
