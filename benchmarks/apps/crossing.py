@@ -23,8 +23,16 @@ ROOM = 1 << 16
 
 
 async def here(scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http":
+    if scope["type"] == "lifespan":
+        await _live(receive, send)
+    else:
         await _respond(send, *ANSWER)
+
+
+async def _live(receive: Any, send: Any) -> None:
+    for phase in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{phase}.complete"})
 
 
 async def _respond(send: Any, status: int, headers: Any, body: bytes) -> None:
@@ -42,7 +50,7 @@ class Child:
         self.end, other = socket.socketpair()
         self.end.setblocking(False)
         command = [sys.executable, "-m", __name__, str(other.fileno())]
-        subprocess.Popen(command, pass_fds=[other.fileno()])
+        self.process = subprocess.Popen(command, pass_fds=[other.fileno()])
         other.close()
         self.loop.add_reader(self.end, self.read)
 
@@ -57,14 +65,21 @@ class Child:
         frame = self.end.recv(ROOM)
         self.answers.pop(int.from_bytes(frame[:NUMBER])).set_result(pickle.loads(frame[NUMBER:]))
 
+    def close(self) -> None:
+        self.loop.remove_reader(self.end)
+        self.end.close()  # which ends the process
+        self.process.wait()
+
 
 _children: list[Child] = []
 
 
 async def there(scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http":
-        if not _children:
-            _children.append(Child())
+    if scope["type"] == "lifespan":
+        _children.append(Child())
+        await _live(receive, send)
+        _children.pop().close()
+    else:
         asked = _children[0].ask(scope["method"], scope["path"], scope["headers"])
         await _respond(send, *await asked)
 
