@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from math import ceil
 from typing import Any
@@ -60,18 +60,19 @@ async def send_value(
     await send({"type": "http.response.body", "body": body})
 
 
-def take_over_stream(response: Any, pool: ThreadPool) -> None:
+def take_over_stream(response: Any, pool: ThreadPool, opened: Sequence[Any] | None = None) -> None:
     """Make a streaming response iterate in one worker thread, and close its iterator.
 
     Starlette takes each chunk of a sync iterator in another of AnyIO's threads, which costs a
     hundred microseconds. It leaves the generator of a disconnected client to the garbage collector,
     which runs late, because the propagating error holds the generator: its `finally` blocks would
-    not run.
+    not run. `opened` will have the generators that the iterator opens and does not close itself.
     """
     body = getattr(response, "body_iterator", None)
     items = _waiting_for_threads(body)
     if items is not None:
-        body = response.body_iterator = pool.stream(items)
+        closing = items if opened is None else _closing(items, opened)
+        body = response.body_iterator = pool.stream(closing)
     if body is None or not isinstance(response, StreamingResponse):
         return
     stream_response = response.stream_response
@@ -87,6 +88,19 @@ def take_over_stream(response: Any, pool: ThreadPool) -> None:
                 items.close()  # no effect, unless the iteration never began
 
     response.stream_response = stream_and_close  # type: ignore[method-assign]
+
+
+def _closing(items: Iterable[Any], opened: Sequence[Any]) -> Iterator[Any]:
+    """Yield items, and close at the end, in this thread, what the iterator has opened.
+
+    FastAPI's does not close the endpoint's generator. Until Python 3.12 that was dropped when the
+    iterator was closed; from 3.13 on, a closed generator keeps what it refers to.
+    """
+    try:
+        yield from items
+    finally:
+        for each in opened:
+            each.close()
 
 
 def _waiting_for_threads(body: Any) -> Iterable[Any] | None:

@@ -141,7 +141,9 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
 
         def endpoint(**values: Any) -> Iterator[Any]:
             # Runs in the worker thread of `take_over_stream`.
-            yield from REPLICA.get().plans[func].items(**values)
+            items = REPLICA.get().plans[func].items(**values)
+            _OPENED.get().append(items)
+            yield from items
 
     elif streams is Kind.ASYNC_GENERATOR:
 
@@ -341,7 +343,7 @@ def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
     return Kind.ASYNC_GENERATOR
 
 
-_OPENED: ContextVar[list[AsyncGenerator[Any, None]]] = ContextVar("ingress_opened")
+_OPENED: ContextVar[list[Any]] = ContextVar("ingress_opened")
 """The endpoint streams that the current request has begun."""
 
 
@@ -361,12 +363,12 @@ def _closing(base: Any) -> Any:
             func = self.endpoint.__ingress_func__
 
             async def handle(request: Request) -> Response:
-                opened: list[AsyncGenerator[Any, None]] = []
+                opened: list[Any] = []
                 _OPENED.set(opened)
                 # Pushed first, so it runs last: FastAPI's tasks, which iterate, have ended by then.
                 request.scope["fastapi_inner_astack"].push_async_callback(_close, opened)
                 response: Response = await handler(request)
-                take_over_stream(response, REPLICA.get().plans[func].pool)
+                take_over_stream(response, REPLICA.get().plans[func].pool, opened)
                 return response
 
             return handle
@@ -374,9 +376,10 @@ def _closing(base: Any) -> Any:
     return StreamingRoute
 
 
-async def _close(streams: list[AsyncGenerator[Any, None]]) -> None:
+async def _close(streams: list[Any]) -> None:
     for stream in streams:
-        await stream.aclose()
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()
 
 
 def _options(base: type) -> list[str]:
