@@ -4,8 +4,8 @@
 
     curl http://127.0.0.1:8000/    1
 
-`__init__` and the `serial` method run in the same thread, which owns the connection. It runs one
-call at a time: no other call comes between the two statements, and the event loop stays free.
+`__init__`, `__del__` and the `serial` method run in one thread, which owns the connection. It runs
+one call at a time: no other call comes between the two statements, and the event loop stays free.
 """
 
 import sqlite3
@@ -18,6 +18,9 @@ class Visits:
     def __init__(self) -> None:
         self.database = sqlite3.connect(":memory:")
         self.database.execute("create table visits (number integer)")
+
+    def __del__(self) -> None:
+        self.database.close()  # in the same thread
 
     @serve.method(execution="serial")
     def __call__(self) -> int:

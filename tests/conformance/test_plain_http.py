@@ -15,7 +15,11 @@ import ingress as serve
 from ingress.base.settings import Settings
 from tests.conformance.observe import here, served
 
-pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
+    # Python 3.13 on a partial that is a class's attribute; until then it is no method.
+    pytest.mark.filterwarnings("ignore:functools.partial will be:FutureWarning"),
+]
 
 LOOP, FLAG, WORKER = "the loop", "where the flag says", "a worker thread"
 
