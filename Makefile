@@ -43,7 +43,9 @@ test-all: .venv/.test ## Run the thorough tests too: a quarter of an hour
 
 coverage: .venv/.test ## Run the tests and report what they do not reach
 	@$(BIN)/python -m coverage erase
-	@$(BIN)/python -m coverage run -m pytest -q -n 3 -m "not thorough" -p no:cacheprovider $(ARGS)
+# A child finds the class of a script by its `__main__`, which coverage's hook changes: those tests
+# fail here, and the report is made nevertheless.
+	@-$(BIN)/python -m coverage run -m pytest -q -n 3 -m "not thorough" -p no:cacheprovider $(ARGS)
 	@$(BIN)/python -m coverage combine -q
 	@$(BIN)/python -m coverage report
 
