@@ -22,11 +22,12 @@ from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
 from ingress.base.settings import ADAPT_SWITCH_INTERVAL, MAX_RETRIES
-from ingress.base.types import DeploymentID
+from ingress.base.types import DeploymentID, ReplicaID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
 from ingress.processes.frames import HEAD, Frames
 from ingress.processes.link import Link
+from ingress.processes.messages import Kind
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation
 from tests.servers import PATIENCE_S, served, set_flags, steady, turns, wait_until
@@ -402,3 +403,22 @@ def test_a_frame_that_is_sent_at_once_is_there_now_behind_those_before_it() -> N
     now, rest = asyncio.run(scenario())
     assert (now[-6:], now.count(b"first"), rest[-5:]) == (b"second", 1, b"third")
     assert len(now) == 2 * HEAD.size + 11
+
+
+def test_only_the_call_that_is_alone_in_a_child_is_sent_at_once() -> None:
+    async def scenario() -> tuple[int, int]:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        link = Link(ReplicaID("0", DeploymentID("Alone")), lambda *_: None)  # type: ignore[arg-type]
+        link._frames = Frames(ours, lambda *_: None, lambda: None)
+        for _ in range(2):
+            link.send(Kind.ASK, b"content")
+        now = len(theirs.recv(1 << 16))
+        await turns()
+        rest = len(theirs.recv(1 << 16))
+        link._frames.close()
+        theirs.close()
+        return now, rest
+
+    size = HEAD.size + len(b"content")
+    assert asyncio.run(scenario()) == (size, size)

@@ -144,41 +144,34 @@ PEERS = (
 )
 
 
-def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
-    """Yield the no-op, the start and the memory."""
+def rates(
+    peer: Peer, name: str, servers: tuple[Server, Server], connections: int, options: Namespace
+) -> Result:
+    """Return a row of a peer: requests of our server and of theirs, in turn."""
+    mine, their = servers
+    one = partial(load.wrk, request=peer.request, connections=connections, seconds=options.seconds)
+    for server in (their, mine):
+        one(server)  # to warm up
+    runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
+    how_many = f"{connections} connection{'s' if connections > 1 else ''}"
+    return Result(name, how_many, "", runs, peer.name, baseline)
 
+
+def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
+    """Yield the no-op, the start, the memory, and the rows with user code in processes."""
     ours = partial(uvicorn, peer.ours, peer.request)
     theirs = partial(peer.server, folder)
     with theirs() as their, ours() as mine:
-        one = partial(
-            load.wrk, request=peer.request, connections=CONNECTIONS, seconds=options.seconds
-        )
-        for server in (their, mine):
-            one(server)  # to warm up
-        runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
-        yield Result(
-            f"no-op on {peer.name}", f"{CONNECTIONS} connections", "", runs, peer.name, baseline
-        )
+        yield rates(peer, f"no-op on {peer.name}", (mine, their), CONNECTIONS, options)
     for name, runs, baseline in starts(ours, theirs, options.pairs):
         yield Result(f"{name} of {peer.name}", "", "", runs, peer.name, baseline)
-    for each in peer.loads:
-        yield from in_processes(peer, each, options, folder)
-
-
-def in_processes(peer: Peer, row: Load, options: Namespace, folder: str) -> command.Results:
-    """Yield a row with user code in processes, on both sides."""
-    env = {WORKERS: str(row.workers), **({COMPUTES: "1"} if row.computes else {})}
-    name = f"{row.name} in {row.workers} process{'es' if row.workers > 1 else ''} on {peer.name}"
-    with peer.server(folder, **env) as their, uvicorn(row.ours, peer.request) as mine:
-        for connections in row.connections:
-            one = partial(
-                load.wrk, request=peer.request, connections=connections, seconds=options.seconds
-            )
-            for server in (their, mine):
-                one(server)  # to warm up
-            runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
-            how_many = f"{connections} connection{'s' if connections > 1 else ''}"
-            yield Result(name, how_many, "", runs, peer.name, baseline)
+    for row in peer.loads:
+        env = {WORKERS: str(row.workers), **({COMPUTES: "1"} if row.computes else {})}
+        processes = f"{row.workers} process{'es' if row.workers > 1 else ''}"
+        name = f"{row.name} in {processes} on {peer.name}"
+        with theirs(**env) as their, uvicorn(row.ours, peer.request) as mine:
+            for connections in row.connections:
+                yield rates(peer, name, (mine, their), connections, options)
 
 
 class Guides(Program):
