@@ -73,6 +73,9 @@ class Exchange(Call):
     threads call in by `_post` only, in order: a response arrives before the end of its call. User
     code's part lives on the user loop, in a `Transport`.
 
+    `has_body` is true if the server may have a body: the first message says so. If `None`, only
+    user code reads that message.
+
     A WebSocket differs in `deadline`, `pass_on`, `deliver`, `cut_late`, `on_gone` and `conclude`.
     """
 
@@ -117,7 +120,7 @@ class Exchange(Call):
         receive: Receive,
         send: Send,
         *,
-        has_body: bool = False,
+        has_body: bool | None = False,
         length: bytes = b"",
         limits: HTTPLimits = NO_LIMITS,
     ) -> None:
@@ -133,8 +136,8 @@ class Exchange(Call):
         self._send = send
         self.loop = asyncio.get_running_loop()
         self._thread = get_ident()
-        self._first: Message | None = NO_BODY if self.is_http else None
-        self._expects_more = self.body is not None or not self.is_http
+        self._expects_more = has_body is not False or not self.is_http
+        self._first: Message | None = None if self._expects_more else NO_BODY
         # Set now, although most requests never use them: two threads write, docs/concurrency.md.
         self.state = READING
         self.started = False  # the client has a message of the response

@@ -37,6 +37,7 @@ from ingress.http.request_head import (
     request_metadata,
 )
 from ingress.http.retrying import Attempts, RequestLimits, client_deadline
+from ingress.http.uvicorn_connection import has_no_body
 from ingress.http.websocket import WebSocketExchange
 from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
@@ -153,12 +154,13 @@ class HTTPProxy:
 
         limits = self.limits
         head = read_head(scope, limits.timeout_s, limits.headers)
-        has_id, has_body, length, _, deadline, now, _, _ = head
+        has_id, length, _, deadline, now, _, _ = head
         request_id = request_id_of(scope) if has_id else new_request_id()
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
-        if not has_body and not router.available and scope["type"] == "http":
+        is_bodiless = has_no_body(receive)
+        if is_bodiless and not router.available and scope["type"] == "http":
             refused = router.turns_away(deadline)
             if refused is not None:
                 method, status = scope["method"], refused.status_code
@@ -185,7 +187,7 @@ class HTTPProxy:
             inner,
             receive,
             send,
-            has_body=has_body,
+            has_body=not is_bodiless,
             length=length,
             limits=limits.http,
         )

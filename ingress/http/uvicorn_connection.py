@@ -2,6 +2,7 @@
 
     has_left            the client has left, although the server has yet to notice: it stops reading
                         while a body waits for user code, and the end comes after the unread data
+    has_no_body         the request has arrived, without a body
     has_unread          the kernel has data of the client, or its end, that the server has not read
     cut                 end a response half way; in ASGI only an error of the application does that
     called_app          the application that the server itself calls: if it is `ingress`'s own, only
@@ -43,6 +44,16 @@ def has_left(receive: Any) -> bool:
     If not, the server notices the end itself, once it has read the data before it.
     """
     return _polled(transport_of(receive), _GONE)
+
+
+def has_no_body(receive: Any) -> bool:
+    """Return whether the server has the whole request, and its body is empty.
+
+    The first `http.request` would say so too: this saves most requests reading it. False with any
+    other server, and before the first part of a body is here: then that message must be read.
+    """
+    cycle = getattr(receive, "__self__", None)
+    return getattr(cycle, "more_body", True) is False and getattr(cycle, "body", None) == b""
 
 
 def has_unread(transport: Any) -> bool:

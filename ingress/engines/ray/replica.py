@@ -212,12 +212,15 @@ class RayReplica:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request or WebSocket from Ray's proxy."""
         head = read_head(scope, self._spec.request_timeout_s)
-        _, has_body, length, model_id, deadline, now, _, _ = head
+        _, length, model_id, deadline, now, _, _ = head
         route = scope.get("root_path") or "/"
         metadata = request_metadata(head, _id_of_rays_proxy(scope), self._deployment, route)
         if model_id:
             self._model_ids.watch()
         send = _without_our_id(send, metadata.request_id)
+        # Without this header there may be a body too, but mostly there is none, and to ask Ray's
+        # proxy takes longer than a short request.
+        has_body = True if length.lstrip(b"0") else None
         if not has_body and scope["type"] == "http":
             receive = fetching_when_read(receive)
         kind = Exchange if scope["type"] == "http" else WebSocketExchange

@@ -1,0 +1,128 @@
+"""Requests of servers other than uvicorn: raw ASGI, which promises no header about the body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.types import Message
+
+import ingress as serve
+from tests.servers import PATIENCE_S, bind, set_flags, turns
+
+pytestmark = pytest.mark.anyio
+
+PARTS: dict[str, list[bytes]] = {
+    "none": [b""],
+    "whole": [b'{"a":1}'],
+    "in parts": [b"", b'{"a"', b":1}", b""],
+}
+HEADERS: dict[str, list[tuple[bytes, bytes]]] = {
+    "none": [],
+    "its length": [(b"content-length", b"7")],
+    "length 0": [(b"content-length", b"0")],
+    "chunked": [(b"transfer-encoding", b"chunked")],
+}
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+async def asgi(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[serve.Application]:
+    set_flags(monkeypatch, request.param)
+    app = FastAPI()
+
+    @serve.deployment(max_ongoing_requests=1)
+    @serve.ingress(app)
+    class Bodies:
+        @app.api_route("/raw", methods=["GET", "POST", "DELETE"])
+        async def raw(self, request: Request) -> str:
+            return (await request.body()).decode()
+
+        @app.post("/json")
+        async def json(self, value: dict[str, int]) -> dict[str, int]:
+            return value
+
+    application = bind(Bodies)
+    async with application.lifespan(app):
+        yield application
+    serve.shutdown()
+
+
+async def ask(app: Any, path: str, parts: Iterator[bytes] | list[bytes], **scope: Any) -> Any:
+    """Send one request with that body; return the status and the body of the answer."""
+    left = list(parts)
+    answer: list[Message] = []
+
+    async def receive() -> Message:
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Message) -> None:
+        answer.append(message)
+
+    given = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "server": ("localhost", 80), "client": ("localhost", 1), "headers": [],
+    }  # fmt: skip
+    async with asyncio.timeout(PATIENCE_S):
+        await app({**given, **scope}, receive, send)
+    body = b"".join(each.get("body", b"") for each in answer[1:])
+    return answer[0]["status"], json.loads(body) if answer[0]["status"] == 200 else body
+
+
+async def test_a_body_is_what_the_messages_say_whatever_the_headers_say(
+    asgi: serve.Application,
+) -> None:
+    for version, method, headers, parts in product(
+        ("1.0", "1.1", "2"), ("GET", "POST", "DELETE"), HEADERS.values(), PARTS.values()
+    ):
+        scope = {"http_version": version, "method": method, "headers": headers}
+        assert await ask(asgi, "/raw", parts, **scope) == (200, b"".join(parts).decode()), scope
+
+
+@pytest.mark.parametrize("parts", ["whole", "in parts"])
+async def test_a_model_is_read_from_a_body_without_a_length(
+    asgi: serve.Application, parts: str
+) -> None:
+    headers = [(b"content-type", b"application/json")]
+    given: dict[str, Any] = {"http_version": "2", "method": "POST", "headers": headers}
+
+    assert await ask(asgi, "/json", PARTS[parts], **given) == (200, {"a": 1})
+
+
+async def test_a_request_whose_first_message_is_awaited_holds_no_slot(
+    asgi: serve.Application,
+) -> None:
+    """The only slot stays free for another request."""
+    arrives, has_asked = asyncio.Event(), asyncio.Event()
+    first: list[Message] = []
+
+    async def receive() -> Message:
+        has_asked.set()
+        await arrives.wait()
+        return {"type": "http.request", "body": b"late", "more_body": False}
+
+    async def send(message: Message) -> None:
+        first.append(message)
+
+    scope = {
+        "type": "http", "http_version": "2", "method": "GET", "path": "/raw", "query_string": b"",
+        "root_path": "", "headers": [],
+    }  # fmt: skip
+    slow = asyncio.create_task(asgi(scope, receive, send))
+    await has_asked.wait()
+    assert await ask(asgi, "/raw", [b""]) == (200, "")
+    await turns()
+    assert not first
+
+    arrives.set()
+    await slow
+    assert json.loads(first[1]["body"]) == "late"
