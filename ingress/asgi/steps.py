@@ -25,7 +25,6 @@ from fastapi.dependencies.models import Dependant
 from fastapi.dependencies.utils import (
     get_dependant,
     request_body_to_args,
-    request_params_to_args,
 )
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
@@ -35,6 +34,7 @@ from starlette.types import Scope
 from ingress.asgi.compat import endpoint_context as extract_endpoint_context
 from ingress.asgi.compat import get_cache_key
 from ingress.asgi.methods import kind_for_fastapi
+from ingress.asgi.received_headers import as_received, request_params_to_args
 from ingress.execution.execution import Kind
 
 JSON_SCALARS = frozenset((str, int, float, bool, NoneType))
@@ -370,7 +370,7 @@ def _last_of_each(scope: Scope) -> Any:
 
 
 def _headers(scope: Scope) -> Any:
-    return Request(scope).headers
+    return as_received(Request(scope).headers)
 
 
 def _cookies(scope: Scope) -> Any:

@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import ASGI
+from ingress.asgi.received_headers import AddedHeader, replaced_by
 from ingress.asgi.responses import send_refusal
 from ingress.base.counters import HTTPCounts
 from ingress.base.types import new_request_id
@@ -274,10 +275,8 @@ class HTTPProxy:
 
 def _inner_scope(scope: Scope, request_id: str, *, has_id: bool) -> Scope:
     """Return the scope that user code gets: with the request's id, and without a mounting app."""
-    headers = scope["headers"]
-    if has_id:
-        headers = [pair for pair in headers if pair[0] != REQUEST_ID_HEADER]
-    headers = [*headers, (REQUEST_ID_HEADER, request_id.encode())]
+    headers, added = scope["headers"], AddedHeader((REQUEST_ID_HEADER, request_id.encode()))
+    headers = replaced_by(added, headers) if has_id else [*headers, added]
     inner = {**scope, "asgi": ASGI, "headers": headers}
     if "router" in inner:  # of an app that mounts this one; links need the app's own router
         del inner["router"]

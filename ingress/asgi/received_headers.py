@@ -1,0 +1,56 @@
+"""The headers that a request came with, beside the id that the proxy adds to them.
+
+request.headers                        have the id, as on Ray
+header parameters and header models    are read from the headers that came: the client did not
+                                       send the id, and must not be told of it in a 422
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+from fastapi.dependencies import utils
+from starlette.datastructures import Headers
+
+Pair = tuple[bytes, bytes]
+
+
+class AddedHeader(tuple[bytes, bytes]):
+    """A header that the proxy added to a request. `replaced` are the headers that it replaces."""
+
+    replaced: Sequence[Pair] = ()
+
+
+def replaced_by(added: AddedHeader, headers: Sequence[Pair]) -> Sequence[Pair]:
+    """Return the headers with `added` in the place of those of its name."""
+    added.replaced = [pair for pair in headers if pair[0] == added[0]]
+    if added.replaced == [added]:
+        return headers
+    return [*[pair for pair in headers if pair[0] != added[0]], added]
+
+
+def as_received(headers: Headers) -> Headers:
+    """Return the headers as the client sent them."""
+    for added in headers.raw:
+        if type(added) is AddedHeader:
+            kept = [pair for pair in headers.raw if pair is not added]
+            return Headers(raw=[*kept, *added.replaced])
+    return headers
+
+
+_request_params_to_args = utils.request_params_to_args
+
+
+@wraps(_request_params_to_args)
+def request_params_to_args(fields: Sequence[Any], received_params: Any) -> Any:
+    """Read parameters as FastAPI does, headers from those that came."""
+    if isinstance(received_params, Headers):
+        received_params = as_received(received_params)
+    return _request_params_to_args(fields, received_params)
+
+
+# In FastAPI's module, because its own handlers, WebSocket routes and mounted applications read
+# their parameters with it too. Requests that did not pass our proxy have no added header.
+utils.request_params_to_args = request_params_to_args
