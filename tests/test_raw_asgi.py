@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
 from starlette.types import Message
 
 import ingress as serve
-from tests.servers import PATIENCE_S, bind, set_flags, turns
+from tests.servers import PATIENCE_S, bind, set_flags, turns, until
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +44,13 @@ async def asgi(
         @app.api_route("/raw", methods=["GET", "POST", "DELETE"])
         async def raw(self, request: Request) -> str:
             return (await request.body()).decode()
+
+        @app.get("/stream")
+        async def stream(self) -> StreamingResponse:
+            async def items() -> AsyncIterator[bytes]:
+                yield b"item"
+
+            return StreamingResponse(items())
 
         @app.post("/json")
         async def json(self, value: dict[str, int]) -> dict[str, int]:
@@ -126,3 +134,36 @@ async def test_a_request_whose_first_message_is_awaited_holds_no_slot(
     arrives.set()
     await slow
     assert json.loads(first[1]["body"]) == "late"
+
+
+@pytest.mark.parametrize("deadline", [[], [(b"x-request-timeout-seconds", b"30")]])
+@pytest.mark.parametrize("path", ["/raw", "/stream"])
+async def test_a_server_that_cannot_send_any_more_is_no_fault_of_user_code(
+    asgi: serve.Application,
+    path: str,
+    deadline: list[tuple[bytes, bytes]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """ASGI 2.4: `send` raises an `OSError` once the client has left."""
+
+    messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise BrokenPipeError("the client has left")
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1",
+        "method": "GET", "path": path, "query_string": b"", "root_path": "", "headers": deadline,
+    }  # fmt: skip
+    await asgi(scope, receive, send)
+
+    assert not caplog.records
+
+    def is_idle() -> bool:
+        (deployment,) = serve.status().applications["default"].deployments.values()
+        return not any(each.ongoing for each in deployment.replicas)
+
+    await until(is_idle)

@@ -836,6 +836,58 @@ def test_a_child_that_is_not_awaited_ends_at_the_deadline_of_its_request() -> No
     assert ledger.cancelled.wait(PATIENCE_S)
 
 
+@pytest.mark.parametrize("way", ["caught", "uncaught", "in a generator"])
+def test_code_that_hears_of_the_deadline_by_a_call_first_cannot_answer(way: str) -> None:
+    """It blocked the loop until after the deadline, so the refused call is the first to say so."""
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Late:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        async def call(self) -> Any:
+            time.sleep(2 * SHORT_S)
+            return await self.child.deadline.remote()
+
+        @app.get("/caught")
+        async def caught(self) -> str:
+            try:
+                await self.call()
+            except Exception as error:
+                return repr(error)
+            return "in time"
+
+        @app.get("/uncaught")
+        async def uncaught(self) -> Any:
+            return await self.call()
+
+        @app.get("/in a generator")
+        async def generator(self) -> StreamingResponse:
+            async def late() -> AsyncIterator[str]:
+                try:
+                    await self.call()
+                except RequestTimeoutError:
+                    yield "caught"
+
+            return StreamingResponse(late(), headers={"content-length": "6"})
+
+        @app.get("/next")
+        async def next(self) -> str:
+            return "served"
+
+    child = bind(Child, Ledger())
+    with Connection(served(bind(Late, child))) as connection:
+        connection.request(f"/{way.replace(' ', '%20')}", headers=asking(SHORT_S))
+        answer = connection.receive_until(b"timed out after")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        connection.receive_until(b"s.")
+        connection.request("/next")
+        assert connection.receive_all().endswith(b'"served"')
+    wait_until(lambda: not any(each.ongoing for each in replicas()))
+
+
 def test_a_call_made_after_the_deadline_does_not_begin() -> None:
     ledger = Ledger()
     seen: list[BaseException] = []

@@ -463,8 +463,8 @@ class Exchange(Call):
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the client has left or the response is over: `send` must fail."""
-        return self.state >= GONE
+        """Return whether the client has left or is answered otherwise: `send` must fail."""
+        return self.state >= CUT
 
     def watch(self, now: float) -> None:
         """Check whether the client has left or its body has stalled. Called at every sweep."""
@@ -488,6 +488,11 @@ class Exchange(Call):
         self.state = GONE
         self.is_interrupted = True
         self.on_gone()
+
+    def lose(self) -> None:
+        """Note that the server could not send, because the client has left."""
+        if self.is_http and self.state < CUT:
+            self.state = GONE
 
     def on_gone(self) -> None:
         """Stop the work, because the client has left."""

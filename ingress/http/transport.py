@@ -54,6 +54,8 @@ class Client(Protocol):
 
     async def send_response(self, start: Message, body: Message) -> None: ...
 
+    def lose(self) -> None: ...
+
     def drop_scope(self, failure: BaseException | None) -> None: ...
 
 
@@ -178,11 +180,16 @@ class SameLoopTransport(Transport):
             self._client.has_answer = message["type"] != "http.response.start"
         if message["type"] == "http.response.start" and _has_length(message):
             self._start = message  # kept: an error before the body can still be answered as one
-        elif self._start is None:
-            await self._client.pass_on(message)
         else:
             start, self._start = self._start, None
-            await self._client.send_response(start, message)
+            try:
+                if start is None:
+                    await self._client.pass_on(message)
+                else:
+                    await self._client.send_response(start, message)
+            except OSError:
+                self._client.lose()
+                raise
 
     def _pump(self) -> None:
         self._client.pump()

@@ -57,12 +57,32 @@ def burn(milliseconds: float) -> int:
     return turns
 
 
+@serve.deployment(max_ongoing_requests=10_000)
+class Model:
+    async def __call__(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "modelled"
+
+
 api = FastAPI()
 
 
 @serve.deployment(num_replicas=REPLICAS, max_ongoing_requests=SLOTS, max_queued_requests=QUEUED)
 @serve.ingress(api)
 class Service:
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+
+    @api.get("/handle")
+    async def call(self) -> Any:
+        with Visit():
+            return await self.model.remote(SERVICE_S)
+
+    @api.get("/late")
+    async def call_for_long(self) -> Any:
+        with Visit():
+            return await self.model.remote(60.0)
+
     @api.get("/async")
     async def sleep(self) -> str:
         with Visit():
@@ -95,6 +115,7 @@ class Service:
 
 
 app = bind(Service)
+with_model = bind(Service, bind(Model))
 
 
 @asynccontextmanager
