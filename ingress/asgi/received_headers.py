@@ -18,25 +18,33 @@ Pair = tuple[bytes, bytes]
 
 
 class AddedHeader(tuple[bytes, bytes]):
-    """A header that the proxy added to a request. `replaced` are the headers that it replaces."""
+    """A header that the proxy added to a request."""
+
+    __slots__ = ()
+
+
+class ReplacingHeader(AddedHeader):
+    """One in the place of `replaced`, which the client sent. Few: a tuple has no slots for it."""
 
     replaced: Sequence[Pair] = ()
 
 
-def replaced_by(added: AddedHeader, headers: Sequence[Pair]) -> Sequence[Pair]:
-    """Return the headers with `added` in the place of those of its name."""
-    added.replaced = [pair for pair in headers if pair[0] == added[0]]
-    if added.replaced == [added]:
+def with_replaced(headers: Sequence[Pair], name: bytes, value: bytes) -> Sequence[Pair]:
+    """Return the headers with this one in the place of those of its name."""
+    replaced = [pair for pair in headers if pair[0] == name]
+    if replaced == [(name, value)]:
         return headers
-    return [*[pair for pair in headers if pair[0] != added[0]], added]
+    added = ReplacingHeader((name, value))
+    added.replaced = replaced
+    return [*[pair for pair in headers if pair[0] != name], added]
 
 
 def as_received(headers: Headers) -> Headers:
     """Return the headers as the client sent them."""
     for added in headers.raw:
-        if type(added) is AddedHeader:
+        if isinstance(added, AddedHeader):
             kept = [pair for pair in headers.raw if pair is not added]
-            return Headers(raw=[*kept, *added.replaced])
+            return Headers(raw=[*kept, *getattr(added, "replaced", ())])
     return headers
 
 

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import ASGI
-from ingress.asgi.received_headers import AddedHeader, replaced_by
+from ingress.asgi.received_headers import AddedHeader, with_replaced
 from ingress.asgi.responses import send_refusal
 from ingress.base.counters import HTTPCounts
 from ingress.base.types import new_request_id
@@ -275,8 +275,11 @@ class HTTPProxy:
 
 def _inner_scope(scope: Scope, request_id: str, *, has_id: bool) -> Scope:
     """Return the scope that user code gets: with the request's id, and without a mounting app."""
-    headers, added = scope["headers"], AddedHeader((REQUEST_ID_HEADER, request_id.encode()))
-    headers = replaced_by(added, headers) if has_id else [*headers, added]
+    headers, value = scope["headers"], request_id.encode()
+    if has_id:
+        headers = with_replaced(headers, REQUEST_ID_HEADER, value)
+    else:
+        headers = [*headers, AddedHeader((REQUEST_ID_HEADER, value))]
     inner = {**scope, "asgi": ASGI, "headers": headers}
     if "router" in inner:  # of an app that mounts this one; links need the app's own router
         del inner["router"]
