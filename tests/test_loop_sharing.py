@@ -29,9 +29,16 @@ HEAD = """
 import asyncio, functools, os
 from contextlib import asynccontextmanager
 from typing import Annotated
-import httpx
+import httpx, opaque
 import ingress as serve
-from fastapi import APIRouter, Depends, FastAPI
+from collections import defaultdict, deque
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.staticfiles import StaticFiles
+from starlette.middleware.cors import CORSMiddleware
+
+@asynccontextmanager
+async def nothing(app):
+    yield
 
 class Middleware:
     def __init__(self, app, lock=None):
@@ -55,6 +62,8 @@ class A:
     async def get(self{}):
         return 1
 """
+
+PLAIN = "@serve.deployment\n@serve.ingress(app)\nclass A: pass\n"
 
 # Name -> the module, and the object that is found in it; the text of its line, if that
 # does not have its name.
@@ -153,11 +162,157 @@ REACHED: dict[str, tuple[str, ...]] = {
         "    await lock.acquire()\napp = FastAPI()\napp.mount('/inner', inner)" + APP.format(""),
         "lock",
     ),
+    "an ASGI function": (
+        "lock = asyncio.Lock()\nasync def app(scope, receive, send): await lock.acquire()\n"
+        + PLAIN,
+        "lock",
+    ),
+    "an ASGI app of a library": (
+        "app = opaque.App()\n" + PLAIN,
+        "app",
+    ),
+    "a mounted app of a library": (
+        "app = FastAPI(lifespan=nothing)\napp.mount('/inner', opaque.App())" + APP.format(""),
+        "app.mount('/inner')",
+        "app = ",
+    ),
+    "a mounted app of a library, in a middleware and a router": (
+        "inner = FastAPI()\ninner.mount('/app', CORSMiddleware(opaque.App()))\n"
+        "app = FastAPI()\napp.mount('/inner', inner)" + APP.format(""),
+        "app.mount('/app')",
+        "app = ",
+    ),
     "another module": ("import other\n" + CLASS.format("await other.lock.acquire()"), "lock"),
     "imported from another module": (
         "from other import lock as mine\n" + CLASS.format("await mine.acquire()"),
         "mine",
         "lock = ",
+    ),
+}
+
+# How a request fills a container -> the module, and the text of the container's line.
+FILLED: dict[str, tuple[str, ...]] = {
+    "setdefault": (
+        "locks = {}" + CLASS.format("await locks.setdefault(1, asyncio.Lock()).acquire()"),
+        "locks",
+    ),
+    "an item": ("locks = {}" + CLASS.format("locks[request] = asyncio.Lock()"), "locks"),
+    "add, by a variable": (
+        "queues = set()" + CLASS.format("queue = asyncio.Queue(); queues.add(queue)"),
+        "queues",
+    ),
+    "add, in an inner function": (
+        "queues = set()" + CLASS.format("queue = asyncio.Queue(); (lambda: queues.add(queue))()"),
+        "queues",
+    ),
+    "append, in a tuple": (
+        "queues = deque()" + CLASS.format("queues.append((1, asyncio.Queue()))"),
+        "queues",
+    ),
+    "append, in an object": (
+        "class Client:\n    def __init__(self, queue): self.queue = queue\nclients = []"
+        + CLASS.format("clients.append(Client(asyncio.Queue()))"),
+        "clients",
+    ),
+    "an operator": (
+        "queues = set()" + CLASS.format("global queues; queues |= {asyncio.Queue()}"),
+        "queues",
+    ),
+    "a container in a container": (
+        "rooms = defaultdict(set)" + CLASS.format("rooms[1].add(asyncio.Queue())"),
+        "rooms",
+    ),
+    "a container that setdefault makes": (
+        "rooms = {}" + CLASS.format("rooms.setdefault(1, set()).add(asyncio.Queue())"),
+        "rooms",
+    ),
+    "a factory": (
+        "locks = defaultdict(asyncio.Lock)" + CLASS.format("await locks[1].acquire()"),
+        "locks",
+    ),
+    "a factory, a function": (
+        "locks = defaultdict(lambda: asyncio.Lock())" + CLASS.format("await locks[1].acquire()"),
+        "locks",
+    ),
+    "a future": (
+        "waiting = {}" + CLASS.format("waiting[1] = asyncio.get_running_loop().create_future()"),
+        "waiting",
+    ),
+    "an async generator": (
+        "async def steps(): yield 1\nheld = {}" + CLASS.format("held[1] = steps()"),
+        "held",
+    ),
+    "another module's": (
+        "import other\n" + CLASS.format("other.held[1] = asyncio.Lock()"),
+        "held",
+    ),
+    "a global's, by a function": (
+        "class Chat:\n    def __init__(self): self.queues = []\nchat = Chat()"
+        + CLASS.format("chat.queues.append(asyncio.Queue())"),
+        "chat.queues",
+        "chat = ",
+    ),
+    "a global's, by its method": (
+        "class Chat:\n    def __init__(self): self.queues = []\n"
+        "    def join(self): self.queues.append(asyncio.Queue())\nchat = Chat()"
+        + CLASS.format("chat.join()"),
+        "chat.queues",
+        "chat = ",
+    ),
+    "a class's, by self": (
+        CLASS.format("self.queues.add(asyncio.Queue())") + "    queues = set()\n",
+        "A.queues",
+        "queues = ",
+    ),
+    "a class's, by its name": (
+        "class Chat: queues = set()" + CLASS.format("Chat.queues.add(asyncio.Queue())"),
+        "Chat.queues",
+        "Chat: queues",
+    ),
+    "a closure's": (
+        "def make():\n    queues = set()\n    async def join(): queues.add(asyncio.Queue())\n"
+        "    return join\njoin = make()" + CLASS.format("await join()"),
+        "make.<locals>.join.queues",
+        "def make",
+    ),
+    "the app's state": (
+        "app = FastAPI()\napp.state.queues = set()"
+        + APP.format(", request: Request").replace(
+            "return 1", "request.app.state.queues.add(asyncio.Queue())"
+        ),
+        "app.state.queues",
+        "app = ",
+    ),
+}
+
+NOT_FILLED = {
+    "an answer": "cache = {}"
+    + CLASS.format(
+        "async with httpx.AsyncClient() as client: "
+        "answer = await client.get('x'); cache[1] = answer.json()"
+    ),
+    "a task": "tasks = set()"
+    + CLASS.format("tasks.add(asyncio.create_task(asyncio.sleep(1))); asyncio.Lock()"),
+    "the request's own": CLASS.format("queues = []; queues.append(asyncio.Queue())"),
+    "the replica's own": CLASS.format("self.queues.append(asyncio.Queue())")
+    + "    queues = None\n    def __init__(self): self.queues = []\n",
+    "one for each loop": "clients = {}"
+    + CLASS.format("clients.setdefault(asyncio.get_running_loop(), httpx.AsyncClient())"),
+    "one for each loop, by a variable": "clients = {}"
+    + CLASS.format("loop = asyncio.get_running_loop(); clients[id(loop)] = httpx.AsyncClient()"),
+    "the state that the lifespan makes": (
+        "@asynccontextmanager\nasync def lifespan(app):\n    app.state.queues = set()\n    yield\n"
+        "app = FastAPI(lifespan=lifespan)"
+        + APP.format(", request: Request").replace(
+            "return 1", "request.app.state.queues.add(asyncio.Queue())"
+        )
+    ),
+    "a mounted app of the user's": (
+        "async def inner(scope, receive, send): pass\napp = FastAPI()\napp.mount('/', inner)"
+        + APP.format("")
+    ),
+    "static files": (
+        "app = FastAPI()\napp.mount('/', StaticFiles(directory='.'))" + APP.format("")
     ),
 }
 
@@ -192,7 +347,11 @@ NOT_REACHED = {
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Import a module with this source; `other` has a lock."""
     monkeypatch.syspath_prepend(tmp_path)
-    write_module(tmp_path, "other", "import asyncio\n\nlock = asyncio.Lock()\n")
+    write_module(tmp_path, "other", "import asyncio\n\nlock = asyncio.Lock()\nheld = {}\n")
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    monkeypatch.syspath_prepend(library)
+    write_module(library, "opaque", "class App:\n    async def __call__(self, *_): pass\n")
 
     def load(source: str) -> ModuleType:
         write_module(tmp_path, "users", HEAD + source)
@@ -200,7 +359,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return module
 
     yield load
-    for name in ("users", "other"):
+    for name in ("users", "other", "opaque"):
         sys.modules.pop(name, None)
 
 
@@ -228,9 +387,40 @@ def test_an_object_that_belongs_to_a_loop_is_found(load: Any, shape: str) -> Non
     assert (expected or [name.partition("(")[0].rpartition(".")[2]])[0] in line
 
 
-@pytest.mark.parametrize("source", NOT_REACHED.values(), ids=NOT_REACHED)
+@pytest.mark.parametrize("shape", FILLED)
+def test_a_container_that_requests_fill_is_found(load: Any, shape: str) -> None:
+    source, name, *expected = FILLED[shape]
+    module = load(source)
+
+    (found,) = found_in(module.A.bind())
+
+    assert found.name == name
+    line = Path(found.file).read_text().splitlines()[found.line - 1]
+    assert (expected or [f"{name} = "])[0] in line
+
+
+@pytest.mark.parametrize(
+    "source", [*NOT_REACHED.values(), *NOT_FILLED.values()], ids=[*NOT_REACHED, *NOT_FILLED]
+)
 def test_code_without_such_an_object_has_loops_of_its_own(load: Any, source: str) -> None:
     assert found_in(load(source).A.bind()) == []
+
+
+def test_an_object_that_only_a_function_without_callers_names_is_found_with_that_function(
+    load: Any,
+) -> None:
+    module = load(
+        "lock = asyncio.Lock()\nasync def unused():\n    await lock.acquire()\n"
+        + CLASS.format("return 1")
+        + "    other = unused\n"
+    )
+
+    (found,) = found_in(module.A.bind())
+
+    assert found.name == "lock"
+    file, _, line = found.named_in.partition("(")[2].rstrip(")").rpartition(":")
+    assert found.named_in.startswith("unused (")
+    assert Path(file).read_text().splitlines()[int(line) - 1] == "async def unused():"
 
 
 def test_a_constructor_argument_is_shared_by_all_replicas(load: Any) -> None:
@@ -375,14 +565,13 @@ def test_one_line_names_object_file_and_line_and_the_options(
         serve.run(bind(Locks), route_prefix=None)
 
     (line,) = [each.getMessage() for each in caplog.records if "belongs to" in each.getMessage()]
-    number = next(
-        number
-        for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
-        if text == "lock = asyncio.Lock()"  # at module level
-    )
+    lines = Path(__file__).read_text().splitlines()
+    number = lines.index("lock = asyncio.Lock()") + 1  # at module level
+    method = lines.index("class Locks:") + 2
     assert line == (
-        f"lock (asyncio.Lock, tests/test_loop_sharing.py:{number}) belongs to one event loop, so "
-        "the replicas of Locks run on the shared loop; declare this with "
+        f"lock (asyncio.Lock, tests/test_loop_sharing.py:{number}) belongs to one event loop and "
+        f"is named in Locks.__call__ (tests/test_loop_sharing.py:{method}), so the replicas of "
+        "Locks run on the shared loop; declare this with "
         '@serve.deployment(loop="shared"), or give each replica its own loop with loop="own"'
     )
 

@@ -4,7 +4,7 @@
     options      the base class of the options in `ingress.config`
     types        identities, and the metadata of a request
     signals, standard_streams, counters,
-    gc_freeze, unsupported
+    gc_freeze, libraries, unsupported
 
 It imports nothing of the package.
 """

@@ -32,8 +32,9 @@ def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> 
         file = sources.files.get(path)
         if file is not None and file.allows("IG111", each.line):
             continue
+        named = f" and is named in {each.named_in}" if each.named_in else ""
         message = (
-            f"{each.name} ({each.kind}) belongs to one event loop, so the replicas of {names} "
-            "share a loop"
+            f"{each.name} ({each.kind}) belongs to one event loop{named}, so the replicas of "
+            f"{names} share a loop"
         )
         yield Finding(RULES["IG111"], path, each.line, 1, message, tuple(b.name for b in users))

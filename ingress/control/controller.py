@@ -216,10 +216,11 @@ class Controller:
             found = await asyncio.to_thread(next, loop_objects(built), None)  # it reads files
         if found is not None:
             logger.info(
-                "%s belongs to one event loop, so the replicas of %s run on the shared loop; "
+                "%s belongs to one event loop%s, so the replicas of %s run on the shared loop; "
                 'declare this with @serve.deployment(loop="shared"), or give each replica its own '
                 'loop with loop="own"',
                 found,
+                f" and is named in {found.named_in}" if found.named_in else "",
                 built.name,
             )
         return self._shared_loop(new_loop) if choice == "shared" or found is not None else None

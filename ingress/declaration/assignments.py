@@ -16,22 +16,22 @@ def place_of(module_name: str, name: str) -> tuple[str, int]:
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return _shown(file), 0
+        return shown(file), 0
     first, _, rest = name.partition(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name == first.partition("(")[0]:
-                return _shown(file), _line_in(node, rest)
+                return shown(file), _line_in(node, rest)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and first in _targets(node):
-            return _shown(file), node.lineno
+            return shown(file), node.lineno
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if first == (alias.asname or alias.name):
                     origin = _origin(node, module_name)
                     if origin in sys.modules and origin != module_name:
                         return place_of(origin, ".".join(filter(None, [alias.name, rest])))
-                    return _shown(file), node.lineno
-    return _shown(file), 0
+                    return shown(file), node.lineno
+    return shown(file), 0
 
 
 def _line_in(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, rest: str) -> int:
@@ -57,7 +57,7 @@ def _origin(node: ast.ImportFrom, module: str) -> str:
     return ".".join([*parts, *filter(None, [node.module])])
 
 
-def _shown(file: str) -> str:
+def shown(file: str) -> str:
     """Return a path as it is shown: relative to the current folder, if it is below."""
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))

@@ -1,18 +1,23 @@
 """The makers of objects that belong to one event loop, and the places where user code keeps them.
 
-Bytecode tells which names a function stores in globals and in attributes. No user code runs.
+Bytecode tells which names a function stores in globals and in attributes, `loop_containers` what it
+puts into containers. No user code runs.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from ingress.base.libraries import is_library
+from ingress.declaration.loop_containers import Filled, filled_by
 
 # Classes by their name, with the packages that define one. Subclasses count.
 _CLASSES: Mapping[str, tuple[str, ...]] = {
@@ -40,6 +45,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     "_LRUCacheWrapper": ("async_lru",),
     "AsyncLimiter": ("aiolimiter",),
     "AsyncServer": ("socketio", "engineio"),  # each session has a queue
+    "BaseCache": ("aiocache",),  # in memory it has timers, else connections
 }
 
 # Functions that make such an object, by name.
@@ -53,14 +59,10 @@ _FACTORIES: Mapping[str, tuple[str, ...]] = {
     "secure_channel": ("grpc.aio",),
 }
 
-_LIBRARIES = tuple(
-    str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")
-)
-
 
 @functools.lru_cache(maxsize=10_000)
 def is_in_library(file: str) -> bool:
-    return str(Path(file).resolve()).startswith(_LIBRARIES)
+    return is_library(file) or is_library(str(Path(file).resolve()))
 
 
 def kind_of(value: Any) -> str:
@@ -111,8 +113,41 @@ def made_in(function: FunctionType, known: Known, *, cached: bool) -> Iterator[t
             before = str(each.argval) if each.opname == "LOAD_GLOBAL" else ""
 
 
+def put_in(function: FunctionType, known: Known) -> Iterator[Filled]:
+    """Yield the containers that a function puts the loop's objects into."""
+    names = names_of(function.__code__)
+    if (
+        "create_future" in names
+        or any(inspect.isasyncgenfunction(function.__globals__.get(each)) for each in names)
+        or any(True for _ in _makers(function, known))
+    ):
+        yield from filled_by(function, lambda value: is_maker(value, known))
+
+
 def kept_by(cls: type, known: Known) -> Iterator[tuple[str, str]]:
     """Yield the attributes that methods of a user's class set to such objects, with the maker."""
+    for function in _methods(cls):
+        makers = [*_makers(function, known)]
+        for attribute in _set_on_self(function.__code__, makers) if makers else ():
+            yield attribute, makers[0]
+
+
+def kept_in(cls: type, known: Known) -> Iterator[tuple[str, str]]:
+    """Yield the attributes, containers, that methods of a user's class put such objects into."""
+    for function in _methods(cls):
+        for each in put_in(function, known):
+            if each.path[0] == function.__code__.co_varnames[0]:
+                yield each.path[1], each.kind
+
+
+def stored_by(function: Any) -> set[str]:
+    """Return the attributes that a function sets, of any object."""
+    code = getattr(function, "__code__", None)
+    instructions = dis.get_instructions(code) if code is not None else ()
+    return {str(each.argval) for each in instructions if each.opname == "STORE_ATTR"}
+
+
+def _methods(cls: type) -> Iterator[FunctionType]:
     for base in cls.__mro__:
         file = getattr(sys.modules.get(base.__module__), "__file__", None)
         is_ours = base.__module__.partition(".")[0] == "ingress"
@@ -120,9 +155,7 @@ def kept_by(cls: type, known: Known) -> Iterator[tuple[str, str]]:
             continue
         for function in [*vars(base).values()]:
             if isinstance(function, FunctionType) and function.__code__.co_argcount:
-                makers = [*_makers(function, known)]
-                for attribute in _set_on_self(function.__code__, makers) if makers else ():
-                    yield attribute, makers[0]
+                yield function
 
 
 def _set_on_self(code: CodeType, makers: list[str]) -> Iterator[str]:
@@ -147,13 +180,27 @@ def _makers(function: FunctionType, known: Known) -> Iterator[str]:
         value = function.__globals__[key]
         if isinstance(value, ModuleType):
             for attribute in sorted(names & vars(value).keys()):
-                if _makes(vars(value)[attribute], known):
+                if is_maker(vars(value)[attribute], known):
                     yield f"{key}.{attribute}"
-        elif _makes(value, known):
+        elif is_maker(value, known):
             yield key
 
 
-def _makes(value: Any, known: Known) -> bool:
+def maker_in(factory: Any, known: Known) -> str:
+    """Return the maker that a factory is, or that a function names; "" if there is none."""
+    if isinstance(factory, FunctionType):
+        return next(_makers(factory, known), "")
+    return name_of(factory) if factory is not None and is_maker(factory, known) else ""
+
+
+def name_of(value: Any) -> str:
+    """Return the name of a class or function, or of an object's type, with its package."""
+    known = value if hasattr(value, "__qualname__") else type(value)
+    return f"{str(known.__module__).partition('.')[0]}.{known.__qualname__.partition('.')[0]}"
+
+
+def is_maker(value: Any, known: Known) -> bool:
+    """Return whether a class or function makes an object of one loop."""
     if not isinstance(value, type):
         name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "")
         return callable(value) and _is_listed(_FACTORIES, str(name), str(module))
@@ -161,5 +208,5 @@ def _makes(value: Any, known: Known) -> bool:
         known[value] = False  # while it is looked at: a method may make its own class
         known[value] = any(
             _is_listed(_CLASSES, each.__name__, each.__module__) for each in value.__mro__
-        ) or any(True for _ in kept_by(value, known))
+        ) or any(True for _ in chain(kept_by(value, known), kept_in(value, known)))
     return known[value]

@@ -5,6 +5,8 @@
     async def startup(): global pool; pool = ...    a global, or a part of one, that code sets
     @lru_cache def client(): return AsyncClient()   the cached result of a function
     class Database: self.pool = await create_pool() a part of a global, that its methods set
+    locks.setdefault(user, asyncio.Lock())          a container that outlives the call
+    app.mount("/ws", socketio.ASGIApp(server))      a library's app, whose parts are not known
 
 Such an object works on the first loop that uses it, and fails on the loop of another replica. The
 walk begins at a deployment, and follows what its functions name: the functions, classes and globals
@@ -17,22 +19,27 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
-from ingress.declaration.assignments import place_of
+from ingress.declaration.assignments import place_of, shown
 from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.loop_makers import (
     Known,
     is_in_library,
     kept_by,
+    kept_in,
     kind_of,
     made_in,
+    maker_in,
+    name_of,
     names_of,
+    put_in,
+    stored_by,
 )
 
 T = TypeVar("T")
@@ -40,6 +47,12 @@ T = TypeVar("T")
 _DEPTH = 4  # attributes of attributes of a global
 _ITEMS = 100  # of a container
 _OBJECTS = 50_000  # in one walk
+
+MOUNT = "mount"
+# Packages whose apps have no object of one loop.
+_LOOPLESS = frozenset(
+    ("a2wsgi", "asgiref", "fastapi", "functools", "ingress", "prometheus_client", "starlette")
+)
 
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset)
@@ -51,12 +64,14 @@ class LoopObject:
     """An object that belongs to one event loop, as user code names it: `db.engine`.
 
     `kind` is its type, or the function that makes it. `place` is its file and line, "" if unknown.
+    `named_in` is the function of user code that names it, "" if no function does.
     """
 
     name: str
     kind: str
     file: str
     line: int
+    named_in: str = field(default="", compare=False)
 
     @property
     def place(self) -> str:
@@ -74,13 +89,17 @@ def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """The name of an object in user code: `module` is that of the name's first part."""
+    """The name of an object in user code: `module` is that of the name's first part.
+
+    `function` is the one that has the name in its code, with its place.
+    """
 
     module: str
     text: str
+    function: str = ""
 
     def part(self, name: str) -> _Name:
-        return _Name(self.module, f"{self.text}.{name}")
+        return _Name(self.module, f"{self.text}.{name}", self.function)
 
 
 class _Walk:
@@ -90,9 +109,12 @@ class _Walk:
         self._package = str(getattr(target, "__module__", "")).partition(".")[0]
         # By id, with the object itself: another one may not get the same id meanwhile.
         self._seen: dict[int, Any] = {}
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
         self._kept: dict[type, list[tuple[str, str]]] = {}
+        self._filled: dict[type, list[tuple[str, str]]] = {}
         self._known: Known = {}
+        self._state: dict[str, Any] = {}  # of the app, as all its replicas have it
+        self._app = _Name("", "app")
 
     def found(self, built: BuiltDeployment) -> Iterator[LoopObject]:
         target: Any = built.deployment.func_or_class
@@ -106,8 +128,16 @@ class _Walk:
         spec = getattr(target, "__ingress_spec__", None)
         if spec is not None:
             self._seen[id(spec.app)] = spec.app  # its parts have names of their own
-            app = _global_name(spec.app, name) or _Name(name.module, "app")
-            waiting += [(part, app.part(key), 0) for key, part in _parts_of_app(spec.app)]
+            self._app = app = _global_name(spec.app, name) or _Name(name.module, "app")
+            self._state = getattr(getattr(spec.app, "state", None), "_state", {})
+            for key, part in _parts_of_app(spec.app):
+                own = app if part is spec.app else app.part(key)
+                if key.startswith(MOUNT) and self._is_opaque(part):
+                    yield from self._tell(own, name_of(part))
+                else:
+                    if part is spec.app:  # an ASGI app of the user's, which is a part of its own
+                        del self._seen[id(part)]
+                    waiting.append((part, own, 0))
         while waiting and len(self._seen) < _OBJECTS:
             value, name, depth = waiting.popleft()
             if isinstance(value, _PLAIN) or id(value) in self._seen:
@@ -117,22 +147,60 @@ class _Walk:
             if kind:
                 yield from self._tell(_global_name(value, name) or name, kind)
                 continue
-            function = _function_of(value)
-            if function is not None and self._is_users(function.__module__):
-                for made, maker in made_in(
-                    function, self._known, cached=isinstance(value, _CACHED)
-                ):
-                    yield from self._tell(_Name(function.__module__, made), maker)
-            elif function is None and not isinstance(value, type):
-                for made, maker in self._kept_by(value):
-                    yield from self._tell(name.part(made), maker)
+            for found, maker in self._made(value, name):
+                yield from self._tell(found, maker)
             waiting += self._parts(value, name, depth)
+
+    def _made(self, value: Any, name: _Name) -> Iterator[tuple[_Name, str]]:
+        """Yield the objects and containers that code will set or fill, with their makers."""
+        function = _function_of(value)
+        if function is not None:
+            if self._is_users(function.__module__):
+                yield from self._made_in(function, cached=isinstance(value, _CACHED))
+        elif isinstance(value, type):
+            if self._is_users(value.__module__):
+                yield from self._kept_in_class(value)
+        else:
+            if isinstance(value, defaultdict):
+                maker = maker_in(value.default_factory, self._known)
+                if maker:
+                    yield name, f"container of {maker}"
+            for attribute, maker in self._kept_by(value):
+                yield name.part(attribute), maker
+
+    def _made_in(self, function: FunctionType, *, cached: bool) -> Iterator[tuple[_Name, str]]:
+        module, label = function.__module__, _label(function)
+        for made, maker in made_in(function, self._known, cached=cached):
+            yield _Name(module, made, label), maker
+        for each in put_in(function, self._known):
+            first, *rest = each.path
+            if first in function.__code__.co_freevars:
+                text = ".".join([function.__qualname__, *each.path])
+                yield _Name(module, text, label), each.kind
+            elif first in function.__globals__ and first not in function.__code__.co_varnames:
+                holder = function.__globals__[first]
+                if isinstance(holder, ModuleType) and rest:
+                    yield _Name(holder.__name__, ".".join(rest), label), each.kind
+                else:
+                    yield _Name(module, ".".join(each.path), label), each.kind
+            elif each.path[-3:-1] == ("app", "state") and each.path[-1] in self._state:
+                yield (
+                    _Name(self._app.module, f"{self._app.text}.state.{each.path[-1]}", label),
+                    each.kind,
+                )
+
+    def _kept_in_class(self, cls: type) -> Iterator[tuple[_Name, str]]:
+        """Yield the containers, attributes of a class, that its methods fill by `self`."""
+        for attribute, kind in kept_in(cls, self._known):
+            owner = next((each for each in cls.__mro__ if attribute in vars(each)), None)
+            if owner is not None and attribute not in stored_by(vars(owner).get("__init__")):
+                yield _Name(owner.__module__, f"{owner.__qualname__}.{attribute}"), kind
 
     def _tell(self, name: _Name, kind: str) -> Iterator[LoopObject]:
         file, line = place_of(name.module, name.text)
-        found = LoopObject(name.text, kind, file, line)
-        if str(found) not in self._told:
-            self._told.add(str(found))
+        found = LoopObject(name.text, kind, file, line, name.function)
+        if (found.name, found.place) not in self._told:
+            self._told.add((found.name, found.place))
             yield found
 
     def _kept_by(self, value: Any) -> list[tuple[str, str]]:
@@ -140,11 +208,17 @@ class _Walk:
         cls = type(value)
         if cls not in self._kept:  # a list may have thousands of instances of one class
             self._kept[cls] = [*kept_by(cls, self._known)]
+            self._filled[cls] = [*kept_in(cls, self._known)]
         kept = self._kept[cls]
         if kept:
             there = dict(_attributes(value))  # the walk comes to these by itself
             kept = [each for each in kept if there.get(each[0]) is None]
-        return kept
+        return [*kept, *self._filled[cls]]
+
+    def _is_opaque(self, app: Any) -> bool:
+        """Return whether an app that is mounted is a library's, whose state is not known."""
+        package = name_of(app).partition(".")[0]
+        return package not in _LOOPLESS and not self._is_users(_function_or_type(app).__module__)
 
     def _is_users(self, module: str | None) -> bool:
         """Return whether a module is the user's: of the deployment's package, or no library."""
@@ -179,7 +253,8 @@ class _Walk:
                 yield from ((each, name, depth) for each in value.__bases__)
         elif isinstance(value, dict):
             for key, each in _some(dict.items(value)):
-                yield each, _Name(name.module, f"{name.text}[{key!r}]"), depth
+                part = _Name(name.module, f"{name.text}[{key!r}]", name.function)
+                yield each, part, depth
         elif isinstance(value, _SEQUENCES):
             iterate: Any = next(each.__iter__ for each in _SEQUENCES if isinstance(value, each))
             yield from ((each, name, depth) for each in _some(iterate(value)))
@@ -192,7 +267,8 @@ class _Walk:
     def _parts_of_function(
         self, function: FunctionType, depth: int
     ) -> Iterator[tuple[Any, _Name, int]]:
-        own = _Name(function.__module__, function.__qualname__)
+        label = _label(function)
+        own = _Name(function.__module__, function.__qualname__, label)
         cells = function.__closure__ or ()
         for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
             try:
@@ -212,17 +288,23 @@ class _Walk:
         for key in sorted(names & function.__globals__.keys()):
             value = function.__globals__[key]
             if not isinstance(value, ModuleType):
-                yield value, _Name(function.__module__, key), 0
+                yield value, _Name(function.__module__, key, label), 0
             elif self._is_users(value.__name__):
                 for attribute in sorted(names & vars(value).keys()):
-                    yield vars(value)[attribute], _Name(value.__name__, attribute), 0
+                    yield vars(value)[attribute], _Name(value.__name__, attribute, label), 0
 
 
 def _global_name(value: Any, name: _Name) -> _Name | None:
     """Return the name of the global that is this very object, in the module of `name`."""
     variables = vars(sys.modules[name.module]) if name.module in sys.modules else {}
     key = next((key for key, each in [*variables.items()] if each is value), None)
-    return None if key is None else _Name(name.module, key)
+    return None if key is None else _Name(name.module, key, name.function)
+
+
+def _label(function: FunctionType) -> str:
+    """Return a function as a message names it: `Shop.get (shop.py:12)`."""
+    code = function.__code__
+    return f"{function.__qualname__} ({shown(code.co_filename)}:{code.co_firstlineno})"
 
 
 def _is_ours(value: Any) -> bool:
@@ -236,6 +318,10 @@ def _function_of(value: Any) -> FunctionType | None:
     if isinstance(value, _CACHED):
         value = inspect.unwrap(value)
     return value if isinstance(value, FunctionType) else None
+
+
+def _function_or_type(value: Any) -> Any:
+    return _function_of(value) or type(value)
 
 
 def _some(values: Iterable[T]) -> list[T]:
@@ -270,8 +356,16 @@ def _dependency(value: Any) -> Any:
     return getattr(value, "dependency", None) or value if hasattr(value, "use_cache") else value
 
 
-def _parts_of_app(app: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the user's callables and objects in an app or router of Starlette or FastAPI."""
+def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the user's callables and objects in an app or router of Starlette or FastAPI.
+
+    An app of another kind, as `mount` may be, is yielded itself.
+    """
+    while not hasattr(app, "routes") and _is_starlettes(app) and hasattr(app, "app"):
+        app = app.app  # in a middleware
+    if not hasattr(app, "routes"):
+        yield f"{MOUNT}({mount!r})", app
+        return
     for name in ("dependency_overrides", "exception_handlers"):
         yield name, getattr(app, name, None)
     for each in getattr(app, "user_middleware", ()):
@@ -292,7 +386,15 @@ def _parts_of_app(app: Any) -> Iterator[tuple[str, Any]]:
             yield "routes", each.call
             waiting += each.dependencies
         # FastAPI's included router, Starlette's mounted app.
-        for name in ("original_router", "app"):
-            inner = getattr(route, name, None)
-            if hasattr(inner, "routes"):
-                yield from _parts_of_app(inner)
+        for inner in (getattr(route, "original_router", None), _mounted(route)):
+            if inner is not None:
+                yield from _parts_of_app(inner, getattr(route, "path", ""))
+
+
+def _mounted(route: Any) -> Any:
+    """Return the app of a `Mount` or `Host`; a route of an endpoint has none."""
+    return None if hasattr(route, "endpoint") else getattr(route, "app", None)
+
+
+def _is_starlettes(app: Any) -> bool:
+    return name_of(app).partition(".")[0] in ("starlette", "fastapi")

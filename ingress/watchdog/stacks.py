@@ -13,30 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
-import sysconfig
 import threading
 from asyncio.events import Handle
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
-from functools import lru_cache
 from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
+from ingress.base.libraries import is_library
 from ingress.calls.loops import Mailbox
 from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan
 from ingress.execution.threads import Work, WorkerThreads
 
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (
-    _OURS,
-    "<frozen ",
-    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _DEPTH = 64  # lines kept of a stack
 _DEBUGGERS = frozenset(("bdb", "debugpy", "pydevd", "_pydevd_bundle"))
 _PLANS = frozenset(
@@ -125,7 +116,7 @@ def awaiting(coroutine: Any) -> Place:
     place = NOWHERE
     for _ in range(_DEPTH * 4):  # it may run on, and start others
         frame = _first(coroutine, "cr_frame", "ag_frame", "gi_frame")
-        if frame is not None and not _is_library(frame.f_code.co_filename):
+        if frame is not None and not is_library(frame.f_code.co_filename):
             place = Place(frame.f_code.co_filename, frame.f_lineno or 0, _name_of(frame.f_code))
         waits_for = _first(coroutine, "cr_await", "ag_await", "gi_yieldfrom")
         if waits_for is None and frame is None:
@@ -144,7 +135,7 @@ def raised_at(error: BaseException) -> Place:
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if not _is_library(code.co_filename):
+        if not is_library(code.co_filename):
             place = Place(code.co_filename, traceback.tb_lineno, _name_of(code))
         traceback = traceback.tb_next
     return place
@@ -179,7 +170,7 @@ def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stac
             place = outermost = importer = NOWHERE
         elif importer is NOWHERE and imports and name != "importlib":
             importer = here
-        if not _is_library(code.co_filename) or (name == package and package):
+        if not is_library(code.co_filename) or (name == package and package):
             outermost = here
             place = here if place is NOWHERE else place
         elif not method and code in _PLANS:
@@ -265,8 +256,3 @@ def _name_of(code: CodeType) -> str:
     """Return `Class.method`, also inside its comprehensions and lambdas."""
     names = code.co_qualname.split(".<locals>.")
     return next((name for name in reversed(names) if not name.startswith("<")), names[-1])
-
-
-@lru_cache(1024)
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or any(each in file for each in _INSTALLED)
