@@ -42,6 +42,8 @@ MAY_HAVE_A_DICT = {
     "Connections": "the server's loop",
     "Guarded": "uvicorn's protocols have one; the server's loop",
     "UvicornServer": "uvicorn's server has one; its loop, and signals set what is there",
+    "ThreadAware": "asyncio's loops have one; the thread that runs the loop",
+    "_CallSoon": "a dict for each thread",
 }
 """Classes of `ingress` that live requests hold and that may have a dict, with the reason.
 

@@ -55,6 +55,7 @@ from ingress.live.observer import Observer
 from ingress.live.part import parts_of
 
 READY = "READY=1"  # systemd's word
+NEW_EVENT_LOOP = "ingress.calls.loops:new_event_loop"  # as uvicorn takes it
 
 
 def read_settings() -> Settings:
@@ -247,6 +248,8 @@ def serve_in_new_processes(
     made = uvicorn.Config(
         served.target,
         timeout_graceful_shutdown=math.ceil(drain_s) + 1,
+        # A loop that runs user code reports calls from other threads.
+        loop="auto" if settings.run_user_code_in_separate_thread else NEW_EVENT_LOOP,
         **{"timeout_worker_healthcheck": SILENCE_S, **config},
         **server.uvicorn_arguments(options, limits),
     )

@@ -27,7 +27,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
 
 from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
-from ingress.calls.loops import new_event_loop, running_loop
+from ingress.calls.loops import ThreadAware, new_event_loop, running_loop
 from ingress.engines import local_engine
 
 if TYPE_CHECKING:  # pytest imports this package in every test run
@@ -184,7 +184,7 @@ class _Selector(selectors.DefaultSelector):
                 loop.is_idle = False
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _Loop(ThreadAware, asyncio.SelectorEventLoop):
     """An event loop on the clock's time, until `let_go`."""
 
     def __init__(self, clock: VirtualClock) -> None:
