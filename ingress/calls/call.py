@@ -278,6 +278,25 @@ class Call(Node):
             self.runner.cancel(self)
         return True
 
+    def give_up(self, error: RayServeException) -> None:
+        """End the call with an error, because its replica is stuck. Thread-safe."""
+        self.cancel(error)
+
+    def family(self) -> set[Call]:
+        """Return the calls whose answers hang together with this one's. Thread-safe.
+
+        They are this call, the calls that it was made for, the calls that were made in these and
+        have no answer, and the other calls of their batches.
+        """
+        found: set[Call] = set()
+        todo: list[Call | None] = [self]
+        while todo:
+            each = todo.pop()
+            if each is not None and each not in found:
+                found.add(each)
+                todo += [each._parent, *(each.members or ()), *list(each._children or ())]
+        return found
+
     def interrupt(self) -> None:
         """Tell the work to stop, and cancel the calls made in it.
 

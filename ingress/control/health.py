@@ -37,6 +37,8 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
     for member in deployment.members:
         if member.phase in (Phase.SERVING, Phase.AWAY, Phase.PARKED):
             _note_stuck(member, now, after_s)
+        elif member.phase is Phase.LEAVING and _stands(member, now, after_s):
+            member.replica.hand_over()
         if member.phase is Phase.SERVING and deployment.has_started:
             _note_worn(deployment, member, now)
         if member.phase is Phase.SERVING and now >= member.check_at and not member.stuck:

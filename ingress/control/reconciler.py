@@ -139,7 +139,7 @@ class Reconciler:
                     self._drop(deployment, member)
                 case Kind.PARK:
                     deployment.router.remove(member.replica)
-                    member.phase = Phase.PARKED
+                    member.phase, member.parked_at = Phase.PARKED, now
                 case Kind.RETURN if member.task is not None and not member.task.done():
                     member.phase = Phase.AWAY  # its reconfiguration has yet to end
                 case Kind.RETURN:
@@ -147,10 +147,35 @@ class Reconciler:
                     member.phase = Phase.SERVING
                 case Kind.RECONFIGURE if member.phase is Phase.SERVING:
                     self._take_away(deployment, member)
+        for member in deployment.members:
+            if member.phase is Phase.PARKED:
+                self._relieve(deployment, member, now)
         if deployment.resized and deployment.is_settled():
             deployment.resized = 0
         if actions:
             deployment.note_change()
+
+    def _relieve(self, deployment: RunningDeployment, member: Member, now: float) -> None:
+        """Send the calls that a stuck replica has not begun elsewhere; end the others in the end.
+
+        Those get the time that a drain would give them, and until another replica serves.
+        """
+        replica = member.replica
+        if handed := replica.hand_over():
+            logger.warning(
+                "%s: the requests that it has not begun go to other replicas: %d",
+                replica.replica_id,
+                handed,
+            )
+        grace_s = deployment.config.graceful_shutdown_timeout_s
+        if now - member.parked_at < grace_s or not deployment.has_replacements():
+            return
+        if ended := replica.give_up(member.stuck):
+            logger.error(
+                "%s has been stuck for graceful_shutdown_timeout_s=%g; the requests that it has "
+                "begun end with an error: %d",
+                *(replica.replica_id, grace_s, ended),
+            )
 
     def _observed(self, deployment: RunningDeployment, now: float) -> Observed | None:
         """Return the replicas as they are, `None` if a start or an update is given up."""

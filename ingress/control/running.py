@@ -58,6 +58,7 @@ class Member:
     excess           the reason why it had too much memory soon after its start, "" if it had not
     extra            its part of the requests by which replicas retire at different times, 0 to 1
     away_at          when it was last taken out of routing, to be reconfigured
+    parked_at        when it was last taken out of routing, because it is stuck
     task             its start, its reconfiguration, or its end
     """
 
@@ -83,6 +84,7 @@ class Member:
     served_at: float = 0.0
     measuring: asyncio.Task[None] | None = None
     away_at: float = 0.0
+    parked_at: float = 0.0
     tell_at: float = 0.0
     task: asyncio.Task[None] | None = None
 
@@ -247,6 +249,13 @@ class RunningDeployment:
     def serving(self) -> int:
         """Return the number of replicas that get calls."""
         return sum(each.phase is Phase.SERVING for each in list(self.members))
+
+    def has_replacements(self) -> bool:
+        """Return whether as many replicas serve as may, beside those that are stuck."""
+        count = self.desired.count
+        return self.serving() >= max(
+            allowed(count, len(self.stuck) + len(self.left)), min(count, 1)
+        )
 
     def is_ready(self) -> bool:
         """Return whether it has a replica for its calls, or should have none."""

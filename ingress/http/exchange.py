@@ -332,14 +332,24 @@ class Exchange(Call):
         """
         self._post(self._disconnect, code)
 
-    def stop(self) -> None:
-        """Cancel the call, because the application stops. Thread-safe."""
+    def stop(self, error: RayServeException | None = None) -> None:
+        """Cancel the call with an error, by default because the application stops. Thread-safe."""
         if self._stopped_by is None:
-            self._stopped_by = DeploymentUnavailableError(
+            self._stopped_by = error or DeploymentUnavailableError(
                 f"{self.metadata.deployment} was stopped before it answered; send the request "
                 "again if that is safe."
             )
         self.cancel(self._stopped_by)
+
+    def give_up(self, error: RayServeException) -> None:
+        if not self.is_http or not self.has_answer:  # else only a background task is left
+            self.stop(error)
+            self._post(self._end_stream)
+
+    def _end_stream(self) -> None:
+        """End a stream or a WebSocket whose user loop is stuck, and cannot do so itself."""
+        if self._outbound is not None:
+            self._outbound.finish()
 
     def expire(self) -> None:
         """Answer that the deadline has passed, or cut a response that has begun. Thread-safe."""

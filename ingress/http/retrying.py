@@ -116,7 +116,9 @@ def _is_ours(failed: Exchange, error: Exception) -> bool:
         deadline = failed.metadata.deadline  # the replica may have been the first to notice
         return failed.cut_by is not None or (deadline is not None and monotonic() >= deadline)
     if isinstance(error, ReplicaUnavailableError):
-        return failed.runner is not None and failed.runner.is_ending
+        # A replica that is stuck has given the request up.
+        is_ending = failed.runner is not None and failed.runner.is_ending
+        return is_ending or failed.was_ended_by(error)
     return False
 
 

@@ -18,10 +18,10 @@ from starlette.types import Message
 
 from ingress.calls.channel import YIELD_EVERY, Channel, EndOfStream
 from ingress.calls.loops import mailbox_of
-from ingress.exceptions import is_cancellation
+from ingress.exceptions import RayServeException, is_cancellation
 from ingress.http.exchange import Exchange
 from ingress.http.exchange_state import COMPLETE, GONE, STARTED, ExchangeState
-from ingress.http.messages import INTERNAL_ERROR, NORMAL
+from ingress.http.messages import INTERNAL_ERROR, NORMAL, SERVICE_RESTART
 from ingress.http.uvicorn_connection import send_messages, transport_of, websocket_of
 
 # For a handler whose client is gone, to notice and to clean up.
@@ -47,6 +47,11 @@ class WebSocketExchange(Exchange):
     def deadline(self) -> float | None:
         """The deadline of calls that its handler makes: they have none."""
         return None
+
+    def give_up(self, error: RayServeException) -> None:
+        if self.is_stream:  # else it is refused, with the error
+            self.disconnect(SERVICE_RESTART)
+        super().give_up(error)
 
     def cut_late(self) -> None:
         if not self.started:

@@ -198,7 +198,7 @@ class ProcessReplica(Replica):
     def _send(self, call: Call, invocation: Invocation) -> None:
         """Begin a call without a task."""
         work = RemoteCall(loop=self.loop)
-        if not self.admit(call, work):
+        if not self._takes(call) or not self.admit(call, work):
             return
         work.begin(call, self._end_call)
         try:

@@ -5,6 +5,9 @@
 Other threads submit and cancel calls by the mailbox of the user loop. The watchdog writes `stalls`,
 and `stop` the state: comments name those races. The router keeps its record of the replica in
 `slots`.
+
+From `submit` to the first step of its task a call is in `_arriving`. The thread that removes it
+from there decides what becomes of it: the task begins it, `hand_over` sends it to another replica.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from ingress.replicas.models import Models
 from ingress.replicas.slots import HELD, Slots
 from ingress.replicas.user_code import MakePlan
 from ingress.watchdog import WATCHDOG
+from ingress.watchdog.stacks import context_of
 
 LATE_S = 0.01  # between the assignment of a slot and the first line of user code
 CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
@@ -93,9 +97,9 @@ class Replica:
     """
 
     __slots__ = (
-        "_anyio_threads", "_borrows", "_calls", "_clocks", "_executor", "_home", "_in_time",
-        "_is_computing",
-        "_models", "_reassign", "_release", "_resume", "_stall_threshold_s",
+        "_anyio_threads", "_arriving", "_borrows", "_calls", "_clocks", "_executor", "_home",
+        "_in_time", "_is_computing", "_models", "_reassign", "_release", "_resume",
+        "_stall_threshold_s",
         "begun", "context", "errors", "is_checking", "is_late", "is_left_behind",
         "is_reconfiguring", "latencies",
         "loop", "pools", "replica_id", "slots", "stalls", "state", "thread", "unhealthy_reason",
@@ -161,7 +165,8 @@ class Replica:
             workers = min(32, max(1, math.ceil(num_cpus)) + 4)
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop, factories.threads)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
-        # The calls that run here, each with its task once that has begun.
+        self._arriving: dict[Call, None] = {}
+        # The calls that have begun here, each with its task.
         self._calls: dict[Call, asyncio.Future[Any] | None] = {}
         self.context = ReplicaRuntime(replica_id, loop=self.loop, make_plan=make_plan)
         self._models = Models(self.loop, self.context, make_plan, self._calls)
@@ -188,7 +193,7 @@ class Replica:
     @property
     def calls(self) -> dict[Call, asyncio.Future[Any] | None]:
         """A copy of the calls here, each with its task once that has begun. Thread-safe."""
-        return self._calls.copy()
+        return {**self._arriving.copy(), **self._calls.copy()}
 
     @property
     def model_ids(self) -> frozenset[str]:
@@ -241,6 +246,7 @@ class Replica:
 
     def submit(self, call: Call) -> None:
         """Run a call that holds a slot of this replica. Thread-safe."""
+        self._arriving[call] = None
         # While the replica ends, by way of the mailbox, or calls would recurse: each one that
         # `_begin` turns away frees the slot of the next.
         thread = self.thread
@@ -335,14 +341,61 @@ class Replica:
             self._home.mailbox.post(self._cancel, call)
 
     def _begin(self, call: Call) -> None:
+        # Race with `hand_over`, which takes the call and then gives it another context. This reads
+        # the context and then looks whether the call is still here: two threads never share one.
+        context = call.context
+        if call not in self._arriving:
+            return
         if call.settled or self.state in _ENDING:  # while the call was on its way here
-            self._turn_away(call)
+            if self._takes(call):
+                self._turn_away(call)
             return
         # The mailbox runs this in an empty context; the task gets the request's own.
-        self.loop.create_task(self._run(call), context=call.context)
         # Race with a cancellation before the task's first step, which would end the task with no
-        # line run and its slot lost: there is no task to cancel until `admit` puts it here.
-        self._calls[call] = None
+        # line run and its slot lost: there is no task to cancel until `admit` puts it in `_calls`.
+        self.loop.create_task(self._run(call), context=context)
+
+    def _takes(self, call: Call) -> bool:
+        """Return whether this thread is the one that decides about a call on its way here.
+
+        Race of the loop, which may turn again at this moment, with `hand_over` and `stop` in other
+        threads: removing a key is one step, so exactly one of them gets the call.
+        """
+        return self._arriving.pop(call, _ABSENT) is None
+
+    def hand_over(self) -> int:
+        """Send the calls that have not begun to other replicas, and return their number.
+
+        For a replica that gets no more calls: its loop does not turn. Thread-safe. A call that the
+        router was just giving it may arrive later, so this is called again and again.
+        """
+        taken = [call for call in list(self._arriving) if self._takes(call)]
+        for call in taken:
+            # The call may have a task here, whose first step enters the context only to find that
+            # the call is gone, maybe while another replica runs the call.
+            call.context = call.context.copy()
+            self._turn_away(call)
+        return len(taken)
+
+    def give_up(self, reason: str) -> int:
+        """End the calls that have begun, and return their number. Thread-safe.
+
+        The call that the loop works for at this moment goes on, and those that need its answer.
+        """
+        task = asyncio.current_task(self.loop)
+        context = None if task is None else context_of(task)
+        holder = None if context is None else context.get(CURRENT_CALL)
+        spared = set() if holder is None else holder.family()
+        given_up = [call for call in list(self._calls) if call not in spared and not call.settled]
+        for call in given_up:
+            call.give_up(
+                ReplicaUnavailableError(
+                    f"Replica {self.replica_id} of {self.replica_id.deployment_id} is stuck, and "
+                    f"another has taken its place: {reason}. The request had begun and was not "
+                    "answered; send it again if that is safe."
+                )
+            )
+        return len(given_up)
 
     def _cancel(self, call: Call) -> None:
         task = self._calls.get(call)
@@ -420,9 +473,8 @@ class Replica:
                 self._reassign(call, self.gone_error())
 
     async def _run(self, call: Call) -> None:
-        # Race with `stop`, which does not wait for this task for ever: the thread that takes the
-        # call out of `_calls` gives its slot back.
-        if self._calls.pop(call, _ABSENT) is _ABSENT or not self.admit(call):
+        # As `_takes`, whose call would cost every request.
+        if self._arriving.pop(call, _ABSENT) is _ABSENT or not self.admit(call):
             return
         try:
             value = await self.serve(call)
@@ -585,11 +637,9 @@ class Replica:
         # In a thread: joining blocks, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
         for call in list(self._calls):  # a loop that was left behind may change it
-            if self._calls.get(call) is not None:
-                call.settle(error=self.gone_error())
-                call.interrupt()
-            elif self._calls.pop(call, _ABSENT) is None:
-                self._turn_away(call)  # the loop ended or hangs before the call's first step
+            call.settle(error=self.gone_error())
+            call.interrupt()
+        self.hand_over()  # the loop ended or hangs before the first step of these calls
         self.state = ReplicaState.STOPPED
 
     async def _wind_down(self) -> None:
@@ -640,7 +690,8 @@ class Replica:
         """Turn away or interrupt a call that can no longer reach the user loop."""
         for call in args:
             if isinstance(call, Call) and callback == self._begin:
-                self._turn_away(call)
+                if self._takes(call):
+                    self._turn_away(call)
             elif isinstance(call, Call):
                 call.interrupt()
 

@@ -225,7 +225,7 @@ def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int
         if at is None:
             return 0, None
         at = at.f_back
-    return id(task), _context_of(task)
+    return id(task), context_of(task)
 
 
 def worker_context(frame: FrameType | None) -> Context | None:
@@ -238,7 +238,8 @@ def worker_context(frame: FrameType | None) -> Context | None:
     return None
 
 
-def _context_of(task: asyncio.Task[Any]) -> Context | None:
+def context_of(task: asyncio.Task[Any]) -> Context | None:
+    """Return the context that a task runs in. Callable from any thread."""
     get_context = getattr(task, "get_context", None)
     if get_context is not None:  # Python 3.12
         context: Context = get_context()
