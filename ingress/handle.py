@@ -354,6 +354,21 @@ class DeploymentResponse(_Response):
     def __await__(self) -> Generator[Any, None, Any]:
         return self._wait().__await__()
 
+    def __aiter__(self) -> NoReturn:
+        raise TypeError(self._one_answer("async for"))
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(self._one_answer("for"))
+
+    def _one_answer(self, loop: str) -> str:
+        method = self._call.metadata.method_name
+        name = "handle" if method == "__call__" else f"handle.{method}"
+        return (
+            f"`{loop}` over a DeploymentResponse, which is the one answer to a call: await it, or "
+            f"call a generator with stream=True: `{loop} item in handle.options(stream=True)"
+            f"{name.removeprefix('handle')}.remote(...)`"
+        )
+
     async def _wait(self) -> Any:
         try:
             await self._call.wait()

@@ -44,7 +44,7 @@ class Lifted:
     ) -> None:
         self._original = original
         self._target = target
-        self._func = target.func
+        self.func = target.func
         self.__signature__ = signature
         self.__name__ = getattr(original, "__name__", type(original).__name__)
         self.__qualname__ = getattr(original, "__qualname__", type(original).__qualname__)
@@ -64,7 +64,7 @@ class LiftedFunction(Lifted):
     """A function, run by the current replica's plan."""
 
     async def __call__(self, **values: Any) -> Any:
-        return await REPLICA.get().plans[self._func].run(**values)
+        return await REPLICA.get().plans[self.func].run(**values)
 
 
 class LiftedGenerator(Lifted):
@@ -84,7 +84,7 @@ class LiftedPlacedGenerator(Lifted):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
     async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
-        plan = REPLICA.get().plans[self._func]
+        plan = REPLICA.get().plans[self.func]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)
         try:

@@ -111,7 +111,7 @@ class _Routes:
             if key in self._seen:
                 continue
             self._seen.add(key)
-            func = call._func if is_lifted else call
+            func = call.func if is_lifted else call
             is_planned = is_lifted and id(func) in self._planned
             if not is_planned and kind_for_fastapi(func) is not kind(func):
                 func = inspect.unwrap(func)  # FastAPI looks at the wrapped function

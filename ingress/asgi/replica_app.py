@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.asgi.apps import BoundRoutes
+from ingress.asgi.bad_results import endpoint_of, explain
 from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
 from ingress.asgi.telemetry import TELEMETRY, Telemetry
@@ -79,11 +80,13 @@ class ReplicaApp:
             watched = send if scope["type"] == "websocket" else answer.send
             await self._context.asgi_app(scope, receive, watched)
         except BaseException as error:
+            explain(error, endpoint_of(scope), scope)
             contain(error, "the ASGI app")
             raise
         finally:
             del scope[ANSWER]  # breaks a reference cycle with the scope
         if answer.failure is not None:
+            explain(answer.failure, endpoint_of(scope), scope)
             raise answer.failure
 
     async def _build(self, instance: Any) -> ASGIApp:

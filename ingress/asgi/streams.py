@@ -221,8 +221,8 @@ def _json_encoder(route: Any, steps: Steps) -> Encoder:
     return lambda scope, item: _to_json(item).encode()
 
 
-def _to_json(item: Any) -> str:
-    data = item if is_json(item) else jsonable_encoder(item)
+def _to_json(value: Any) -> str:
+    data = value if is_json(value) else jsonable_encoder(value)
     return json.dumps(data if _finite is None else _finite(data))
 
 

@@ -106,5 +106,9 @@ def _is_class_body(code: CodeType) -> bool:
 
 
 def _is_users(frame: FrameSummary) -> bool:
-    file = frame.filename
+    return is_users(frame.filename)
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is the author's own, by its name."""
     return not (file.startswith((_PACKAGE, "<")) or file.startswith(_LIBRARIES))

@@ -40,12 +40,26 @@ _MEMBERS = 15  # number of a group's members, and of repeats of a line, that Pyt
 _REPEATS = 3
 
 
+class Explanation(str):
+    """A note on an error whose traceback has no line of the user's: it is shown in its place."""
+
+    __slots__ = ()
+
+
+def explanation_of(error: BaseException) -> Explanation | None:
+    """Return the explanation among the notes of an error, `None` if it has none."""
+    notes = getattr(error, "__notes__", ())
+    return next((each for each in notes if isinstance(each, Explanation)), None)
+
+
 def format_error(error: BaseException) -> str:
     """Return an error with its causes, its group's members and the frames that matter. Never fails.
 
     The text has no line break at the end, as `logging.LogRecord.exc_text`.
     """
     try:
+        if explanation := explanation_of(readable(error)):
+            return str(explanation)
         return _format(readable(error), set()).rstrip("\n")
     except Exception:  # a `RecursionError`, say, in groups of groups
         return f"{type(readable(error)).__name__}: its traceback cannot be shown"

@@ -8,7 +8,7 @@ from typing import Any
 from ingress.base.types import ReplicaID
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
 from ingress.execution.mistakes import last_line as described
-from ingress.execution.tracebacks import format_error
+from ingress.execution.tracebacks import explanation_of, format_error
 from ingress.processes.code import culprit
 from ingress.processes.frames import dumps, loads
 
@@ -29,7 +29,10 @@ def pickled_error(error: BaseException, at_most: int | None = None) -> bytes:
         return content
     except Exception as problem:
         told = f"{described(error)} (it cannot be sent to another process: {described(problem)})"
-        return dumps((RayServeException(told), text))
+        sent = RayServeException(told)
+        if explanation := explanation_of(error):
+            sent.add_note(explanation)
+        return dumps((sent, text))
 
 
 def unpickled_error(content: memoryview) -> BaseException:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import BoundApp
+from ingress.asgi.bad_results import explain
 from ingress.asgi.responses import send_stream, send_value
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.exceptions import UnknownMethodError
@@ -133,14 +134,18 @@ class UserCode:
     async def _plain(self, scope: Scope, receive: Receive, send: Send) -> None:
         plan = self._plans.get("__call__") or self._plan("__call__")
         args = (Request(scope, receive, send),) if self._takes_request else ()
-        if plan.kind in _GENERATORS:
-            await send_stream(plan.stream(*args), send)
-            return
-        result = await plan.run(*args)
-        if is_generator(result):
-            await send_stream(plan.iterate(result), send)
-        else:
-            await send_value(result, plan.pool, scope, receive, send)
+        try:
+            if plan.kind in _GENERATORS:
+                await send_stream(plan.stream(*args), send)
+                return
+            result = await plan.run(*args)
+            if is_generator(result):
+                await send_stream(plan.iterate(result), send)
+            else:
+                await send_value(result, plan.pool, scope, receive, send)
+        except Exception as error:
+            explain(error, plan.func, scope)
+            raise
 
     async def stop(self) -> None:
         """Shut the ASGI app down, then run `__del__` once. Raises what they raise."""
