@@ -1,5 +1,9 @@
 """Ray Serve's programming model at FastAPI speed, in one process: `import ingress as serve`."""
 
+# First: Ctrl-C may come during the other imports.
+from ingress.base import ctrl_c as _ctrl_c  # noqa: F401
+
+# isort: split
 from ingress import autoscaling_policy as autoscaling_policy
 from ingress import exceptions
 from ingress import metrics as metrics

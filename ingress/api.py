@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
 from ingress.admin.address import AdminOptions
+from ingress.base.ctrl_c import without_traceback
 from ingress.base.settings import TRACING, export
 from ingress.base.signals import Stopped, StopSignals
 from ingress.base.unsupported import refuse
@@ -162,7 +163,8 @@ def serving_until_signal(hang_up: Callable[[], None] | None = None) -> Iterator[
             if not _is_serving():
                 shutdown()
                 if stopped.number == signal.SIGINT:
-                    raise KeyboardInterrupt from None  # Python then exits as for Ctrl-C
+                    # Python then exits as for Ctrl-C.
+                    raise without_traceback(KeyboardInterrupt()) from None
                 raise SystemExit(128 + stopped.number) from None
         logger.info("stopping: waiting for running requests; a second signal stops at once")
         # Requests that are on their way are still served.

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import sys
 
+from ingress.base.ctrl_c import INTERRUPTED, begin_command, say_stopped
+
 
 def main() -> None:
     """Run the command line: the console script `ingress`."""
-    # Not at import: worker processes import a module of this folder, and none of the commands.
     try:
+        # Not at import: worker processes import a module of this folder, and none of the commands.
         from ingress.cli.commands import main as run
 
+        begin_command()
         run()
-    except KeyboardInterrupt:  # while the commands are imported
-        sys.exit(130)
+    except KeyboardInterrupt:
+        say_stopped()
+        sys.exit(INTERRUPTED)

@@ -20,6 +20,7 @@ from ingress import api
 from ingress.admin.address import OFF, AdminOptions
 from ingress.api import RunTarget
 from ingress.asgi import log_if_not_callable
+from ingress.base.ctrl_c import INTERRUPTED, say_stopped
 from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
 from ingress.base.snapshot import Snapshot
 from ingress.cli.admin import admin_listening, resolved
@@ -144,7 +145,8 @@ def serve_until_ctrl_c(
             notify(READY)
             reloads.begin()
     except KeyboardInterrupt:  # during the start
-        raise typer.Exit(130) from None
+        say_stopped()
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextmanager

@@ -12,14 +12,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ingress.base.ctrl_c import INTERRUPTED, was_pressed
 from ingress.config_file.loading import ConfigFile
 from ingress.config_file.reading import ConfigFileError
 from ingress.declaration import module_app
 from ingress.declaration.declaration import Application
 from ingress.declaration.module_app import NotAnApplication
 from ingress.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 FileOrTarget = Annotated[
     str,
@@ -49,26 +48,32 @@ def reporting_mistakes(target: str) -> Iterator[None]:
     fastapis.addFilter(_is_no_mistake)
     try:
         yield
-    except ConfigFileError as error:
-        raise refusals(error) from None
-    except NotAnApplication as error:
-        raise refusal(str(error)) from None
-    except KeyboardInterrupt as error:
-        place = place_of(error)
-        raise refusal(
-            f"interrupted while {target.partition(':')[0]!r} was imported"
-            f"{place and f', at {place}'}",
-            code=INTERRUPTED,
-        ) from None
-    except Exception as error:
-        if NEEDS_MULTIPART in str(error):
-            raise refusal(
-                f"{place_of(error)}: forms and uploads need python-multipart; install it: python "
-                "-m pip install python-multipart"
-            ) from None
-        raise mistake(format_mistake(error)) from None
+        if was_pressed():  # and user code has swallowed it
+            raise KeyboardInterrupt
+    except (Exception, KeyboardInterrupt) as error:
+        raise _told(error, target) from None
     finally:
         fastapis.removeFilter(_is_no_mistake)
+
+
+def _told(error: BaseException, target: str) -> typer.Exit:
+    """Print an error of a module while it is imported, and return the end of the program."""
+    if isinstance(error, KeyboardInterrupt) or was_pressed():
+        place = place_of(error)
+        module = target.partition(":")[0]
+        text = f"interrupted while {module!r} was imported{place and f', at {place}'}"
+        return refusal(text, code=INTERRUPTED)
+    if isinstance(error, ConfigFileError):
+        return refusals(error)
+    if isinstance(error, NotAnApplication):
+        return refusal(str(error))
+    assert isinstance(error, Exception)
+    if NEEDS_MULTIPART in str(error):
+        return refusal(
+            f"{place_of(error)}: forms and uploads need python-multipart; install it: python "
+            "-m pip install python-multipart"
+        )
+    return mistake(format_mistake(error))
 
 
 def read_file(path: Path) -> ConfigFile:
