@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 import ingress as serve
 from tests.servers import (
@@ -456,6 +456,25 @@ def test_a_server_that_went_without_a_word_does_not_hang_the_next(separate: str)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         with suppress(RuntimeError):  # the loop is closed
             task.get_coro().close()
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_caller_whose_event_loop_is_not_asyncios_is_told_that_asyncio_is_needed(
+    is_running: bool,
+) -> None:
+    async def receive() -> Message:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Message) -> None:
+        assert "such as trio's" in message["message"]
+
+    application = greeting()
+    with TestClient(application) if is_running else nullcontext():
+        for kind in ("lifespan", "http", "websocket"):
+            scope: Scope = {"type": kind, "path": "/", "method": "GET", "headers": []}
+            with pytest.raises(RuntimeError, match=r"not asyncio's, such as trio's"):
+                application(scope, receive, send).send(None)  # as a loop that is not asyncio's
+    assert serve.status().applications == {}
 
 
 def test_the_applications_are_named_in_the_order_they_are_served(separate: str) -> None:

@@ -300,6 +300,18 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
     return asyncio._get_running_loop()
 
 
+def asyncio_loop() -> asyncio.AbstractEventLoop:
+    """Return the running loop. Raises `RuntimeError` on the loop of another library."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError(
+            "an application was called on an event loop that is not asyncio's, such as trio's, and "
+            "needs asyncio: use uvicorn, TestClient(..., backend='asyncio'), or "
+            "anyio_backend = 'asyncio' in tests"
+        ) from None
+
+
 def runs_here(loop: asyncio.AbstractEventLoop, thread: int) -> bool:
     """Return whether this code is on `loop`, which ran in the thread with this `get_ident()`.
 

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from ingress.base.unsupported import absent_member
+from ingress.calls.loops import asyncio_loop
 from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.execution.lanes import check_lanes
 
@@ -123,7 +124,11 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI connection. Servers require exactly these three parameters."""
-        await type(self)._host(self, scope, receive, send)
+        try:
+            await type(self)._host(self, scope, receive, send)
+        except RuntimeError:
+            asyncio_loop()  # raises its own error on the loop of another library
+            raise
 
     async def aclose(self) -> None:
         """Stop an application that its first request started, as under `parent.mount`."""

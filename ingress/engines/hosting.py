@@ -25,7 +25,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import log_if_not_callable
-from ingress.calls.loops import Wakeup, run_on, start_on
+from ingress.calls.loops import Wakeup, asyncio_loop, run_on, start_on
 from ingress.control.running import RunningApplication
 from ingress.declaration.declaration import Application
 from ingress.declaration.one_node import build_here
@@ -100,6 +100,7 @@ class Hosted:
         User code may live on the loop `lender`. Without a lender it gets a loop of the engine,
         because a loop that may end early is never borrowed.
         """
+        wakeup = Wakeup(asyncio_loop())
         with self._lock:
             if self.proxy is not None:
                 return
@@ -110,7 +111,6 @@ class Hosted:
             starting = self._starting
         # Each caller has its own wake-up, because the start must survive the cancellation of a
         # caller.
-        wakeup = Wakeup(asyncio.get_running_loop())
         starting.add_done_callback(wakeup.wake)
         await wakeup.wait()
         starting.result()
@@ -132,7 +132,7 @@ class Hosted:
     async def lifespan(self) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
         server = uvicorn_server()
-        loop = asyncio.get_running_loop()
+        loop = asyncio_loop()
         watching = None if server is None else loop.create_task(self._stop_with(server))
         try:
             await self._enter()
