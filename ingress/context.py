@@ -83,16 +83,17 @@ class ReplicaContext:
 class ReplicaRuntime:
     """The parts of a replica that the code running in it needs. `public` is what user code gets.
 
-    The fields: the user's instance, the replica's ASGI app, the plan of each callable of that app,
-    the user loop, the function that makes plans, the running batches, the limits that
-    `set_max_batch_size` and similar methods set on this replica, the number of batches of each
-    function, the queues of batches, and the models that `@multiplexed` methods loaded, and its
-    place in the deployment, `None` on Ray.
+    The fields: the user's instance, the replica's ASGI app and its lifespan, the plan of each
+    callable of that app, the user loop, the function that makes plans, the running batches, the
+    limits that `set_max_batch_size` and similar methods set on this replica, the number of batches
+    of each function, the queues of batches, and the models that `@multiplexed` methods loaded, and
+    its place in the deployment, `None` on Ray.
     """
 
     replica_id: ReplicaID
     servable_object: Any = None
     asgi_app: Any = None
+    lifespan: Any = None
     plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
     make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan] | None = None

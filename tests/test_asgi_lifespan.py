@@ -15,14 +15,28 @@ from starlette.applications import Starlette
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+import ingress as ingress_package
 from ingress.asgi import ingress
 from ingress.context import REPLICA
 from ingress.exceptions import RayServeException, UserCodeExit
 from tests.asgi_helpers import Deployment, Replica, bound, serve
 
 pytestmark = pytest.mark.anyio
+
+
+def application_with(lifespan: Any) -> Any:
+    app = FastAPI(lifespan=lifespan)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self) -> str:
+            return "root"
+
+    return ingress_package.deployment(K).bind()
 
 
 def test_the_order_is_constructor_start_up_requests_shutdown() -> None:
@@ -210,6 +224,68 @@ def test_each_request_gets_a_copy_of_what_the_lifespan_yields() -> None:
 
     with serve(K) as client:
         assert client.get("/").json() == client.get("/").json() == ["m", None]
+
+
+@asynccontextmanager
+async def yields_a_name(app: FastAPI) -> AsyncIterator[dict[str, str]]:
+    yield {"name": "K"}
+
+
+def test_the_callers_scope_gets_what_the_lifespan_yields() -> None:
+    with TestClient(application_with(yields_a_name)) as client:
+        assert client.app_state == {"name": "K"}
+    assert client.app_state == {"name": "K"}
+
+
+async def test_a_replica_that_ends_before_its_application_takes_its_state_back() -> None:
+    cls = application_with(yields_a_name).deployment.func_or_class
+    replica, state = Replica(cls, bound(cls)), {"other": 1}
+    await replica.start()
+    replica.context.lifespan.share(state)
+    assert state == {"other": 1, "name": "K"}
+    await replica.stop()
+    assert state == {"other": 1}
+
+
+def test_an_error_after_the_yield_of_a_lifespan_is_raised_where_the_application_is_left() -> None:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        raise LookupError("no model to unload")
+
+    client = TestClient(application_with(lifespan))
+    with pytest.raises(LookupError, match="no model to unload"), client:
+        assert client.get("/").json() == "root"
+
+    parent = FastAPI(lifespan=application_with(lifespan).lifespan)
+    with pytest.raises(LookupError, match="no model to unload"), TestClient(parent):
+        pass
+
+
+def test_a_middleware_that_refuses_the_lifespan_leaves_the_app_without_as_under_uvicorn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class NeedsHeaders:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            assert scope["headers"]
+            await self.app(scope, receive, send)
+
+    app = FastAPI()
+    app.add_middleware(NeedsHeaders)
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self) -> str:
+            return "root"
+
+    with serve(K) as client:
+        assert client.get("/").json() == "root"
+    (record,) = [each for each in caplog.records if each.name == "ingress"]
+    assert "let the middleware pass on scopes whose type is 'lifespan'" in record.message
 
 
 def test_start_up_handlers_of_included_routers_run() -> None:

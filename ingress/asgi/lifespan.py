@@ -21,7 +21,8 @@ class Lifespan:
 
     Start-up and shutdown run in one task, because a lifespan is one context manager: a task group
     or context variable must be closed in the task that opened it. `state` is the yielded state;
-    each request gets a copy.
+    each request gets a copy. `shutdown_error` is the error of the shutdown. A server reads both
+    from its own loop, after start-up and after the stop.
     """
 
     __slots__ = (
@@ -31,7 +32,9 @@ class Lifespan:
         "_failed",
         "_is_up",
         "_messages",
+        "_shared",
         "_task",
+        "shutdown_error",
         "state",
     )
 
@@ -44,6 +47,18 @@ class Lifespan:
         self._error: BaseException | None = None
         self._failed: str | None = None
         self._is_up = False
+        self._shared: dict[str, Any] = {}
+        self.shutdown_error: Exception | None = None
+        context.lifespan = self
+
+    def share(self, state: dict[str, Any]) -> None:
+        """Put the yielded state into `state`, until the shutdown."""
+        state.update(self.state)
+        self._shared = state
+
+    def leave_shared(self) -> None:
+        """Let the caller keep the state after the shutdown: its application stops as a whole."""
+        self._shared = {}
 
     async def startup(self) -> None:
         """Run the app's start-up; `REPLICA` must be set. Raises the error of the start-up."""
@@ -58,19 +73,36 @@ class Lifespan:
             raise
         if self._is_up:
             return
-        if self._failed is not None or (self._error is not None and isinstance(app, Starlette)):
-            self._raise("start-up")
-        logger.debug("%r does not support lifespan and is served without", app)
+        if self._failed is not None or (self._error is not None and _is_unfinished(app)):
+            raise self._failure("start-up")
+        if self._error is not None and isinstance(app, Starlette):
+            logger.warning(
+                "a middleware of %r raises %r for the lifespan, so that the app is served without "
+                "start-up and shutdown, as uvicorn serves it; let the middleware pass on scopes "
+                "whose type is 'lifespan'",
+                app,
+                self._error,
+            )
+        else:
+            logger.debug("%r does not support lifespan and is served without", app)
 
     async def shutdown(self) -> None:
         """Run the app's shutdown, once, if it has started up. Raises the error of the shutdown."""
         if self._task is None or not self._is_up:
             return
         self._is_up = False
+        # A server that runs on would keep the objects of a replica that has been replaced. Race
+        # with `share`: a replica that ends while its server starts may leave its objects there.
+        for key, value in self.state.items():
+            if self._shared.get(key) is value:
+                del self._shared[key]
         self._messages.put_nowait({"type": "lifespan.shutdown"})
         await self._task
         if self._failed is not None or self._error is not None:
-            self._raise("shutdown")
+            failure = self._failure("shutdown")
+            if isinstance(failure, Exception):
+                self.shutdown_error = failure
+            raise failure
 
     async def _run(self, app: ASGIApp) -> None:
         scope = {
@@ -99,7 +131,12 @@ class Lifespan:
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
-    def _raise(self, phase: str) -> None:
+    def _failure(self, phase: str) -> BaseException:
         if self._error is not None:
-            raise self._error
-        raise RayServeException(f"The ASGI app's lifespan {phase} failed: {self._failed}")
+            return self._error
+        return RayServeException(f"The ASGI app's lifespan {phase} failed: {self._failed}")
+
+
+def _is_unfinished(app: ASGIApp) -> bool:
+    """Return whether the app is a Starlette whose middleware could not be built."""
+    return isinstance(app, Starlette) and app.middleware_stack is None

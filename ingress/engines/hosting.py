@@ -126,7 +126,28 @@ class Hosted:
             self._lifespans -= 1
             if self._lifespans > 0:
                 return
+        lifespans = self._app_lifespans()
+        for each in lifespans:
+            each.leave_shared()
         await self.stop()
+        for each in lifespans:
+            if each.shutdown_error is not None:
+                raise each.shutdown_error
+
+    def _app_lifespans(self) -> list[Any]:
+        """Return the lifespans of the ingress deployment's replicas, those of its ASGI app."""
+        running = self._running
+        replicas = [] if running is None else list(running.ingress.router.replicas)
+        found = [each.context.lifespan for each in replicas]
+        return [each for each in found if each is not None]
+
+    def share_state(self, state: dict[str, Any]) -> None:
+        """Put the state that the app's lifespan has yielded into a caller's, as Starlette does.
+
+        Each replica has a state of its own, and its requests get that; the caller gets one.
+        """
+        for each in self._app_lifespans()[:1]:
+            each.share(state)
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -231,7 +252,7 @@ class Hosting:
 
     async def _serve(self, hosted: Hosted, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _lifespan(hosted, receive, send)
+            await _lifespan(hosted, scope, receive, send)
             return
         proxy = None
         while proxy is None:
@@ -273,13 +294,14 @@ def host_as(application: Application, name: str, route_prefix: str) -> None:
     object.__setattr__(application, "_hosted", hosted)
 
 
-async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
+async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer the lifespan protocol: start on the current loop, and stop."""
     await receive()
     started = False
     try:
         async with hosted.lifespan():
             started = True
+            hosted.share_state(scope.get("state", {}))
             writing = hosted._engine.threads.writing_on_signal()
             with WATCHDOG.reporting_on_signal(), writing:
                 await send({"type": "lifespan.startup.complete"})
@@ -291,6 +313,9 @@ async def _lifespan(hosted: Hosted, receive: Receive, send: Send) -> None:
                 text = format_failed_start(error)
             # An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
             await send({"type": "lifespan.startup.failed", "message": text})
+        elif isinstance(error, Exception):  # its replica has logged the traceback
+            text = "".join(traceback.format_exception_only(error)).strip()
+            await send({"type": "lifespan.shutdown.failed", "message": text})
         raise
     await send({"type": "lifespan.shutdown.complete"})
 
