@@ -614,6 +614,26 @@ def test_what_a_tracer_puts_in_the_place_of_a_function_of_fastapi_is_called(
         assert actual.events == ["traced"]
 
 
+def test_whatever_error_the_parser_of_a_body_raises_the_answer_is_fastapis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def declare(app: FastAPI) -> None:
+        @app.post("/")
+        async def endpoint(item: dict[str, str]) -> str:
+            raise AssertionError("the body was not parsed")
+
+    def no_memory(text: Any, **options: Any) -> Any:
+        raise MemoryError
+
+    plain, cls, app = pair(declare)
+    assert fits(app, cls) == {"endpoint": True}
+    monkeypatch.setattr("json.loads", no_memory)
+    with both(plain, cls) as outcomes:
+        expected, actual = outcomes(post("/", b"{}"))
+        assert actual == expected
+        assert "There was an error parsing the body" in str(actual)
+
+
 def test_a_handler_of_a_route_class_of_the_users_is_called() -> None:
     class Noting(APIRoute):
         def get_route_handler(self) -> Any:
