@@ -19,6 +19,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.routing import Mount
 from starlette.testclient import TestClient as StarletteClient
+from starlette.websockets import WebSocketDisconnect
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -347,6 +348,37 @@ def test_a_client_that_leaves_a_handler_behind_middleware_is_not_cancelled_itsel
         for _ in range(10):
             with client.websocket_connect(path):
                 pass
+
+
+@pytest.mark.usefixtures("switch_interval")
+@pytest.mark.parametrize("make", [StarletteClient, TestClient], ids=["starlettes", "ours"])
+@pytest.mark.parametrize("fails", ["after the disconnect", "before"])
+def test_a_handler_ends_and_its_error_is_raised_in_the_test_that_leaves_it(
+    fails: str, make: type[StarletteClient]
+) -> None:
+    app, events = FastAPI(), list[str]()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Fails:
+        @app.websocket("/")
+        async def endpoint(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            if fails == "before":
+                raise LookupError("no such room")
+            try:
+                await websocket.receive_text()
+            except WebSocketDisconnect:
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                events.append("cleaned up")
+                raise LookupError("no such room") from None
+
+    with make(bind(Fails)) as client:
+        for count in range(1, 11):
+            with pytest.raises(LookupError, match="no such room"), client.websocket_connect("/"):
+                pass
+            assert events == ["cleaned up"] * (count if fails == "after the disconnect" else 0)
 
 
 def test_a_server_answers_500_where_the_client_raises(tmp_path: Path) -> None:

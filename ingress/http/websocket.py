@@ -12,8 +12,10 @@ An accepted WebSocket has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; 
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import anyio
 from starlette.types import Message
 
 from ingress.calls.channel import YIELD_EVERY, Channel, EndOfStream
@@ -56,6 +58,25 @@ class WebSocketExchange(Exchange):
     def cut_late(self) -> None:
         if not self.started:
             super().cut_late()
+
+    async def _send_until_ended(self) -> None:
+        """Serve until the handler has ended, even if this task is cancelled as the client leaves.
+
+        A test client cancels it at once, maybe before its disconnect was read. The handler's
+        clean-up and error belong to that test. The cancellation of a server comes a little later.
+        """
+        try:
+            await super()._send_until_ended()
+        except asyncio.CancelledError:
+            if not self.started or self.runner is None or self.runner.loop is self.loop:
+                raise  # in the last case, the cancellation has ended the handler
+            with anyio.move_on_after(HEARING_S, shield=True) as hearing:
+                await super()._send_until_ended()
+            if hearing.cancelled_caught and self.state in (COMPLETE, GONE):
+                with anyio.move_on_after(CLEANUP_S, shield=True):
+                    await super()._send_until_ended()
+            if not self._is_ended:
+                raise
 
     async def conclude(self, state: ExchangeState) -> None:
         failure = self.error
