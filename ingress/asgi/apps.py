@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -13,7 +15,7 @@ from starlette.datastructures import State
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
@@ -23,10 +25,12 @@ from ingress.asgi.methods import Methods, Target
 from ingress.asgi.parts import Part, app_parts
 from ingress.asgi.responses import error_response, refusal
 from ingress.asgi.route_index import RouteIndex
-from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos
+from ingress.asgi.routes import RouteInfo, RouteTree, check_routes, rebased, route_infos, routers
 from ingress.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
 from ingress.exceptions import CALL_ERRORS, RayServeException
 from ingress.execution.other_loop import is_noted, note_other_loop
+
+logger = logging.getLogger("ingress")
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 
@@ -38,20 +42,38 @@ class BoundRoutes:
     `declared` is the router that the user gave in place of an app.
     """
 
-    __slots__ = ("_custom_schema", "_lock", "_router", "_webhooks", "app", "infos", "targets")
+    __slots__ = (
+        "_cls",
+        "_custom_schema",
+        "_declared",
+        "_lock",
+        "_next",
+        "_router",
+        "_seen",
+        "_webhooks",
+        "app",
+        "infos",
+        "targets",
+    )
 
     def __init__(self, app: ASGIApp, cls: type, declared: APIRouter | None = None) -> None:
         self.app = app
         self.targets: list[Target] = []
         self.infos: list[RouteInfo] = []
+        self._cls = cls
+        self._declared = declared
         self._custom_schema: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._router: Any = None
+        self._seen: list[tuple[Router, list[BaseRoute]]] = []
+        self._next: BoundRoutes | None = None
         if not isinstance(app, Starlette):
             return
         methods = Methods(cls)
         tree = RouteTree(methods)
         with APPS_LOCK:
+            # Before the routes are cloned: a route that comes meanwhile is then found later.
+            self._seen = [(each, list(each.routes)) for each in routers(app.router)]
             check_routes(app.routes, methods)
             show_clones(app)
             self._router = tree.clone(app.router)
@@ -61,6 +83,30 @@ class BoundRoutes:
         self.targets = tree.targets
         self.infos = list(route_infos(self._router.routes))
 
+    def current(self) -> BoundRoutes:
+        """Return the routes of the user's app as it is now: these, if it has not changed since.
+
+        An app may get routes while it runs, as under FastAPI. If new routes cannot be bound, that
+        is logged once, and the app is served without them.
+        """
+        for router, seen in self._seen:
+            if router.routes != seen:  # faster than a count of changes, which is not public either
+                break
+        else:
+            return self
+        # Race of two replicas that see the change: the second one gets the routes of the first.
+        with APPS_LOCK:
+            if self._next is None:
+                try:
+                    # Outside of the replica, where the app shows its own routes, not the clone's.
+                    outside = Context()
+                    self._next = outside.run(BoundRoutes, self.app, self._cls, self._declared)
+                except Exception:
+                    logger.exception("the new routes of %r cannot be served", self.app)
+                    self._seen = [(each, list(each.routes)) for each, _ in self._seen]
+                    return self
+        return self._next.current()
+
     def clone(self) -> Any:
         """Return the app of one replica; it shares the bound routes, and no mutable object."""
         app = self.app
@@ -69,7 +115,6 @@ class BoundRoutes:
         clone: Any = copy.copy(app)
         mark_clone(clone, app)
         clone.router = copy.copy(self._router)
-        clone.router.routes = list(self._router.routes)
         clone.router.middleware_stack = rebased(
             self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
         )
@@ -81,13 +126,19 @@ class BoundRoutes:
             clone.build_middleware_stack = lambda: _wrapped(own["middleware_stack"], rest())
         clone.user_middleware = guarded(own["user_middleware"])
         clone.exception_handlers = _with_our_handlers(own["exception_handlers"])
-        if isinstance(app, FastAPI):
+        self.equip(clone)
+        return clone
+
+    def equip(self, clone: Any, added: Sequence[BaseRoute] = ()) -> None:
+        """Give a clone these routes, before those that user code has added to it in its replica."""
+        clone.router.routes = list(self._router.routes)
+        if isinstance(self.app, FastAPI):
             clone.webhooks = self._webhooks
             clone.openapi_schema = None
             clone.router.routes = _with_own_docs(clone)
-            if "openapi" in own:
+            if "openapi" in vars(self.app):
                 clone.openapi = self._custom_openapi
-        return clone
+        clone.router.routes += added
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, with their roles in `execution`."""

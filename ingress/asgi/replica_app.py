@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.asgi.apps import BoundRoutes
@@ -28,7 +29,17 @@ class ReplicaApp:
     `lifespan.shutdown`.
     """
 
-    __slots__ = ("_builder", "_cls", "_context", "_make_plan", "_routes", "_telemetry", "lifespan")
+    __slots__ = (
+        "_builder",
+        "_cloned",
+        "_cls",
+        "_context",
+        "_instance",
+        "_make_plan",
+        "_routes",
+        "_telemetry",
+        "lifespan",
+    )
 
     def __init__(
         self,
@@ -45,20 +56,40 @@ class ReplicaApp:
         self._make_plan = make_plan
         self.lifespan = Lifespan(context)
         self._telemetry: Telemetry | None = None
+        self._instance: Any = None
+        self._cloned: list[BaseRoute] = []
         if routes is not None:
             # Before the constructor, so that `app.state` is the replica's inside it.
-            context.asgi_app = routes.clone()
+            self._clone(routes)
 
     async def attach(self, instance: Any) -> None:
         """Bind the endpoints to the instance; first build an app that is built per replica."""
         if self._routes is None:
-            self._routes = BoundRoutes(await self._build(instance), self._cls)
-            self._context.asgi_app = self._routes.clone()
+            self._clone(BoundRoutes(await self._build(instance), self._cls))
+        self._instance = instance
+        self._make_plans()
+
+    def _clone(self, routes: BoundRoutes) -> None:
+        self._routes = routes
+        clone = self._context.asgi_app = routes.clone()
+        self._cloned = list(getattr(clone, "routes", ()))
+
+    def _make_plans(self) -> None:
+        assert self._routes is not None  # set by now
         self._telemetry = Telemetry.of(self._context.asgi_app)
+        plans = self._context.plans
         for target in self._routes.targets:
-            self._context.plans[target.func] = self._make_plan(
-                target.bound_to(instance), Role.ENDPOINT
-            )
+            if target.func not in plans:
+                plans[target.func] = self._make_plan(target.bound_to(self._instance), Role.ENDPOINT)
+
+    def _renew(self, routes: BoundRoutes) -> None:
+        """Serve the routes that the user's app has got since."""
+        self._routes = routes
+        clone, before = self._context.asgi_app, set(map(id, self._cloned))
+        added = [each for each in clone.routes if id(each) not in before]
+        routes.equip(clone, added)
+        self._cloned = clone.routes[: len(clone.routes) - len(added)]
+        self._make_plans()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or WebSocket.
@@ -68,6 +99,9 @@ class ReplicaApp:
         reach the loop. Raises the exception of the app, and `UserCodeExit` if that is not an
         `Exception`.
         """
+        routes = self._routes
+        if routes is not None and (current := routes.current()) is not routes:
+            self._renew(current)
         answer = Answer(send)
         scope[ANSWER] = answer
         scope["asgi"] = ASGI

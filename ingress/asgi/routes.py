@@ -250,6 +250,20 @@ def guarded_mount(mount: Mount) -> Mount:
     return clone
 
 
+def routers(router: Router, known: dict[int, Router] | None = None) -> list[Router]:
+    """Return a router, and those that it includes or mounts with an app, each once."""
+    found = {} if known is None else known
+    if id(router) not in found:
+        found[id(router)] = router
+        for route in list(router.routes):
+            if IncludedRouter is not None and isinstance(route, IncludedRouter):
+                included: Any = route
+                routers(included.original_router, found)
+            elif isinstance(route, Mount) and isinstance(route._base_app, Starlette):
+                routers(route._base_app.router, found)
+    return list(found.values())
+
+
 def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
     """Yield the routes as served, with the prefix and dependencies of each include applied."""
     for served in iter_route_contexts(routes):

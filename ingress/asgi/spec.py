@@ -65,16 +65,25 @@ class IngressSpec:
 
 
 class BoundApp:
-    """The app of one deployment. Thread-safe: immutable, and shared by the replicas."""
+    """The app of one deployment. Thread-safe: the replicas share it.
 
-    __slots__ = ("_builder", "_cls", "_routes")
+    Only `_latest` changes, in one step, when the user's app has got other routes.
+    """
+
+    __slots__ = ("_builder", "_cls", "_latest")
 
     def __init__(
         self, cls: type, builder: Callable[[], ASGIApp] | None, routes: BoundRoutes | None
     ) -> None:
         self._cls = cls
         self._builder = builder
-        self._routes = routes
+        self._latest = routes
+
+    @property
+    def _routes(self) -> BoundRoutes | None:
+        if self._latest is not None:
+            self._latest = self._latest.current()
+        return self._latest
 
     def for_replica(self, context: ReplicaRuntime, make_plan: MakePlan) -> ReplicaApp:
         """Make the app of a replica whose constructor has not run yet."""
@@ -82,16 +91,18 @@ class BoundApp:
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema, without a replica. Raises `TypeError` if there is none."""
-        if self._routes is None:
+        routes = self._routes
+        if routes is None:
             raise TypeError(
                 f"{self._cls.__qualname__} has no OpenAPI schema before it runs: each replica "
                 "builds its own app. Give @serve.ingress(app) a FastAPI app."
             )
-        return self._routes.openapi()
+        return routes.openapi()
 
     def routes(self) -> list[RouteInfo]:
         """Return the routes in declared order; an empty list for an app that is not a Starlette."""
-        return [] if self._routes is None else list(self._routes.infos)
+        routes = self._routes
+        return [] if routes is None else list(routes.infos)
 
     def templates(self) -> RouteTemplates:
         """Return the path templates of the HTTP routes."""
@@ -99,15 +110,16 @@ class BoundApp:
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, or the builder of an app built per replica."""
-        if self._routes is not None:
-            return self._routes.parts()
+        routes = self._routes
+        if routes is not None:
+            return routes.parts()
         build = getattr(self._cls, BUILDER_METHOD, self._builder)
         assert build is not None  # the decorator checks it
         return [Part("app builder", build, Role.LIFECYCLE)]
 
     @property
     def docs_path(self) -> str | None:
-        return None if self._routes is None else docs_path(self._routes.app)
+        return None if self._latest is None else docs_path(self._latest.app)
 
 
 class Decorator(Protocol):
