@@ -21,7 +21,7 @@ export IS_PRE_RELEASE
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all coverage test-python test-reliability test-processes test-page test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
-	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre clean
+	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -127,8 +127,12 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 		then .venv-fastapi/pre/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py; \
 		else echo "There is no pre-release of either"; fi
 
+test-fastapi-suite: .venv-fastapi-suite/.made ## FastAPI's own tests, plain and through deployments: 10 minutes
+	@.venv-fastapi-suite/bin/python -m tests.fastapi_suite $(ARGS)
+
 clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-ecosystem .ecosystem \
+		.venv-fastapi-suite .fastapi-suite \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it
@@ -169,6 +173,15 @@ clean: ## Remove the environments and caches
 	@$(PYTHON) -m venv .venv-ecosystem
 	@.venv-ecosystem/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" \
 		-r tests/ecosystem/requirements.txt
+	@touch $@
+
+# Its pip is newer than that of the oldest Python here, which knows no groups of requirements.
+.venv-fastapi-suite/.made: pyproject.toml tests/fastapi_suite/sdist.py
+	@echo "Making .venv-fastapi-suite ..."
+	@$(PYTHON) -m venv .venv-fastapi-suite
+	@.venv-fastapi-suite/bin/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25.1"
+	@.venv-fastapi-suite/bin/python -m pip install -qq --disable-pip-version-check -e .
+	@.venv-fastapi-suite/bin/python -m tests.fastapi_suite.sdist
 	@touch $@
 
 .venv-page/.made: pyproject.toml
