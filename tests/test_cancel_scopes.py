@@ -1,4 +1,4 @@
-"""`calls.cancel_scopes`: a cancellation is delivered once, and counted where it was requested."""
+"""`OnceScope`: a cancellation is delivered once, and counted where it was requested."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import anyio
 
-from ingress.calls.cancel_scopes import OnceScope
+from ingress.calls.compat import OnceScope
 
 
 def test_a_cancellation_by_anyio_in_a_child_leaves_its_parents_count_alone() -> None:

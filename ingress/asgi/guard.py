@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.calls.cancel_scopes import OnceScope
+from ingress.calls.compat import OnceScope
 from ingress.exceptions import RayServeException, StreamClosedError
 from ingress.execution.execution import contained, raise_instead
 

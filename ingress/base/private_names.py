@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
+from types import CodeType
 from typing import Any
 
 _ABSENT = object()
@@ -25,17 +26,32 @@ class UnsupportedVersionError(ImportError):
 
 
 def find(path: str, default: Any = None) -> Any:
-    """Return what `module:name.attribute` names, `default` if it is not there."""
+    """Return what `module:name.attribute` names, `default` if it is not there.
+
+    `module:name.function(other)` is there, as `True`, if the code of that function uses the
+    attribute, parameter or key `other`. It is for names that only instances have.
+    """
+    if path.endswith(")"):
+        path, _, used = path[:-1].partition("(")
+        return _uses(getattr(find(path), "__code__", None), used) or default
     module, _, names = path.partition(":")
     try:
         found: Any = import_module(module)
     except ImportError:
         return default
     for name in names.split("."):
-        found = getattr(found, name, _ABSENT)
+        fields = getattr(found, "__dataclass_fields__", {})  # one without a default is no attribute
+        found = getattr(found, name, fields.get(name, _ABSENT))
         if found is _ABSENT:
             return default
     return found
+
+
+def _uses(value: Any, name: str) -> bool:
+    if isinstance(value, CodeType):
+        names = (*value.co_names, *value.co_varnames)
+        return name in names or any(_uses(each, name) for each in value.co_consts)
+    return bool(value == name or (isinstance(value, tuple) and name in value))
 
 
 def require(distribution: str, supported: str, paths: Iterable[str]) -> None:

@@ -3,7 +3,8 @@
     call         the request: its state, its answer, its cancellation; start here
     loops        a thread with an event loop, and `Mailbox`, for calls into it
     channel      a bounded stream from one loop or thread to another
-    deadlines, deadlocks, cancel_scopes, retries
+    compat       the private names of AnyIO: cancelling a task once
+    deadlines, deadlocks, retries
 
 It imports `exceptions` and `base`.
 """

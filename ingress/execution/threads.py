@@ -27,8 +27,9 @@ from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.compat import (
     AsyncIOBackend,
     CancelScope,
-    WorkerThread,
+    Visitors,
     claim_worker_thread,
+    convert_errors,
     threadlocals,
 )
 from ingress.calls.loops import Home, Mailbox
@@ -38,6 +39,7 @@ from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.unreadable import readable
 
 logger = logging.getLogger("ingress")
+convert_errors(readable)
 
 T = TypeVar("T")
 
@@ -227,7 +229,7 @@ class WorkerPool:
             if not is_cleanup:
                 if self.take_back(work):
                     raise
-                _Visitors(work.scope, self.loop).cancel()
+                Visitors(work.scope, self.loop).cancel()
             await work.really_done()
             if work.error is not None and not needs_no_record(work.error):
                 _log_late(work.error)
@@ -368,35 +370,6 @@ def _log_late(error: BaseException) -> None:
     logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
 
 
-class _Visitors(set["asyncio.Task[Any]"]):
-    """The coroutines that a worker thread runs on the loop, with `anyio.from_thread.run`.
-
-    AnyIO adds them to the tasks of the thread's scope, and cancels them with the task inside the
-    scope. No task enters the scope of a `Work`, so this set replaces the scope's tasks when the
-    scope is cancelled. A coroutine added later would otherwise wait for ever, in AnyIO's functions,
-    for its cancellation.
-    """
-
-    __slots__ = ("_loop", "_scope")
-
-    def __init__(self, scope: CancelScope, loop: asyncio.AbstractEventLoop) -> None:
-        # Not those on a loop of the user's, given with `token=`: that loop is the user's own.
-        super().__init__(task for task in scope._tasks if task.get_loop() is loop)
-        self._scope = scope
-        self._loop = loop
-        scope._tasks = self
-
-    def cancel(self) -> None:
-        self._scope.cancel()
-        self._scope._deliver_cancellation(self._scope)
-
-    def add(self, task: asyncio.Task[Any], /) -> None:
-        """Add a task. Called on the task's own loop."""
-        if task.get_loop() is self._loop:
-            super().add(task)
-            self._scope._deliver_cancellation(self._scope)
-
-
 def _pump(items: Iterable[Any], channel: Channel, ahead: set[int]) -> None:
     """Iterate in the current worker thread until the end, or until the consumer has gone.
 
@@ -425,20 +398,3 @@ def _pump(items: Iterable[Any], channel: Channel, ahead: set[int]) -> None:
     is_news = error is not None and not needs_no_record(error)
     if not channel.finish(error) and is_news:
         logger.warning("%r failed while it was closed", items, exc_info=error)
-
-
-_report_result = WorkerThread._report_result
-
-
-def _report_readable(
-    self: WorkerThread, future: asyncio.Future[Any], result: Any, exc: BaseException | None
-) -> None:
-    """Report the result of one of AnyIO's own threads. Called on the awaiting loop.
-
-    AnyIO reads the error's class first. If that raises, the future is never set, and the code that
-    awaits it (a background task, a dependency, an exception handler) holds its slot for ever.
-    """
-    _report_result(self, future, result, None if exc is None else readable(exc))
-
-
-WorkerThread._report_result = _report_readable  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from ingress.base.counters import LATENCY_BUCKETS_MS, Latency, copied
 from ingress.base.snapshot import ReplicaCounts
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
-from ingress.calls.cancel_scopes import cancel_once
+from ingress.calls.compat import cancel_once
 from ingress.calls.loops import (
     BorrowedLoop,
     EventLoopThread,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from anyio.from_thread import start_blocking_portal
 from starlette import testclient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -100,8 +101,12 @@ class TestClient(testclient.TestClient):
 
     def _stop_applications(self) -> None:
         for application in self._applications:
-            if application._hosted is not None:
-                with self._portal_factory() as portal:
+            if application._hosted is None:
+                continue
+            if self.portal is not None:
+                self.portal.call(self._stop, application)
+            else:
+                with start_blocking_portal() as portal:
                     portal.call(self._stop, application)
 
     @staticmethod
