@@ -19,7 +19,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all coverage test-python test-reliability test-processes test-page test-ray test-ray-nodes test-ecosystem \
+.PHONY: help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
@@ -117,7 +117,12 @@ test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the o
 
 test-fastapi-%: .venv-fastapi/%/.test
 	@echo "FastAPI $*: $$(.venv-fastapi/$*/bin/python -c 'import fastapi; print(fastapi.__version__)')"
-	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py
+	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py $(ARGS)
+
+known-fastapi: .venv-fastapi/newest/.test ## Note the newest FastAPI and Starlette as compared with: CONTRIBUTING.md
+	@.venv-fastapi/newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
+		fastapi starlette
+	@.venv-fastapi/newest/bin/python -m tests.known_fastapi
 
 # A pre-release shows a break before it is a release. Mostly there is none, and that is no error.
 test-fastapi-pre: .venv-fastapi/pre/.test

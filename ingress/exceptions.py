@@ -224,7 +224,7 @@ class UserCodeExit(RayServeException):
 
 
 class CompiledRoutesOffWarning(UserWarning):
-    """FastAPI is newer than the newest known version, or lacks a name: routes are not compiled."""
+    """FastAPI or Starlette has changed a function, or lacks a name: routes are not compiled."""
 
 
 class RouteNotServedWarning(UserWarning):

@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import re
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -50,10 +49,8 @@ from starlette.types import Receive, Scope, Send
 from ingress.asgi import compiled, ingress, rendering
 from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.chunks import parts_of
-from ingress.asgi.compat import NEWEST_KNOWN
 from ingress.asgi.replica_app import ASGI
 from ingress.asgi.routes import served_routes
-from ingress.exceptions import CompiledRoutesOffWarning
 from tests.asgi_helpers import Deployment, serve
 from tests.shapes import (
     INCLUDED,
@@ -810,22 +807,6 @@ def test_what_python_takes_for_json_and_fastapi_changes_is_not_taken_for_json() 
         circular,
     ):
         assert not rendering.is_json(value)
-
-
-# FastAPI's releases.
-
-
-def test_the_newest_fastapi_has_been_compared_with() -> None:
-    """If this fails: read the changes in FastAPI's `get_request_handler` and `solve_dependencies`,
-    add shapes for them to this module, and raise `NEWEST_KNOWN`."""
-    assert tuple(map(int, fastapi.__version__.split(".")[:2])) <= NEWEST_KNOWN
-
-
-def test_with_a_fastapi_that_is_newer_no_route_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastapi, "__version__", "0.9999.0rc1")
-    warnings.simplefilter("ignore", CompiledRoutesOffWarning)
-    cls = deployment_of(SHAPES.values())
-    assert not any(fits(cls.__ingress_spec__.app, cls).values())  # type: ignore[attr-defined]
 
 
 # Behaviour that fewer exit stacks must not change.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -147,6 +148,81 @@ def test_pickles_are_read_from_frames_and_from_ray_only() -> None:
     assert {each for each in modules if not each.startswith("engines/ray/")} == {
         "processes/frames.py"
     }
+
+
+LIBRARIES = ("anyio", "fastapi", "starlette", "uvicorn")
+COMPAT = {"asgi/compat.py", "asgi/known.py", "calls/compat.py", "http/compat.py"}
+OTHERS = {"", "_LRUCacheWrapper", "_loop", "_run"}  # of functools, users' objects, asyncio
+UNDOCUMENTED = (
+    *("fastapi.datastructures.Default", "fastapi.dependencies", "fastapi.routing"),
+    "fastapi.utils",
+)
+ROUTING = {f"fastapi.routing.{name}" for name in ("APIRoute", "APIRouter", "APIWebSocketRoute")}
+
+
+def defined(tree: ast.AST, *, read: bool = False) -> Iterator[str]:
+    """Yield the names that a module defines, or reads, also as attributes of `self`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(ast.Name("self" | "cls"), attr=name, ctx=ctx):
+                if read or isinstance(ctx, ast.Store):
+                    yield name
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names):
+                yield from (each.name for each in names)
+            case ast.ImportFrom(module=str(module)):
+                yield from (f"{module}.{each.name}" for each in node.names)
+
+
+def test_only_compat_modules_use_private_names_of_the_libraries_below() -> None:
+    made = re.compile(
+        r"^(?:\w+ )*(_[A-Za-z]\w*)|(?:def |class |self\.)(_[A-Za-z]\w*)", re.MULTILINE
+    )
+    private: set[str] = set()
+    for library in LIBRARIES:
+        folder = Path(importlib.import_module(library).__file__ or "").parent
+        for path in folder.rglob("*.py"):
+            private.update(*made.findall(path.read_text()))
+    private -= OTHERS
+    keys = re.compile(r"fastapi_\w+_astack|fastapi\.telemetry")
+    trees = {path: ast.parse(path.read_text()) for path in MODULES}
+    ours = {name for tree in trees.values() for name in defined(tree)}
+
+    found = []
+    for path, tree in trees.items():
+        module = path.relative_to(ROOT / "ingress").as_posix()
+        if module in COMPAT or module.startswith("engines/ray/"):
+            continue
+        own = {*defined(tree, read=True)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(ast.Name("self" | "cls"), name):
+                    is_private = name in private - ours
+                case ast.Attribute(attr=name):
+                    is_private = name in private - own
+                case ast.Constant(str(name)):
+                    is_private = name in private - own or keys.fullmatch(name) is not None
+                case _:
+                    continue
+            if is_private:
+                found.append(f"{module}:{node.lineno} {name}")
+        found += [
+            f"{module} {name}"
+            for name in imported(tree)
+            if name.split(".")[0] in LIBRARIES
+            and ("._" in name or name.startswith(UNDOCUMENTED))
+            and name not in ROUTING
+        ]
+
+    assert found == []
 
 
 def test_only_settings_reads_the_environment() -> None:

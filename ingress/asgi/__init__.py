@@ -16,6 +16,8 @@
     lifespan      its start-up and shutdown
     telemetry     the state of FastAPI's own telemetry
     guard         containment of failures in their request
+    compat        the private names of FastAPI and Starlette
+    known         the versions that compiled routes were compared with
 
 Only these modules touch FastAPI's route internals.
 """

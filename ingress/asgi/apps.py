@@ -119,7 +119,7 @@ class BoundRoutes:
             self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
         )
         own = vars(app)  # not the attributes of a replica that this may be called in
-        clone.state = State(dict(own["state"]._state))
+        clone.state = State({name: own["state"][name] for name in own["state"]})
         clone.middleware_stack = None
         if _is_wrapped(own["middleware_stack"]):
             rest = clone.build_middleware_stack

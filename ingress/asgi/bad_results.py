@@ -18,14 +18,14 @@ from dataclasses import fields, is_dataclass
 from textwrap import dedent
 from typing import Any
 
-import fastapi.encoders
-import fastapi.routing
+from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import ResponseValidationError
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
+from ingress.asgi.compat import serialize_response
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS
 from ingress.execution.execution import code_of, kind, name_of
@@ -36,9 +36,12 @@ _UNAWAITED = "A DeploymentResponse is not the answer yet: write `await` where th
 _MOST = 10_000  # parts of a value that are looked at
 _DEEPEST = 40
 _ENCODERS = {
-    fastapi.encoders.jsonable_encoder.__code__: "obj",
-    fastapi.routing.serialize_response.__code__: "response_content",
-    JSONResponse.render.__code__: "content",
+    getattr(encoder, "__code__", None): name
+    for encoder, name in (
+        (jsonable_encoder, "obj"),
+        (serialize_response, "response_content"),
+        (JSONResponse.render, "content"),
+    )
 }
 """The functions that get a value to encode, and the names of their parameters for it."""
 _OURS = {"by_encoder": "result", "by_field": "result", "_to_json": "value"}

@@ -1,24 +1,34 @@
 """The private names of FastAPI and Starlette; no other module uses one.
 
     missing, and needed for a right answer   `UnsupportedVersionError`, at import
-    an unknown kind of route                 the same, when an app is bound
+    a mount's own app, an unknown route      the same, when an app is bound
     missing, and needed by `compiled` only   no route is compiled, `CompiledRoutesOffWarning`
-    a FastAPI newer than the newest known    the same
+    a function that `compiled` stands in     the same, see `known`
+      for has changed
 
-Some names are there since a version of FastAPI: an older one does without.
+Private are names with an underscore, keys of scopes, and all that FastAPI's documentation does not
+name. Some names are there since a version of FastAPI: an older one does without.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack
 from types import FunctionType
 from typing import Any
 
 import fastapi
+import fastapi.dependencies.utils
 import fastapi.routing
-from starlette.routing import BaseRoute
+import starlette
+from starlette.concurrency import iterate_in_threadpool
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Mount
+from starlette.types import Receive, Scope, Send
 
+from ingress.asgi.known import changed
 from ingress.base.private_names import (
     UnsupportedVersionError,
     find,
@@ -29,8 +39,6 @@ from ingress.exceptions import CompiledRoutesOffWarning
 
 SUPPORTED = ">=0.133.0"
 SUPPORTED_STARLETTE = ">=1.3.1,<2"
-NEWEST_KNOWN = (0, 165)
-"""The FastAPI version last compared with `compiled`. With a newer one no route is compiled."""
 
 require(
     "starlette",
@@ -40,24 +48,75 @@ require(
         "starlette._utils:get_route_path",
     ),
 )
+require(
+    "fastapi",
+    SUPPORTED,
+    (
+        "fastapi.datastructures:Default",
+        "fastapi.datastructures:DefaultPlaceholder",
+        "fastapi.dependencies.models:Dependant.call",
+        "fastapi.dependencies.models:Dependant.dependencies",
+        "fastapi.dependencies.models:Dependant.query_params",
+        "fastapi.dependencies.utils:get_typed_return_annotation",
+        "fastapi.dependencies.utils:get_typed_signature",
+        "fastapi.dependencies.utils:request_params_to_args",
+        "fastapi.dependencies.utils:solve_dependencies(request_params_to_args)",
+    ),
+)
 
+from fastapi.datastructures import Default, DefaultPlaceholder  # noqa: E402 - after the check
+from fastapi.dependencies.models import Dependant  # noqa: E402
+from fastapi.dependencies.utils import (  # noqa: E402
+    get_typed_return_annotation,
+    get_typed_signature,
+    request_params_to_args,
+)
 from starlette._exception_handler import wrap_app_handling_exceptions  # noqa: E402
 from starlette._utils import get_route_path  # noqa: E402
 
 __all__ = [
-    "NEWEST_KNOWN",
+    "FASTAPI_SCOPE",
+    "FILE_STACK",
+    "FUNCTION_STACK",
+    "REQUEST_STACK",
+    "STACKS",
+    "TELEMETRY",
+    "Default",
+    "DefaultPlaceholder",
+    "Dependant",
     "IncludedRouter",
+    "base_app",
     "check_kind",
+    "effective_context",
+    "effective_route",
+    "embeds_body",
     "endpoint_context",
     "endpoint_contexts",
     "get_cache_key",
+    "get_dependant",
     "get_route_path",
+    "get_typed_return_annotation",
+    "get_typed_signature",
+    "is_body_allowed_for_status_code",
+    "is_late_error",
     "is_original",
+    "iter_route_contexts",
+    "keeps_candidates",
+    "native_telemetry",
     "normalize_non_finite_floats",
     "ping_interval_s",
+    "read_parameters_by",
+    "request_body_to_args",
+    "request_params_to_args",
+    "request_stack",
+    "request_with_body",
     "routing",
+    "serialize_response",
+    "waiting_for_threads",
     "warn_if_not_compiled",
     "why_not_compiled",
+    "with_base_app",
+    "with_candidates",
     "wrap_app_handling_exceptions",
 ]
 
@@ -71,17 +130,27 @@ def _version() -> tuple[int, ...]:
 
 def _since(version: tuple[int, int], path: str) -> Any:
     """Return a private name of FastAPI, `None` if it is missing; noted if it should be there."""
-    found = find(path)
-    if found is None and version <= _version():
+    found = find(path, _missing)
+    if found is not _missing:
+        return found
+    if version <= _version():
         _missing.append(path)
-    return found
+    return None
 
 
 _missing: list[str] = []
 
 # A router in the route tree. An older FastAPI copies its routes into the tree.
 IncludedRouter: Any = _since((0, 137), "fastapi.routing:_IncludedRouter")
-if _missing:  # without it included routes would keep their unbound endpoints, and answer 422
+_since((0, 137), "fastapi.routing:_IncludedRouter.include_context")
+_since((0, 137), "fastapi.routing:_IncludedRouter.original_router")
+_since((0, 137), "fastapi.routing:_RouterIncludeContext.included_router")
+_since((0, 137), "fastapi.routing:_EffectiveRouteContext.original_route")
+_since((0, 137), "fastapi.routing:_EffectiveRouteContext.starlette_route")
+iter_route_contexts: Any = _since((0, 138), "fastapi.routing:iter_route_contexts") or iter
+# An endpoint that is a generator. An older FastAPI does not stream it.
+_since((0, 134), "fastapi.routing:APIRoute.get_route_handler(is_json_stream)")
+if _missing:  # without them endpoints and dependencies would stay unbound, and streams be values
     raise unsupported("fastapi", SUPPORTED, _missing)
 
 endpoint_contexts: Any = _since((0, 133), "fastapi.routing:_endpoint_context_cache")
@@ -89,22 +158,71 @@ endpoint_context: Any = _since((0, 133), "fastapi.routing:_extract_endpoint_cont
 _since((0, 135), "fastapi.routing:_PING_INTERVAL")
 get_cache_key: Any = _since((0, 140), "fastapi.dependencies.models:_get_cache_key")
 normalize_non_finite_floats: Any = _since((0, 145), "fastapi.routing:_normalize_non_finite_floats")
+serialize_response: Any = _since((0, 133), "fastapi.routing:serialize_response")
+is_body_allowed_for_status_code: Any = _since(
+    (0, 133), "fastapi.utils:is_body_allowed_for_status_code"
+)
+get_dependant: Any = _since((0, 133), "fastapi.dependencies.utils:get_dependant")
+request_body_to_args: Any = _since((0, 133), "fastapi.dependencies.utils:request_body_to_args")
+_context_of: Any = _since((0, 137), "fastapi.routing:_get_scope_effective_route_context")
+_scope_key: Any = _since((0, 137), "fastapi.routing:_FASTAPI_SCOPE_KEY")
+_since((0, 138), "fastapi.routing:RouteContext._route_context")
+_since((0, 137), "fastapi.routing:_IncludedRouter._effective_candidates")
+_since((0, 137), "fastapi.routing:_IncludedRouter.effective_candidates")
+_since((0, 138), "fastapi.routing:_IncludedRouter.effective_low_priority_routes")
+for _name in ("alias", "field_info", "name", "serialize_json", "validate", "validation_alias"):
+    _since((0, 133), f"fastapi._compat:ModelField.{_name}")
+for _name in (
+    "background_tasks_param_name", "body_params", "cookie_params", "header_params",
+    "http_connection_param_name", "name", "path", "path_params", "request_param_name",
+    "response_param_name", "security_scopes_param_name", "use_cache", "websocket_param_name",
+):  # fmt: skip
+    _since((0, 133), f"fastapi.dependencies.models:Dependant.{_name}")
+_since((0, 163), "fastapi.dependencies.models:Dependant.concurrency")
 
+FILE_STACK = "fastapi_middleware_astack"
+REQUEST_STACK = "fastapi_inner_astack"
+FUNCTION_STACK = "fastapi_function_astack"
+_knows_includes = IncludedRouter is None or (_context_of is not None and _scope_key is not None)
+FASTAPI_SCOPE: str = _scope_key or "fastapi" if _knows_includes else "type"
+"""The key of a scope with an included route; "type", which all have, where only a match tells."""
 
-def ping_interval_s() -> float:
-    """Return the seconds between two comments of an idle event stream; FastAPI reads it late."""
-    seconds: float = routing._PING_INTERVAL
-    return seconds
+STACKS = (FILE_STACK, REQUEST_STACK, FUNCTION_STACK)
+"""The keys of a scope for FastAPI's exit stacks."""
+
+TELEMETRY = "fastapi.telemetry"
+"""The key of a scope under which FastAPI finds its telemetry, `None` for off."""
+
+for _version_of, _function, _names in (
+    ((0, 133), "fastapi.routing:get_request_handler", (FILE_STACK, REQUEST_STACK)),
+    ((0, 133), "fastapi.routing:request_response", (REQUEST_STACK, FUNCTION_STACK)),
+    ((0, 142), "fastapi.applications:FastAPI.__call__", ("_native_telemetry", TELEMETRY)),
+    ((0, 133), "starlette.requests:Request.body", ("_body",)),
+    ((0, 133), "starlette.requests:Request.json", ("_json",)),
+    ((0, 164), "fastapi.routing:APIRoute.__init__", ("max_body_size",)),
+    ((0, 165), "fastapi.routing:APIRouter.app", ("form_limits",)),
+    ((0, 134), "fastapi.routing:APIRoute.get_route_handler", ("stream_item_field",)),
+    ((0, 133), "fastapi.routing:APIRoute.get_route_handler", (
+        "_embed_body_fields", "body_field", "dependant", "dependency_overrides_provider",
+        "response_class", "response_field", "response_model_by_alias", "response_model_exclude",
+        "response_model_exclude_defaults", "response_model_exclude_none",
+        "response_model_exclude_unset", "response_model_include", "status_code",
+    )),
+):  # fmt: skip
+    for _name in _names:
+        _since(_version_of, f"{_function}({_name})")
 
 
 def why_not_compiled() -> str:
     """Return why no route is compiled, "" if routes are."""
-    if _version() > NEWEST_KNOWN:
-        newest = ".".join(map(str, NEWEST_KNOWN))
-        return f"it is newer than {newest}, the newest version that ingress was compared with"
     if _missing:
         return f"it lacks {', '.join(_missing)}"
+    if names := changed(fastapi.__version__, starlette.__version__):
+        return f"ingress was compared with others of its functions: {', '.join(names)}"
     return ""
+
+
+why_not_compiled()  # here, because it may read files, and an app may be bound on an event loop
 
 
 def warn_if_not_compiled(routes: int) -> None:
@@ -114,14 +232,134 @@ def warn_if_not_compiled(routes: int) -> None:
     if why and routes and not _has_warned:
         _has_warned = True
         warnings.warn(
-            f"FastAPI {fastapi.__version__}: {why}. Its own handlers answer all routes, at plain "
-            "FastAPI's speed. Upgrade fastapi-ingress, or install a FastAPI that it knows.",
+            f"FastAPI {fastapi.__version__} with Starlette {starlette.__version__}: {why}. "
+            "FastAPI's own handlers answer all routes, at plain FastAPI's speed. Upgrade "
+            "fastapi-ingress, or install versions that it knows.",
             CompiledRoutesOffWarning,
             stacklevel=2,
         )
 
 
 _has_warned = False
+
+
+# Requests.
+
+
+def read_parameters_by(func: Callable[..., Any]) -> None:
+    """Have FastAPI call `func` in the place of `request_params_to_args`.
+
+    In FastAPI's module, because its own handlers, WebSocket routes and mounted applications read
+    their parameters with it too.
+    """
+    fastapi.dependencies.utils.request_params_to_args = func
+
+
+def ping_interval_s() -> float:
+    """Return the seconds between two comments of an idle event stream; FastAPI reads it late."""
+    seconds: float = routing._PING_INTERVAL
+    return seconds
+
+
+def request_with_body(
+    scope: Scope, receive: Receive, send: Send, body: bytes, json: Any
+) -> Request:
+    """Return a request that has read its body: with the attributes where it caches the body."""
+    request = Request(scope, receive, send)
+    request._body = body
+    request._json = json
+    return request
+
+
+def request_stack(scope: Scope) -> AsyncExitStack | None:
+    """Return the exit stack of a request that FastAPI's own handler answers, `None` if unknown."""
+    return scope.get(REQUEST_STACK)
+
+
+def is_late_error(error: BaseException) -> bool:
+    """Return whether this is Starlette's error for one that has a handler, and came too late."""
+    if type(error) is not RuntimeError or (traceback := error.__traceback__) is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where: object = traceback.tb_frame.f_globals.get("__name__")
+    return where == wrap_app_handling_exceptions.__module__
+
+
+def waiting_for_threads(body: Any) -> Iterable[Any] | None:
+    """Return the iterable that Starlette would iterate in threads, unless that has begun.
+
+    Also `None` for a Starlette that has renamed the variables that hold them: it then does.
+    """
+    code = iterate_in_threadpool.__code__
+    if getattr(body, "ag_code", None) is not code or not {*_ITERATORS} <= {*code.co_varnames}:
+        return None
+    names = {} if body.ag_frame is None else body.ag_frame.f_locals
+    items: Iterable[Any] | None = None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
+    return items
+
+
+_ITERATORS = ("iterator", "as_iterator")
+
+
+# Routes.
+
+
+def embeds_body(route: Any) -> bool:
+    """Return whether FastAPI expects the parameters of a route's body under their names."""
+    return bool(route._embed_body_fields)
+
+
+def native_telemetry(app: Any) -> Any:
+    """Return FastAPI's own telemetry of an app, `None` if it has none."""
+    return getattr(app, "_native_telemetry", None)
+
+
+def effective_route(scope: Scope, route: Any) -> Any:
+    """Return the object with the full path of the route that was found: it knows its includes.
+
+    Since FastAPI 0.137 an included route does not. `None` if it is not known.
+    """
+    if not _knows_includes:
+        pattern = getattr(route, "path_regex", None)
+        return route if pattern is not None and pattern.match(get_route_path(scope)) else None
+    included = None if _context_of is None else _context_of(scope)
+    return included if getattr(included, "original_route", None) is route else route
+
+
+def effective_context(served: Any) -> Any:
+    """Return what FastAPI keeps of an included route, `None` for another route.
+
+    FastAPI 0.137 keeps no app in it: it makes that app anew for each request.
+    """
+    return getattr(served, "_route_context", None)
+
+
+def with_candidates(node: Any, candidates: list[Any]) -> Any:
+    """Return a copy of an included router with other routes to match."""
+    clone = copy.copy(node)
+    clone._effective_candidates = candidates
+    return clone
+
+
+def keeps_candidates(node: Any) -> bool:
+    """Return whether all routes of an included router are among its `effective_candidates()`."""
+    low_priority: Any = getattr(node, "effective_low_priority_routes", list)()
+    return not low_priority and hasattr(node, "_effective_candidates")
+
+
+def base_app(mount: Mount) -> Any:
+    """Return the mounted app, without the mount's middleware."""
+    if not hasattr(mount, "_base_app"):
+        raise unsupported("starlette", SUPPORTED_STARLETTE, ["starlette.routing:Mount._base_app"])
+    return mount._base_app
+
+
+def with_base_app(mount: Mount, app: Any) -> Mount:
+    """Return a copy of the mount with another app; its `app` is left to the caller."""
+    clone = copy.copy(mount)
+    clone._base_app = app
+    return clone
 
 
 def is_original(func: object) -> bool:

@@ -19,22 +19,28 @@ import json
 from contextlib import AsyncExitStack
 from typing import Any
 
-import fastapi.routing
 from fastapi import params
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.asgi.compat import is_original, why_not_compiled, wrap_app_handling_exceptions
+from ingress.asgi.compat import (
+    FILE_STACK,
+    FUNCTION_STACK,
+    REQUEST_STACK,
+    TELEMETRY,
+    embeds_body,
+    is_original,
+    request_with_body,
+    routing,
+    why_not_compiled,
+    wrap_app_handling_exceptions,
+)
 from ingress.asgi.rendering import encoder, makes_events, renderer
 from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
-from ingress.asgi.telemetry import TELEMETRY
 
-_FILE_STACK = "fastapi_middleware_astack"
-_REQUEST_STACK = "fastapi_inner_astack"
-_FUNCTION_STACK = "fastapi_function_astack"
 _ABSENT = object()
 
 
@@ -62,7 +68,7 @@ def _compiled(route: Any) -> ASGIApp:
     streams = is_stream(route)
     steps = Steps(
         route.dependant,
-        embeds_body=route._embed_body_fields,
+        embeds_body=embeds_body(route),
         endpoint=values_for_stream if streams else None,
     )
     bare = steps.bare
@@ -74,7 +80,7 @@ def _compiled(route: Any) -> ASGIApp:
         if (
             overridden.dependency_overrides
             or scope.get(TELEMETRY) is not None
-            or _FILE_STACK not in scope
+            or FILE_STACK not in scope
             or not steps.are_current()
         ):
             return await full(scope, receive, send)
@@ -110,8 +116,8 @@ def _compiled(route: Any) -> ASGIApp:
     def in_stacks(request: Request, body: Any) -> ASGIApp:
         # User code that gets the request may use FastAPI's exit stacks in its scope.
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async with AsyncExitStack() as scope[_REQUEST_STACK]:
-                async with AsyncExitStack() as scope[_FUNCTION_STACK]:
+            async with AsyncExitStack() as scope[REQUEST_STACK]:
+                async with AsyncExitStack() as scope[FUNCTION_STACK]:
                     shared = Shared(request)
                     response = await render(scope, await steps.run(scope, body, shared), shared)
                 await response(scope, receive, send)
@@ -123,7 +129,7 @@ def _compiled(route: Any) -> ASGIApp:
 
 def _check(route: Any) -> None:
     original = getattr(route, "original_route", route)
-    require(not why_not_compiled() and hasattr(original, "_embed_body_fields"))
+    require(not why_not_compiled())
     # Not a class of the user's, which may have wrapped or replaced its app.
     require(type(original).__init__ is APIRoute.__init__)
     cls = getattr(original, "__ingress_base__", type(original))
@@ -137,16 +143,14 @@ def _check(route: Any) -> None:
 
 def _is_fastapi_s(name: str) -> bool:
     owner, _, attribute = name.rpartition(".")
-    holder = getattr(fastapi.routing, owner) if owner else fastapi.routing
-    return is_original(getattr(holder, attribute))
+    holder = getattr(routing, owner) if owner else routing
+    return is_original(getattr(holder, attribute, None))
 
 
 def _request(scope: Scope, receive: Receive, send: Send, first: Message, body: Any) -> Request:
-    request = Request(scope, receive, send)
-    if first:  # the attributes where `Request` caches its body
-        request._body = first.get("body", b"")
-        request._json = body
-    return request
+    if first:
+        return request_with_body(scope, receive, send, first.get("body", b""), body)
+    return Request(scope, receive, send)
 
 
 def _raising(error: Exception, *, started: bool) -> ASGIApp:

@@ -22,10 +22,9 @@ from functools import partial
 from typing import Annotated, Any, get_args, get_origin
 
 from fastapi import params
-from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import get_typed_signature
 from fastapi.security.base import SecurityBase
 
+from ingress.asgi.compat import Dependant, get_typed_signature
 from ingress.asgi.methods import Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
 from ingress.execution.execution import Kind, override_of

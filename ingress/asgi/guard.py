@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ingress.asgi.compat import is_late_error
 from ingress.calls.compat import OnceScope
 from ingress.exceptions import RayServeException, StreamClosedError
 from ingress.execution.execution import contained, raise_instead
@@ -133,15 +134,11 @@ class OutermostGuard:
 def _told(error: BaseException) -> BaseException:
     """Return the error to raise for one that leaves the app below."""
     told = contained(error, "the ASGI app")
-    if type(told) is RuntimeError and str(told) == _HANDLED:
+    if is_late_error(told):  # `asgi.apps` has handlers for the errors of calls
         cause = told.__cause__
         if cause is not None and issubclass(type(cause), RayServeException):
             return cause
     return told
-
-
-_HANDLED = "Caught handled exception, but response already started."
-"""Starlette's error in place of one that has a handler, as those of calls have: `asgi.apps`."""
 
 
 def guarded(middleware: list[Middleware]) -> list[Any]:

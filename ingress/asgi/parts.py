@@ -21,6 +21,7 @@ from starlette.endpoints import HTTPEndpoint
 from starlette.routing import BaseRoute, Host, Mount, Router, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
+from ingress.asgi.compat import base_app
 from ingress.asgi.compiled import is_compiled
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
@@ -123,7 +124,7 @@ class _Routes:
 
     def _mounted(self, mount: Any, prefix: str) -> Iterator[Part]:
         where = prefix + getattr(mount, "path", "") + getattr(mount, "host", "")
-        app = getattr(mount, "_base_app", mount.app)
+        app = base_app(mount) if isinstance(mount, Mount) else mount.app
         if isinstance(app, (Starlette, Router)):
             yield from self.parts(app, app.routes, where)
         elif isinstance(app, StaticFiles):
@@ -150,10 +151,13 @@ def _lifespan_parts(context: Any) -> Iterator[Part]:
         for cell in func.__closure__ or ():
             yield from _lifespan_parts(cell.cell_contents)
     else:
-        router = getattr(context, "_router", None)
+        routers = [
+            each for each in getattr(context, "__dict__", {}).values() if isinstance(each, Router)
+        ]
         for what in ("startup", "shutdown"):
-            for handler in getattr(router, f"on_{what}", ()):
-                yield Part(what, handler, Role.ASGI)
+            for router in routers:
+                for handler in getattr(router, f"on_{what}", ()):
+                    yield Part(what, handler, Role.ASGI)
 
 
 def _is_frameworks(value: Any) -> bool:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-from fastapi.dependencies import utils
 from starlette.datastructures import Headers
+
+from ingress.asgi.compat import read_parameters_by
+from ingress.asgi.compat import request_params_to_args as read_parameters
 
 Pair = tuple[bytes, bytes]
 
@@ -48,17 +50,13 @@ def as_received(headers: Headers) -> Headers:
     return headers
 
 
-_request_params_to_args = utils.request_params_to_args
-
-
-@wraps(_request_params_to_args)
+@wraps(read_parameters)
 def request_params_to_args(fields: Sequence[Any], received_params: Any) -> Any:
     """Read parameters as FastAPI does, headers from those that came."""
     if isinstance(received_params, Headers):
         received_params = as_received(received_params)
-    return _request_params_to_args(fields, received_params)
+    return read_parameters(fields, received_params)
 
 
-# In FastAPI's module, because its own handlers, WebSocket routes and mounted applications read
-# their parameters with it too. Requests that did not pass our proxy have no added header.
-utils.request_params_to_args = request_params_to_args
+# Requests that did not pass our proxy have no added header.
+read_parameters_by(request_params_to_args)

@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import fastapi.routing
-from fastapi.datastructures import DefaultPlaceholder
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import ResponseValidationError
-from fastapi.routing import serialize_response
-from fastapi.utils import is_body_allowed_for_status_code
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from ingress.asgi.compat import (
+    DefaultPlaceholder,
+    is_body_allowed_for_status_code,
+    routing,
+    serialize_response,
+)
 from ingress.asgi.steps import JSON_SCALARS, Shared, Steps
 
 Encoder = Callable[[Scope, Any], bytes]
@@ -122,7 +124,7 @@ def response_class_of(route: Any) -> Any:
 
 def makes_events(route: Any) -> bool:
     """Return whether FastAPI makes server-sent events of the result, generator or not."""
-    events = getattr(fastapi.routing, "EventSourceResponse", None)
+    events = getattr(routing, "EventSourceResponse", None)
     given = response_class_of(route)
     return events is not None and isinstance(given, type) and issubclass(given, events)
 

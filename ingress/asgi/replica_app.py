@@ -10,9 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.bad_results import endpoint_of, explain
+from ingress.asgi.compat import TELEMETRY
 from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.lifespan import Lifespan
-from ingress.asgi.telemetry import TELEMETRY, Telemetry
+from ingress.asgi.telemetry import Telemetry
 from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan, Role, contain
 

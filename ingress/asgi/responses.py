@@ -25,11 +25,11 @@ from math import ceil
 from typing import Any
 
 from fastapi.encoders import jsonable_encoder
-from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from ingress.asgi.compat import waiting_for_threads
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ThreadPool, call_inline
 from ingress.execution.other_loop import OTHER_LOOP, is_noted
@@ -69,7 +69,7 @@ def take_over_stream(response: Any, pool: ThreadPool, opened: Sequence[Any] | No
     not run. `opened` will have the generators that the iterator opens and does not close itself.
     """
     body = getattr(response, "body_iterator", None)
-    items = _waiting_for_threads(body)
+    items = waiting_for_threads(body)
     if items is not None:
         closing = items if opened is None else _closing(items, opened)
         body = response.body_iterator = pool.stream(closing)
@@ -101,17 +101,6 @@ def _closing(items: Iterable[Any], opened: Sequence[Any]) -> Iterator[Any]:
     finally:
         for each in opened:
             each.close()
-
-
-def _waiting_for_threads(body: Any) -> Iterable[Any] | None:
-    """Return the iterable that Starlette would iterate in threads, unless that has begun."""
-    if getattr(body, "ag_code", None) is not iterate_in_threadpool.__code__:
-        return None
-    names = {} if body.ag_frame is None else body.ag_frame.f_locals
-    if "as_iterator" in names:
-        return None
-    items: Iterable[Any] | None = names.get("iterator")
-    return items
 
 
 async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:

@@ -11,8 +11,15 @@ from fastapi.routing import APIRoute, APIRouter
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from ingress.asgi.compat import IncludedRouter, get_route_path, is_original
-from ingress.asgi.telemetry import TELEMETRY
+from ingress.asgi.compat import (
+    TELEMETRY,
+    IncludedRouter,
+    get_route_path,
+    is_original,
+    keeps_candidates,
+    why_not_compiled,
+    with_candidates,
+)
 
 _MATCHES = (Route.matches, APIRoute.matches)
 
@@ -32,12 +39,15 @@ class RouteIndex:
 
     If all of a copy's routes are FastAPI's own, the index also selects among them, which the copy
     would do at 3 us a request. The copy still answers a request that none of them matches.
+
+    Where no route is compiled there are no copies: FastAPI may match routes in another way.
     """
 
-    __slots__ = ("_beginnings", "_lengths", "_narrowed", "_paths", "_router", "_routes")
+    __slots__ = ("_beginnings", "_is_used", "_lengths", "_narrowed", "_paths", "_router", "_routes")
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._is_used = not why_not_compiled()
         self._routes: list[BaseRoute] = []
         self._paths: set[str] = set()
         self._beginnings: set[str] = set()
@@ -46,7 +56,7 @@ class RouteIndex:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
-        if scope["type"] == "http":
+        if self._is_used and scope["type"] == "http":
             routes = router.routes
             if len(routes) != len(self._routes) or not all(map(is_, routes, self._routes)):
                 self._index()  # also when user code adds a route later
@@ -147,9 +157,7 @@ def _narrowed(routes: Sequence[Any], may_match: Callable[[Any], bool]) -> Iterat
         if _is_open(route):
             inner = list(_narrowed(route.effective_candidates(), may_match))
             if inner:
-                narrowed = copy.copy(route)
-                narrowed._effective_candidates = inner
-                yield narrowed
+                yield with_candidates(route, inner)
         elif not _is_plain(route) or may_match(_effective(route)):
             yield route
 
@@ -165,11 +173,8 @@ def _leaves(routes: Sequence[Any]) -> Iterator[Any]:
 
 def _is_open(route: Any) -> bool:
     """Return whether the route is an included router whose routes are known."""
-    if IncludedRouter is None or not isinstance(route, IncludedRouter):
-        return False
-    node: Any = route
-    low_priority: Any = getattr(node, "effective_low_priority_routes", list)()
-    return not low_priority and hasattr(node, "_effective_candidates")
+    is_node = IncludedRouter is not None and isinstance(route, IncludedRouter)
+    return is_node and keeps_candidates(route)
 
 
 def _is_plain(route: Any) -> bool:

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import fastapi.routing
-from fastapi.datastructures import Default
-from fastapi.dependencies.utils import get_typed_return_annotation, get_typed_signature
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,11 +25,19 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
 
 from ingress.asgi.compat import (
+    Default,
     IncludedRouter,
+    base_app,
     check_kind,
+    effective_context,
     endpoint_context,
     endpoint_contexts,
+    get_typed_return_annotation,
+    get_typed_signature,
+    iter_route_contexts,
+    request_stack,
     warn_if_not_compiled,
+    with_base_app,
 )
 from ingress.asgi.compiled import compiled_app
 from ingress.asgi.dependencies import Dependencies
@@ -43,10 +48,6 @@ from ingress.calls.call import CURRENT_CALL
 from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA
 from ingress.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
-
-"""An included router as a node of the tree. FastAPI below 0.137 copies its routes instead."""
-
-iter_route_contexts: Any = getattr(fastapi.routing, "iter_route_contexts", iter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +234,8 @@ def guarded_mount(mount: Mount) -> Mount:
     The replicas share that app. Two replicas may build its middleware stack at the same time, and
     either stack is right.
     """
-    app: Any = mount._base_app
-    if isinstance(mount._base_app, Starlette):
+    app: Any = base_app(mount)
+    if isinstance(app, Starlette):
         app = copy.copy(app)
         app.user_middleware = guarded(app.user_middleware)
         app.middleware_stack = None
@@ -244,9 +245,8 @@ def guarded_mount(mount: Mount) -> Mount:
         app.router.routes = [
             guarded_mount(route) if isinstance(route, Mount) else route for route in router.routes
         ]
-    clone = copy.copy(mount)
-    clone._base_app = app
-    clone.app = rebased(mount.app, mount._base_app, app)
+    clone = with_base_app(mount, app)
+    clone.app = rebased(mount.app, base_app(mount), app)
     return clone
 
 
@@ -259,8 +259,8 @@ def routers(router: Router, known: dict[int, Router] | None = None) -> list[Rout
             if IncludedRouter is not None and isinstance(route, IncludedRouter):
                 included: Any = route
                 routers(included.original_router, found)
-            elif isinstance(route, Mount) and isinstance(route._base_app, Starlette):
-                routers(route._base_app.router, found)
+            elif isinstance(route, Mount) and isinstance(base_app(route), Starlette):
+                routers(base_app(route).router, found)
     return list(found.values())
 
 
@@ -274,10 +274,9 @@ def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
 def api_route(served: Any) -> Any:
     """Return the object whose `app` answers an `APIRoute`; `None` for another kind of route.
 
-    FastAPI keeps the app of an included route apart from the route. FastAPI 0.137 keeps none: it
-    makes that app anew for each request.
+    FastAPI keeps the app of an included route apart from the route.
     """
-    route = getattr(served, "_route_context", None) or getattr(served, "route", served)
+    route = effective_context(served) or getattr(served, "route", served)
     return route if isinstance(getattr(route, "original_route", route), APIRoute) else None
 
 
@@ -380,7 +379,8 @@ def _closing(base: Any) -> Any:
                 opened: list[Any] = []
                 _OPENED.set(opened)
                 # Pushed first, so it runs last: FastAPI's tasks, which iterate, have ended by then.
-                request.scope["fastapi_inner_astack"].push_async_callback(_close, opened)
+                if (stack := request_stack(request.scope)) is not None:
+                    stack.push_async_callback(_close, opened)
                 response: Response = await handler(request)
                 take_over_stream(response, REPLICA.get().plans[func].pool, opened)
                 return response

@@ -21,18 +21,18 @@ from urllib.parse import parse_qsl
 from uuid import UUID
 
 from fastapi import BackgroundTasks
-from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import (
-    get_dependant,
-    request_body_to_args,
-)
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from ingress.asgi.compat import (
+    Dependant,
+    get_cache_key,
+    get_dependant,
+    request_body_to_args,
+)
 from ingress.asgi.compat import endpoint_context as extract_endpoint_context
-from ingress.asgi.compat import get_cache_key
 from ingress.asgi.methods import kind_for_fastapi
 from ingress.asgi.received_headers import as_received, request_params_to_args
 from ingress.execution.execution import Kind

@@ -18,14 +18,19 @@ from contextlib import AsyncExitStack, aclosing, closing
 from functools import cache, partial
 from typing import Any
 
-from fastapi.dependencies.utils import get_dependant
 from fastapi.encoders import jsonable_encoder
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Scope, Send
 
 from ingress.asgi.chunks import Chunks
-from ingress.asgi.compat import normalize_non_finite_floats, ping_interval_s, routing
+from ingress.asgi.compat import (
+    STACKS,
+    get_dependant,
+    normalize_non_finite_floats,
+    ping_interval_s,
+    routing,
+)
 from ingress.asgi.methods import GENERATORS
 from ingress.asgi.rendering import (
     Encoder,
@@ -239,10 +244,7 @@ def _has_status() -> bool:
 
     dependant = get_dependant(path="/", call=items)
     handler: Any = routing.get_request_handler(dependant, status_code=201, is_json_stream=True)
-    stacks = dict.fromkeys(
-        ("fastapi_middleware_astack", "fastapi_inner_astack", "fastapi_function_astack"),
-        AsyncExitStack(),
-    )
+    stacks = dict.fromkeys(STACKS, AsyncExitStack())
     scope = {"type": "http", "method": "GET", "query_string": b"", "headers": [], **stacks}
     try:
         handler(Request(scope)).send(None)

@@ -7,8 +7,7 @@ from typing import Any
 
 from starlette.routing import Mount
 
-TELEMETRY = "fastapi.telemetry"
-"""The key of a scope under which FastAPI finds its telemetry, `None` for off."""
+from ingress.asgi.compat import native_telemetry
 
 CHECK_EVERY_S = 1.0
 
@@ -34,7 +33,7 @@ class Telemetry:
 
         Also `None` if there are mounted apps, because these may have providers of their own.
         """
-        native = getattr(app, "_native_telemetry", None)
+        native = native_telemetry(app)
         if native is None or any(isinstance(route, Mount) for route in app.routes):
             return None
         return cls(native)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from starlette.routing import compile_path
 from starlette.types import Scope
 
-from ingress.asgi.compat import get_route_path
+from ingress.asgi.compat import FASTAPI_SCOPE, effective_route, get_route_path
 
 TEMPLATES = "ingress.templates"
 """The key of a scope for the `RouteTemplates` of an app that runs in another process."""
@@ -27,11 +26,10 @@ def route_template(scope: Scope) -> str | None:
     if route is None:
         templates = scope.get(TEMPLATES)  # the route is found in another process
         return None if templates is None else templates.find(scope) or None
-    # Since FastAPI 0.137 an included route does not know its prefix.
-    fastapi_scope: Any = scope.get("fastapi") or {}
-    included = fastapi_scope.get("effective_route_context")
-    if getattr(included, "original_route", None) is route:
-        route = included
+    if FASTAPI_SCOPE in scope:
+        route = effective_route(scope, route)
+        if route is None:
+            return None
     template: str = getattr(route, "path", "")
     if "app_root_path" in scope:
         template = scope["root_path"].removeprefix(scope["app_root_path"]) + template
@@ -80,10 +78,10 @@ class RouteTemplates:
             return _join(prefix, self.find(scope)) if self._paths or self._patterns else prefix
         if "app_root_path" in scope:  # of a mount
             return _join(prefix, route_template(scope) or "")
-        if "fastapi" in scope:  # an included route does not know its prefix
-            included = scope["fastapi"].get("effective_route_context")
-            if getattr(included, "original_route", None) is route:
-                route = included
+        if FASTAPI_SCOPE in scope:
+            route = effective_route(scope, route)
+            if route is None:
+                return _join(prefix, self.find(scope))
         path: str = getattr(route, "path", "")
         of_prefix, labels = self._labels
         label = labels.get(path) if prefix == of_prefix else None

@@ -26,6 +26,8 @@ from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
+from starlette.datastructures import State
+
 from ingress.declaration.assignments import place_of, shown
 from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.loop_makers import (
@@ -371,8 +373,9 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, Any]]:
     for each in getattr(app, "user_middleware", ()):
         for part in (each.cls, getattr(each, "args", ()), getattr(each, "kwargs", {})):
             yield "user_middleware", part
-    for key, value in getattr(getattr(app, "state", None), "_state", {}).items():
-        yield f"state.{key}", value
+    if isinstance(state := getattr(app, "state", None), State):
+        for key in state:
+            yield f"state.{key}", state[key]
     router = getattr(app, "router", app)
     for name in ("lifespan_context", "on_startup", "on_shutdown"):
         yield name, getattr(router, name, None)

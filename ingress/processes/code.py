@@ -103,7 +103,7 @@ def pickled_code(target: Any, cloudpickle: Any) -> bytes:
             if isinstance(obj, _LOCKS):
                 return (threading.Lock if type(obj) is _LOCKS[0] else threading.RLock), ()
             if isinstance(obj, State):
-                return State, (dict(obj._state),)
+                return State, ({name: obj[name] for name in obj},)
             return super().reducer_override(obj)
 
     with io.BytesIO() as file:
