@@ -20,6 +20,7 @@ from tests.servers import (
     environment,
     get,
     is_ready,
+    overview,
     process,
     served,
     wait_until,
@@ -90,9 +91,9 @@ def test_readiness_fails_while_a_deployment_has_no_replica_and_comes_back(
         stuck = [handle.wedge.remote() for _ in range(2)]
         wedged.wait()
         wait_until(lambda: probe(port, "readyz")[0] == 503)
-        wait_until(lambda: "2 replicas are stuck" in probe(port, "readyz")[1])
-        assert "default: Model: " in probe(port, "healthz")[1]
-        assert probe(port, "healthz")[0] == 503
+        wait_until(lambda: "2 replicas are stuck" in overview("Model").message)
+        assert probe(port, "readyz") == (503, "default: Model is unhealthy")
+        assert probe(port, "healthz") == (503, "default: Model is unhealthy")
         assert probe(port, "livez") == (200, "alive")
         assert get(port, "/").status == 200
     finally:
@@ -100,6 +101,34 @@ def test_readiness_fails_while_a_deployment_has_no_replica_and_comes_back(
     for each in stuck:
         each.result(timeout_s=PATIENCE_S)
     wait_until(lambda: probe(port, "readyz") == (200, "ready"))
+
+
+def test_probes_name_an_unhealthy_deployment_and_do_not_quote_user_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fails = threading.Event()
+
+    @serve.deployment(health_check_period_s=0.05)
+    class Model:
+        def check_health(self) -> None:
+            if fails.is_set():
+                raise RuntimeError("cannot log in as root:hunter2")
+
+        async def __call__(self) -> str:
+            return "up"
+
+    port = served(bind(Model))
+    fails.set()
+    seen = set()
+    # First the replica is ill; then its successor is none, because its first check fails.
+    while "root:hunter2" not in overview("Model").message:
+        seen |= {probe(port, name) for name in ("healthz", "readyz")}
+
+    unhealthy = (503, "default: Model is unhealthy")
+    wait_until(lambda: probe(port, "readyz") == probe(port, "healthz") == unhealthy)
+    without = (503, "default: Model has no replica that serves")
+    assert seen <= {(200, "ready"), (200, "success"), unhealthy, without}
+    assert "root:hunter2" in caplog.text
 
 
 APP = """

@@ -511,14 +511,18 @@ class RunningApplication:
         return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
 
     def condition(self) -> Condition:
-        """Return why the application is unhealthy, or not ready. Thread-safe."""
-        deployments = list(self.deployments.values())
-        unhealthy = [(each.built.name, each.trouble()) for each in deployments]
-        without = [each.built.name for each in deployments if not each.is_ready()]
-        return Condition(
-            "; ".join(f"{self.name}: {name}: {text}" for name, text in unhealthy if text),
-            "; ".join(f"{self.name}: {name} has no replica that serves" for name in without),
-        )
+        """Return which deployments are unhealthy, or not ready. Thread-safe.
+
+        Only names and states: any client may see them, and `trouble` quotes user code.
+        """
+        unhealthy, without = [], []
+        for each in list(self.deployments.values()):
+            name = f"{self.name}: {each.built.name}"
+            if each.trouble():
+                unhealthy.append(f"{name} is unhealthy")
+            if not each.is_ready():
+                without.append(f"{name} has no replica that serves")
+        return Condition("; ".join(unhealthy), "; ".join(without))
 
     @property
     def graceful_shutdown_timeout_s(self) -> float:

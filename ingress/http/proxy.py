@@ -102,7 +102,10 @@ class RouteTable:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The condition of an application: why it is unhealthy or not ready, each "" if it is not."""
+    """The deployments of an application that are unhealthy or not ready, each "" for none.
+
+    The text is for any client: names and states, and nothing that user code has said.
+    """
 
     unhealthy: str = ""
     not_ready: str = ""
@@ -229,7 +232,7 @@ class HTTPProxy:
         return PlainTextResponse("Route table is not populated yet.", 503)
 
     def _readyz(self) -> Response:
-        """Answer whether every application can serve its requests, and if not, why."""
+        """Answer whether every application can serve its requests, and which cannot."""
         if self.is_leaving or self.is_draining:
             return PlainTextResponse("This node is being drained.", 503)
         reasons = []
