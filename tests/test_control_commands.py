@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import socketserver
 import stat
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +151,7 @@ def test_requests_of_many_threads_are_answered_to_those_that_asked(
 
 
 def test_a_stale_socket_is_noticed_and_removed_and_a_listening_one_is_not(runtime: Path) -> None:
-    runtime.mkdir()
+    runtime.mkdir(mode=0o700)
     stale = runtime / "999999999.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(stale))  # as a server that was killed leaves it
@@ -159,7 +165,7 @@ def test_a_stale_socket_is_noticed_and_removed_and_a_listening_one_is_not(runtim
 
 
 def test_status_names_many_stale_sockets_in_one_line(runtime: Path) -> None:
-    runtime.mkdir()
+    runtime.mkdir(mode=0o700)
     for pid in range(999999991, 999999996):
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(runtime / f"{pid}.sock"))
@@ -172,11 +178,272 @@ def test_status_names_many_stale_sockets_in_one_line(runtime: Path) -> None:
 def test_a_folder_that_others_may_write_has_no_socket(
     runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime.mkdir()
+    runtime.mkdir(mode=0o700)
     runtime.chmod(0o777)
     with ControlSocket({"echo": echo}) as control:
         assert control.path is None
     assert f"set {RUNTIME_DIR} to another folder" in caplog.text
+
+
+# Folders, sockets and texts of other users.
+
+ANOTHER_USER = 12345
+AS_ROOT = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
+)
+
+
+@contextmanager
+def listening(path: Path, answers: Mapping[str, Any], mode: int = 0o600) -> Iterator[list[bytes]]:
+    """Answer commands at a socket, as a server would; yield the requests that came."""
+    asked: list[bytes] = []
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            if line := self.rfile.readline():
+                asked.append(line)
+                answer = answers.get(json.loads(line)["command"], {"error": EVIL})
+                self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+        path.chmod(mode)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield asked
+        finally:
+            server.shutdown()
+            thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def in_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The runtime folder of a user without a session: any user could have made it."""
+    monkeypatch.delenv(RUNTIME_DIR, raising=False)
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder) / f"ingress-{os.geteuid()}"
+
+
+def another_users(folder: Path) -> None:
+    os.chown(folder, ANOTHER_USER, ANOTHER_USER)
+
+
+def writable(folder: Path) -> None:
+    folder.chmod(0o770)
+
+
+def link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+UNTRUSTED = [
+    pytest.param(another_users, "belongs to another user", marks=AS_ROOT),
+    (writable, "may be written by other users"),
+    (link, "is a symbolic link"),
+]
+
+
+@pytest.mark.parametrize(("make", "problem"), UNTRUSTED)
+def test_nothing_in_a_folder_that_others_could_have_made_is_asked_or_deleted(
+    in_temporary_folder: Path,
+    make: Callable[[Path], None],
+    problem: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = in_temporary_folder
+    folder.mkdir(mode=0o700)
+    stale = folder / "77.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(stale))
+    with listening(folder / "4711.sock", {}) as asked:
+        make(folder)
+        for command in (["status"], ["status", "--json"], ["scale", "M=1"], ["stop"], ["top"]):
+            told = CliRunner().invoke(cli.app, command)
+            assert (told.exit_code, told.stdout) == (1, "")
+            assert f"Error: the folder of the control sockets, '{folder}', {problem}" in told.stderr
+        with ControlSocket({"echo": echo}) as control:
+            assert control.path is None
+        assert asked == []
+    assert stale.is_socket()
+    assert problem in caplog.text
+
+
+@AS_ROOT
+def test_root_may_ask_the_servers_of_a_user_whose_folder_a_variable_names(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    stale = runtime / "77.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(stale))
+    for each in (runtime, stale):
+        os.chown(each, ANOTHER_USER, ANOTHER_USER)
+    path = runtime / "4711.sock"
+    users = f"import os, socket; os.setuid({ANOTHER_USER}); it = socket.socket(socket.AF_UNIX); "
+    users += f"it.bind({str(path)!r}); os.chmod({str(path)!r}, 0o600); it.listen(); input()"
+    runtime.parent.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", users], stdin=subprocess.PIPE) as other:
+        wait_until(lambda: bool(running_servers()[0]))
+        with listening(runtime / "4712.sock", {}):  # this user's, in the folder of the other
+            os.chown(runtime / "4712.sock", ANOTHER_USER, ANOTHER_USER)
+            assert [each.pid for each in running_servers()[0]] == [4711]
+        other.communicate(b"\n")
+    assert stale.is_socket()
+
+
+@AS_ROOT
+def test_a_client_of_another_user_gets_no_answer(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    for each in (runtime, runtime.parent):
+        each.chmod(0o755)
+    with ControlSocket({"echo": echo}) as control:
+        assert control.path is not None
+        control.path.chmod(0o666)
+        asks = f"import os, socket; os.setuid({ANOTHER_USER}); it = socket.socket(socket.AF_UNIX); "
+        asks += f"it.connect({str(control.path)!r}); "
+        asks += """it.sendall(b'{"command": "echo"}\\n'); print(it.makefile().read())"""
+        told = subprocess.run([sys.executable, "-c", asks], capture_output=True, check=True)
+    assert json.loads(told.stdout) == {"error": "this server belongs to another user"}
+
+
+def test_files_that_are_no_sockets_of_our_servers_are_neither_asked_nor_deleted(
+    runtime: Path,
+) -> None:
+    runtime.mkdir(mode=0o700)
+    elsewhere = runtime.parent / "1.sock"
+    with (
+        listening(elsewhere, {}) as through_link,
+        listening(runtime / "2.sock", {}, mode=0o666) as open_to_all,
+    ):
+        (runtime / "1.sock").symlink_to(elsewhere)
+        (runtime / "3.sock").write_text("a file")
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(runtime.parent / "stale.sock"))
+        (runtime / "4.sock").symlink_to(runtime.parent / "stale.sock")
+        before = sorted(runtime.iterdir())
+        told = CliRunner().invoke(cli.app, ["status"])
+        assert told.stderr == "no server runs\n"
+        assert through_link == open_to_all == []
+    assert sorted(runtime.iterdir()) == before
+
+
+def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(
+    runtime: Path,
+) -> None:
+    with ControlSocket({"echo": echo}, pid=1):
+        with ControlSocket({"echo": echo}, pid=1) as later:  # in another container
+            assert later.path is not None
+            of_later = later.path.stat()
+            with ControlSocket({"echo": echo}, pid=1) as last:
+                assert last.path is not None
+                assert not os.path.samestat(last.path.stat(), of_later)
+                ControlSocket.__exit__(later, None, None, None)
+                assert RunningServer(1, last.path).ask("echo", a=1) == {"a": 1}
+
+
+EVIL = "\x1b]0;it\x07\x1b[2J\x9b31m\u202egpj\r\x08\x7f\ud800"
+_DEPLOYMENT = {
+    "name": EVIL, "status": EVIL, "message": EVIL, "replica_states": {EVIL: 1}, "ongoing": 0,
+    "queued": 0, "rate": 0.0, "errors": 0.0, "p50": 1, "p95": 1, "p99": 1,
+    "recent": {"rate": [], "p99": []},
+}  # fmt: skip
+_LOOP = {"stands_ms": 0, "busy": 0.0, "runs": None, "thread": EVIL}
+VIEW = {
+    "pid": 4711, "url": EVIL, "workers": [4711], "silent": [], "is_healthy": True, "at": 0.0,
+    "problems": [{"level": "bad", "application": EVIL, "deployment": EVIL, "text": EVIL}],
+    "applications": [{
+        "name": EVIL, "status": EVIL, "message": EVIL, "deployed_at_s": 0.0, "route_prefix": EVIL,
+        "deployments": [_DEPLOYMENT],
+    }],
+    "replicas": [{
+        "application": EVIL, "deployment": EVIL, "replica": EVIL, "process": EVIL, "pid": 1,
+        "ongoing": 1, "loop": _LOOP, "lanes": [{"name": EVIL, "ongoing": 1, "limit": 1, "queued": 1,
+        "runs": []}], "threads": {"limit": 1, "runs": [{"ms": 1, "method": EVIL, "title": EVIL}]},
+        "stalls": [{"ms": 1, "reason": EVIL, "line": {"file": EVIL, "line": 1}}],
+        "calls": [], "more_calls": 0,
+    }],
+}  # fmt: skip
+STATUS = {"pid": 4711, "applications": {EVIL: {"deployments": {"M": {}}}}}
+ANSWERS: dict[str, Any] = {
+    "view": {"result": VIEW},
+    "status": {"result": STATUS},
+    "scale": {"result": [EVIL]},
+}
+COMMANDS = {
+    "status": ["status"],
+    "status as JSON": ["status", "--json"],
+    "top": ["top"],
+    "a change": ["scale", "M=2"],
+    "a change as JSON": ["scale", "M=2", "--json"],
+    "names in an error": ["scale", "Other=2"],
+    "servers to choose from": ["stop", "--name", "other"],
+    "an error": ["stop"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_no_text_of_a_server_is_a_command_to_the_terminal(
+    runtime: Path, command: list[str]
+) -> None:
+    runtime.mkdir(mode=0o700)
+    with listening(runtime / "4711.sock", ANSWERS):
+        told = CliRunner().invoke(cli.app, command)
+    assert told.exception is None or isinstance(told.exception, SystemExit)
+    assert not re.search(
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800]", told.output
+    )
+    assert "0;it" in told.output
+    if command[-1] == "--json" and command[0] == "status":
+        assert EVIL in json.loads(told.output)["applications"]
+
+
+@pytest.mark.parametrize("answer", [b"\xff\n", b"[]\n", b"{}\n", b"[" * 60_000 + b"\n"])
+def test_an_answer_that_is_none_is_said_in_a_line(runtime: Path, answer: bytes) -> None:
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            if self.rfile.readline():
+                self.wfile.write(answer)
+
+    runtime.mkdir(mode=0o700)
+    path = runtime / "4711.sock"
+    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+        path.chmod(0o600)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        told = CliRunner().invoke(cli.app, ["status"])
+        server.shutdown()
+        thread.join(PATIENCE_S)
+    assert told.stdout == "server 4711 does not answer\n"
+
+
+@pytest.mark.parametrize(("mode", "is_used"), [(0o700, True), (None, False)])
+def test_the_folder_of_the_session_is_used_if_it_is_there(
+    in_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, is_used: bool
+) -> None:
+    session = in_temporary_folder.parent / "session"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    if mode is not None:
+        session.mkdir(mode)
+    with ControlSocket({"echo": echo}) as control:
+        assert control.path is not None
+        assert control.path.parent == (session / "ingress" if is_used else in_temporary_folder)
+        assert [each.path for each in running_servers()[0]] == [control.path]
+
+
+@AS_ROOT
+def test_the_folder_of_another_users_session_is_not_used(
+    in_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = in_temporary_folder.parent / "session"
+    session.mkdir(0o700)
+    another_users(session)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    with ControlSocket({"echo": echo}) as control:
+        assert control.path is not None
+        assert control.path.parent == in_temporary_folder
+    assert list(session.iterdir()) == []
 
 
 @pytest.mark.timeout(150)  # it starts processes

@@ -364,12 +364,3 @@ def test_a_sparkline_has_a_bar_for_each_value_and_a_gap_for_none() -> None:
     assert status_tables.sparkline([9, 0, 1, None, 4], 4) == "▁▃ █"
     assert status_tables.sparkline([0, 0], 4) == "▁▁"
     assert status_tables.sparkline([], 4) == ""
-
-
-def test_the_text_of_an_exception_does_not_steer_the_terminal() -> None:
-    text = "broken \x1b]0;owned\x07 \x1b[2J\x9b2J"
-    problem = {"level": "bad", "application": "app", "deployment": "", "text": text}
-    [line] = status_tables.problems({"problems": [problem]})
-
-    assert line.plain.isprintable()
-    assert r"broken \x1b]0;owned\x07" in line.plain

@@ -51,6 +51,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,6 +88,7 @@ START_METHOD = "INGRESS_START_METHOD"
 PIN_CPUS = "INGRESS_PIN_CPUS"
 PINNED_CPUS = "INGRESS_PINNED_CPUS"
 RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
+_SYSTEMDS_FOLDER = "RUNTIME_DIRECTORY"
 ADMIN = "INGRESS_ADMIN"
 ADMIN_TOKEN = "INGRESS_ADMIN_TOKEN"
 THREADS_SET = "INGRESS_NATIVE_THREADS_SET"
@@ -265,15 +267,24 @@ def runtime_folder() -> Path:
     """Return the folder of the control sockets of this user's servers, which may not exist.
 
     INGRESS_RUNTIME_DIR, or the first of what systemd sets for `RuntimeDirectory=`, or a folder of
-    the user's session, or one in the temporary folder.
+    the user's session, or one in the temporary folder. The session may be that of another user,
+    such as that of the user who has called `sudo`.
     """
     if given := os.environ.get(RUNTIME_DIR):
         return Path(given)
-    if systemds := os.environ.get("RUNTIME_DIRECTORY"):
+    if systemds := os.environ.get(_SYSTEMDS_FOLDER):
         return Path(systemds.split(":")[0])
+    user = os.geteuid()
     if session := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(session) / "ingress"
-    return Path(tempfile.gettempdir()) / f"ingress-{os.getuid()}"
+        with suppress(OSError):
+            if os.stat(session).st_uid == user:
+                return Path(session) / "ingress"
+    return Path(tempfile.gettempdir()) / f"ingress-{user}"
+
+
+def is_runtime_folder_named() -> bool:
+    """Return whether a variable names the runtime folder itself, and so an operator chose it."""
+    return bool(os.environ.get(RUNTIME_DIR) or os.environ.get(_SYSTEMDS_FOLDER))
 
 
 def _warn_of_misspelt(env: Mapping[str, str]) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ingress.base.settings import RAY_ADDRESS
 from ingress.cli.serving import read_settings
 from ingress.cli.target import refusal
-from ingress.cli.terminal import console
+from ingress.cli.terminal import console, print_json
 from ingress.engines import ray_engine
 from ingress.http.server_options import ServerOptions
 from ingress.live.words import all_healthy
@@ -53,7 +53,7 @@ def status(
             name: {**asdict(each), "deployed": deployers[name]} for name, each in found.items()
         }
         shown = {"applications": applications, "waits": waits, "is_healthy": are_healthy(found)}
-        typer.echo(json.dumps(shown, indent=2))
+        print_json(shown)
     elif found:
         _show(found, deployers, waits)
     else:
@@ -75,21 +75,22 @@ def _show(
 ) -> None:
     table = Table("application", "deployment", "status", "replicas", box=None, pad_edge=False)
     for name, application in found.items():
-        table.add_row(name, "", application.status, "")
+        name = tame(name)
+        table.add_row(Text(name), "", application.status, "")
         for deployment, each in application.deployments.items():
             states = ", ".join(f"{count} {state}" for state, count in each.replica_states.items())
-            table.add_row("", deployment, each.status, states)
+            table.add_row("", Text(tame(deployment)), each.status, states)
     console.print(table)
     for name, application in found.items():
-        typer.echo(f"{name}: deployed {deployers[name]}")
+        typer.echo(tame(f"{name}: deployed {deployers[name]}"))
         for message in [
             application.message,
             *(d.message for d in application.deployments.values()),
         ]:
             if message:
-                typer.echo(f"{name}: {tame(message)}")
+                typer.echo(tame(f"{name}: {message}"))
     for line in waits:
-        typer.echo(line)
+        typer.echo(tame(line))
 
 
 def delete(

@@ -6,7 +6,6 @@ the name of one of its applications, or `--pid` chooses.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from ingress.cli.cluster_commands import Address
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.serving import read_settings
 from ingress.cli.target import refusal
-from ingress.cli.terminal import console
+from ingress.cli.terminal import console, print_json, tamed
 
 ASK_S = 5.0  # for the status of a server
 
@@ -60,10 +59,10 @@ def status(
     if as_json:
         if len(found) > 1:
             raise refusal(_several(found))
-        typer.echo(json.dumps(_as_ray(found[0][1] if found else None), indent=2))
+        print_json(_as_ray(found[0][1] if found else None))
     else:
         for server, view in found:
-            _show(server.pid, view)
+            _show(server.pid, tamed(view))
     if not found:
         typer.echo("no server runs", err=True)
     if not found or not all(view and view["is_healthy"] for _, view in found):
@@ -151,14 +150,10 @@ def scale(
             )
             what = f"{application}:{deployment}" if application else deployment
             problem = "several applications have" if there else "no application has"
-            raise refusal(f"{problem} {what}; name one of {known}")
+            raise refusal(f"{problem} {what}; name one of {tamed(known)}")
         replicas.setdefault(there[0], {})[deployment] = count
     done = ask_server(server, "scale", replicas=replicas)
-    if as_json:
-        typer.echo(json.dumps(done, indent=2))
-        return
-    for line in done or ["nothing to change"]:
-        typer.echo(line)
+    _print_changes(done, as_json=as_json)
 
 
 def reload(name: Name = None, pid: Pid = None, as_json: AsJSON = False) -> None:
@@ -171,11 +166,15 @@ def reload(name: Name = None, pid: Pid = None, as_json: AsJSON = False) -> None:
     changes nothing.
     """
     done = ask_server(chosen(name, pid), "reload")
+    _print_changes(done, as_json=as_json)
+
+
+def _print_changes(done: Any, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(done, indent=2))
+        print_json(done)
         return
     for line in done or ["nothing to change"]:
-        typer.echo(line)
+        typer.echo(tamed(line))
 
 
 def _scaling(text: str) -> tuple[str | None, str, int]:
@@ -207,7 +206,10 @@ def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], 
     """Return each server with its answer, `None` if it does not answer, and the stale sockets."""
     if sys.platform == "win32":
         raise refusal("there are no control sockets on Windows")
-    running, stale = running_servers()
+    try:
+        running, stale = running_servers()
+    except PermissionError as error:
+        raise refusal(str(error)) from None
     found = []
     for server in running:
         try:
@@ -245,7 +247,7 @@ def _several(servers: Sequence[tuple[RunningServer, Any]]) -> str:
 
 def _there(servers: Iterable[tuple[RunningServer, Any]]) -> str:
     return "; ".join(
-        f"--pid {server.pid} has {', '.join(_names(answer)) or 'no application yet'}"
+        f"--pid {server.pid} has {tamed(', '.join(_names(answer))) or 'no application yet'}"
         for server, answer in servers
     )
 
@@ -262,6 +264,6 @@ def ask_server(
     try:
         return server.ask(command, timeout_s, **arguments)
     except CommandError as error:
-        raise refusal(str(error)) from None
+        raise refusal(tamed(str(error))) from None
     except OSError as error:
         raise refusal(f"server {server.pid} does not answer: {error}") from None

@@ -4,7 +4,7 @@
     an answer     {"result": ...} or {"error": "..."}           one line of JSON
 
 A Unix socket with the mode 0600 in the runtime folder: its user may stop the server anyway, and no
-other user may connect. Only JSON crosses it.
+other user but root may connect. Only JSON crosses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import socketserver
-import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ingress.base.settings import RUNTIME_DIR, runtime_folder
+from ingress.cli.runtime_folder import is_trusted_socket, made_folder, trusted_owner, user_at
 
 SUFFIX = ".sock"
 MOST_BYTES = 65536  # of a request
@@ -40,21 +40,6 @@ Command = Callable[[Mapping[str, Any]], Any]
 
 class CommandError(Exception):
     """A command that cannot be done; the message is one line for the user."""
-
-
-def made_folder() -> Path:
-    """Return the runtime folder, made if it is not there. Raises `OSError` if it cannot be used.
-
-    A folder that another user owns, or may write to, is refused: its sockets could be replaced.
-    """
-    folder = runtime_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(
-            f"{str(folder)!r} must belong to this user, and no other user may write to it"
-        )
-    return folder
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -84,6 +69,8 @@ class _Handler(socketserver.StreamRequestHandler):
     def _result(self) -> Any:
         try:
             line = self.rfile.readline(MOST_BYTES + 1)
+            if user_at(self.connection) not in (None, 0, os.geteuid()):
+                raise CommandError("this server belongs to another user")
             request = json.loads(line)
             name, arguments = request["command"], request.get("arguments", {})
             command = self.server.commands[name]
@@ -108,6 +95,7 @@ class ControlSocket:
 
     def __init__(self, commands: Mapping[str, Command], pid: int | None = None) -> None:
         self.path: Path | None = None
+        self._file: os.stat_result | None = None
         self._pid = pid or os.getpid()
         self._commands = commands
         self._server: _Server | None = None
@@ -119,10 +107,9 @@ class ControlSocket:
                 self._open()
             except OSError as error:
                 logger.warning(
-                    "no control socket, so `ingress status` does not find this server: %s; correct "
-                    "that, or set %s to another folder",
+                    "no control socket, so `ingress status` does not find this server: %s%s",
                     error,
-                    RUNTIME_DIR,
+                    "" if RUNTIME_DIR in str(error) else f"; set {RUNTIME_DIR} to another folder",
                 )
         return self
 
@@ -138,6 +125,7 @@ class ControlSocket:
             server.server_bind()
             waiting.chmod(0o600)
             server.server_activate()
+            self._file = waiting.lstat()
             waiting.replace(path)
         except BaseException:
             server.server_close()
@@ -157,7 +145,10 @@ class ControlSocket:
     ) -> None:
         if self._server is None or self._thread is None or self.path is None:
             return
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            # In another container, with the same folder, another server may have the same id.
+            if self._file is not None and os.path.samestat(self._file, self.path.lstat()):
+                self.path.unlink()
         self._server.shutdown()
         self._thread.join(JOIN_S)
         self._server.server_close()
@@ -165,53 +156,78 @@ class ControlSocket:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that has a control socket, as a client sees it."""
+    """A server that has a control socket, as a client sees it.
+
+    `user` is the user that it runs as; `None` for any.
+    """
 
     pid: int
     path: Path
+    user: int | None = None
+
+    def connected(self, timeout_s: float) -> socket.socket:
+        """Return a connection to its socket. Raises `OSError`."""
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            client.settimeout(timeout_s)
+            client.connect(str(self.path))
+            # The file may have been replaced since its owner was looked at.
+            if self.user is not None and user_at(client) not in (None, self.user):
+                raise PermissionError("another user listens at its socket")
+        except BaseException:
+            client.close()
+            raise
+        return client
 
     def ask(self, command: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Any:
-        """Return the result of a command.
+        """Return the result of a command. Its text may have any characters.
 
         Raises `CommandError` if the server refuses it, `OSError` if it does not answer.
         """
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(timeout_s)
-            client.connect(str(self.path))
+        with self.connected(timeout_s) as client:
             request = {"command": command, "arguments": arguments}
             client.sendall(json.dumps(request).encode() + b"\n")
             with client.makefile("rb") as file:
                 line = file.readline()
         if not line:
             raise ConnectionResetError("it ended before it answered")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise CommandError(answer["error"])
-        return answer["result"]
+        try:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise CommandError(str(answer["error"]))
+            return answer["result"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ConnectionError("its answer is not one of `ingress run`") from None
 
 
 def running_servers() -> tuple[list[RunningServer], list[Path]]:
     """Return the servers that listen, and the stale sockets, which are removed.
 
     A socket is stale if its server was killed. No server that starts is taken for one: its socket
-    has its name only once it listens.
+    has its name only once it listens. Files that this user's servers have not made are ignored.
+    Raises `PermissionError` if the folder is not to be trusted.
     """
+    folder = runtime_folder()
     found: list[RunningServer] = []
     stale: list[Path] = []
-    for path in sorted(runtime_folder().glob(f"*{SUFFIX}")):
-        if not path.stem.isdecimal():
+    try:
+        owner = trusted_owner(folder)
+    except FileNotFoundError:
+        return found, stale
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        if not path.stem.isdecimal() or not is_trusted_socket(path, owner):
             continue
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(READ_S)
-            try:
-                client.connect(str(path))
-            except ConnectionRefusedError:
+        server = RunningServer(int(path.stem), path, owner)
+        try:
+            server.connected(READ_S).close()
+        except ConnectionRefusedError:
+            if owner == os.geteuid():
                 path.unlink(missing_ok=True)
                 stale.append(path)
-            except FileNotFoundError:  # it has just ended
-                continue
-            except OSError:  # too busy to accept
-                found.append(RunningServer(int(path.stem), path))
-            else:
-                found.append(RunningServer(int(path.stem), path))
+        except (FileNotFoundError, PermissionError):  # it has just ended, or is another user's
+            continue
+        except OSError:  # too busy to accept
+            found.append(server)
+        else:
+            found.append(server)
     return found, stale

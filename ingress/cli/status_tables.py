@@ -1,4 +1,7 @@
-"""The view of a server as tables for a terminal: for `ingress status` and `ingress top`."""
+"""The view of a server as tables for a terminal: for `ingress status` and `ingress top`.
+
+The view is one that `terminal.tamed` has returned: its texts are an application's.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-
-from ingress.logs.formats import tame
 
 _BARS = "▁▂▃▄▅▆▇█"
 _GOOD = ("RUNNING", "HEALTHY")
@@ -52,7 +53,7 @@ def problems(view: Mapping[str, Any], most: int = 1000) -> list[Text]:
         where = ":".join(filter(None, (each["application"], each["deployment"])))
         line = Text().append(f"{mark} ", style)
         line.append(f"{where}: " if where else "", "bold")
-        line.append(tame(" ".join(each["text"].split())))  # it may be an exception's
+        line.append(" ".join(each["text"].split()))
         line.truncate(most, overflow="ellipsis")
         lines.append(line)
     return lines

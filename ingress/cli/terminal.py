@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -23,6 +24,7 @@ from ingress.cli.target import refusal
 from ingress.declaration.declaration import Application
 from ingress.inspection import explain
 from ingress.inspection.budget import ThreadBudget
+from ingress.logs.formats import tame
 from ingress.logs.handlers import AccessPrinter, Printer
 from ingress.schema import ServeStatus
 
@@ -39,6 +41,22 @@ MOST_NEWS_S = 30.0
 LIVE_S = 0.2
 JOIN_S = 1.0
 _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
+
+
+def tamed(value: Any) -> Any:
+    """Return a value of JSON whose texts have no character that is a command to a terminal."""
+    if isinstance(value, str):
+        return tame(value)
+    if isinstance(value, dict):
+        return {tamed(key): tamed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [tamed(each) for each in value]
+    return value
+
+
+def print_json(value: Any) -> None:
+    """Print JSON. All characters but ASCII's printable ones are escaped in it."""
+    typer.echo(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
 
 
 def write(output: Path | None, text: str) -> None:

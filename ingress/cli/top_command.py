@@ -18,7 +18,7 @@ from rich.text import Text
 from ingress.cli import status_tables
 from ingress.cli.control_commands import ASK_S, Name, Pid, ask_server, chosen
 from ingress.cli.control_socket import CommandError, RunningServer
-from ingress.cli.terminal import console
+from ingress.cli.terminal import console, tamed
 
 if sys.platform != "win32":
     import termios
@@ -46,7 +46,7 @@ def top(name: Name = None, pid: Pid = None) -> None:
     server = chosen(name, pid)
     screen = Screen()
     if not (console.is_terminal and sys.stdin.isatty()) or sys.platform == "win32":
-        view = ask_server(server, "view", ASK_S)
+        view = tamed(ask_server(server, "view", ASK_S))
         console.print(screen.picture(view, console.width, None))
         return
     with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -60,9 +60,9 @@ def _run(server: RunningServer, screen: Screen, live: Live, keys: Keys) -> None:
     while True:
         if monotonic() >= due and not screen.is_paused:
             try:
-                view, screen.problem = server.ask("view", ASK_S), ""
+                view, screen.problem = tamed(server.ask("view", ASK_S)), ""
             except CommandError as error:
-                screen.problem = str(error)
+                screen.problem = tamed(str(error))
             except OSError:
                 screen.problem = f"server {server.pid} does not answer; it may have ended"
             due = monotonic() + PAUSE_S

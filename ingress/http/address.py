@@ -93,8 +93,11 @@ def _bind_path(path: str) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if (there := _mode_of(path)) and stat.S_ISSOCK(there):
-            if bound.connect_ex(path) == 0:
+            answer = bound.connect_ex(path)
+            if answer == 0:
                 raise OSError(errno.EADDRINUSE, "a server listens there already")
+            if answer != errno.ECONNREFUSED:  # such as EACCES: another user's, which may live
+                raise OSError(answer, os.strerror(answer))
             os.unlink(path)  # its server has ended without removing it
             mode = stat.S_IMODE(there)
             bound.close()

@@ -20,7 +20,9 @@ from ingress.logs.identity import FIELDS, printable
 
 _NOT_SHOWN = LOG_ATTRIBUTES | {"color_message", "skip_context_filter"}
 _FLATTENED = "ray_serve_extra_fields"
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _LIKE_A_RECORD = re.compile(r"\n(?=(?:(?:TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\{))")
 _COLORS = {"DEBUG": 36, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 91}
 

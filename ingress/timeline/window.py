@@ -63,7 +63,9 @@ class Window:
         text = as_json(timelines, f"ingress, process {os.getpid()}")
         # Replaced in one step, because another process may be reading the file.
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-        part.write_text(text)
+        part.unlink(missing_ok=True)
+        with part.open("x") as file:  # follows no link: the folder may be one of all users
+            file.write(text)
         part.replace(self._path)
         logger.info("wrote the trace of %d requests to %s", len(timelines[0].journeys), self._path)
 
