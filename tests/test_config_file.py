@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,23 @@ applications:
         f":10:51: {inside}.autoscaling_config.policy.function {nearest}policy_function?",
     ]
     assert lines[5].startswith(":11:17: applications[0].runtime_env.enviroment is not an option; ")
+
+
+NO_MAPPINGS = "applications:\n" + "- 1\n" * 5000
+NO_OPTIONS = "".join(f"key_{number}: 1\n" for number in range(5000))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (NO_OPTIONS, r":1:1: key_0 is not an option; .*; and 4,999 more .* the last at 5000:1"),
+        (NO_MAPPINGS, r":2:3: applications\[0\] must .*; and 4,999 more .* the last at 5001:3"),
+    ],
+    ids=["keys", "values"],
+)
+def test_thousands_of_mistakes_are_one_line(tmp_path: Path, text: str, line: str) -> None:
+    [told] = problems(tmp_path, text)
+    assert re.fullmatch(line, told)
 
 
 def test_every_wrong_value_is_named_with_its_place_and_what_was_expected(tmp_path: Path) -> None:

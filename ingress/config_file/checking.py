@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from ingress.base.options import Options
 from ingress.config_file.models import ServeConfig
-from ingress.config_file.reading import ConfigFileError, Node, Where
+from ingress.config_file.reading import ConfigFileError, Node, Place, Where
+
+MOST_LINES = 100
+T = TypeVar("T")
+Unknown = tuple[Where, Any, type[BaseModel]]
+"""The way to a key that is no option, the key, and the model of the options beside it."""
 
 
 def checked(top: Node, name: str) -> ServeConfig:
@@ -26,13 +31,22 @@ def checked(top: Node, name: str) -> ServeConfig:
         )
     unknown = list(_unknown(top, ServeConfig, ()))
     if unknown:
-        raise ConfigFileError([f"{name}:{line}" for line in unknown])
+        raise ConfigFileError(_lines(name, unknown, _advice_on))
     try:
         return ServeConfig.model_validate(top.plain())
     except ValueError as error:  # a ValidationError is one too
         found = _causes(error, ())
     placed = sorted({(top.at(where), text) for where, text in found})
-    raise ConfigFileError([f"{name}:{place}: {text}" for place, text in placed])
+    raise ConfigFileError(_lines(name, placed, str))
+
+
+def _lines(name: str, placed: Sequence[tuple[Place, T]], text: Callable[[T], str]) -> list[str]:
+    """Return a line for each mistake; one line in all for more of them than people read."""
+    shown = placed if len(placed) <= MOST_LINES else placed[:1]
+    lines = [f"{name}:{place}: {text(each)}" for place, each in shown]
+    if len(shown) < len(placed):
+        lines = [f"{lines[0]}; and {len(placed) - 1:,} more mistakes, the last at {placed[-1][0]}"]
+    return lines
 
 
 def written(where: Where) -> str:
@@ -43,19 +57,20 @@ def written(where: Where) -> str:
     return text
 
 
-def _unknown(node: Node, model: type[BaseModel], where: Where) -> Iterator[str]:
-    """Yield a line for each key, at any depth, that is no option."""
+def _unknown(node: Node, model: type[BaseModel], where: Where) -> Iterator[tuple[Place, Unknown]]:
+    """Yield each key, at any depth, that is no option."""
     if not isinstance(node.value, dict):
         return  # the validation says so
+    fields = model.model_fields
     for key, value in node.value.items():
-        field = model.model_fields.get(key) if isinstance(key, str) else None
+        field = fields.get(key) if isinstance(key, str) else None
         if field is None:
-            yield f"{node.keys[key]}: {written((*where, str(key)))} {_advice(key, model)}"
+            yield node.keys[key], (where, key, model)
             continue
         yield from _inside(value, field.annotation, (*where, key))
 
 
-def _inside(node: Node, annotation: Any, where: Where) -> Iterator[str]:
+def _inside(node: Node, annotation: Any, where: Where) -> Iterator[tuple[Place, Unknown]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from _unknown(node, annotation, where)
         return
@@ -69,6 +84,11 @@ def _inside(node: Node, annotation: Any, where: Where) -> Iterator[str]:
     elif origin is list and isinstance(node.value, list):
         for number, each in enumerate(node.value):
             yield from _inside(each, arguments[0], (*where, number))
+
+
+def _advice_on(unknown: Unknown) -> str:
+    where, key, model = unknown
+    return f"{written((*where, str(key)))} {_advice(key, model)}"
 
 
 def _advice(key: Any, model: type[BaseModel]) -> str:
