@@ -235,7 +235,30 @@ def test_more_loops_than_descriptors_fail_before_the_first_is_made() -> None:
     assert "Too many open files" not in result
 
 
-def run_python(code: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", code]
+BARE = """mount -t tmpfs none /dev && : > /dev/null && mount -t tmpfs none /proc && exec "$@" """
+IN_BARE_CHROOT = ["unshare", "-rm", "sh", "-c", BARE, "sh"]
+"""The beginning of a command that runs where neither `/dev/fd` nor `/proc` is there."""
+
+
+def can_hide() -> bool:
+    """Return whether this user may have a `/dev` and a `/proc` of its own."""
+    try:
+        return subprocess.run([*IN_BARE_CHROOT, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_hide(), reason="needs Linux's unshare, for this user")
+@pytest.mark.parametrize(
+    ("hard", "told"), [(1000, "served"), (300, "and this process may open 300; raise the limit")]
+)
+def test_applications_start_in_a_chroot_without_the_list_of_descriptors(
+    hard: int, told: str
+) -> None:
+    assert told in run_python(LIMITED.format(hard=hard), *IN_BARE_CHROOT)
+
+
+def run_python(code: str, *before: str) -> str:
+    command = [*before, sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from operator import attrgetter
@@ -164,7 +165,7 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
         hard = soft
     elif soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = len(os.listdir("/dev/fd")) + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
+    needed = _held_descriptors() + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise RuntimeError(
             f"{loops} more event loops need {needed} file descriptors in all, and this process "
@@ -172,6 +173,17 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
             "start fewer replicas, or let them share a loop with "
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0"
         )
+
+
+def _held_descriptors() -> int:
+    """Return the number of descriptors that this process has open."""
+    for folder in ("/dev/fd", "/proc/self/fd"):  # a chroot may have none, or one of them
+        with suppress(OSError):
+            return len(os.listdir(folder))
+    ends = os.pipe()  # they get the lowest free numbers
+    for each in ends:
+        os.close(each)
+    return max(ends) - 1
 
 
 class Mailbox:
