@@ -217,6 +217,45 @@ def test_routes_are_not_told_through_a_proxy(header: str) -> None:
     assert get(port, "/-/healthz", f"{header}\r\n").status == 200
 
 
+# A URL as the target precedes the Host field: RFC 9112, 3.2.2.
+TARGETS = {
+    "http://localhost:8000/-/routes": 200,
+    "http://127.0.0.1/-/routes": 200,
+    "http://evil.example/-/routes": 404,
+    "http://localhost@evil.example/-/routes": 404,
+    "//evil.example/-/routes": 404,
+}
+
+
+@pytest.mark.reliability("S02")
+def test_routes_are_told_by_a_loopback_url_only() -> None:
+    port = served(named("b"), "b", "/b")
+    statuses = {}
+    for target in TARGETS:
+        with Connection(port) as connection:
+            connection.request(target)
+            statuses[target] = connection.answer().status
+    assert statuses == TARGETS
+
+    with Connection(port) as connection:  # the server reads the second before it answers the first
+        first = b"GET http://evil.example/-/routes HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        last = b"GET /-/livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        connection.send(first + last)
+        answers = connection.receive_all()
+    assert answers.startswith(b"HTTP/1.1 404 ")
+    assert answers.endswith(b"alive")
+
+
+def test_routes_are_for_get_and_head() -> None:
+    url = f"http://127.0.0.1:{served(named('b'), 'b', '/b')}/-/routes"
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        answer = httpx.request(method, url)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    assert httpx.head(url).status_code == httpx.get(url).status_code == 200
+    elsewhere = httpx.post(url, headers={"host": "evil.example"})
+    assert (elsewhere.status_code, "allow" in elsewhere.headers) == (404, False)
+
+
 @pytest.mark.anyio
 async def test_routes_are_told_to_clients_of_the_same_process() -> None:
     application = named("a")

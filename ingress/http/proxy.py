@@ -38,7 +38,7 @@ from ingress.http.request_head import (
     request_metadata,
 )
 from ingress.http.retrying import Attempts, RequestLimits, client_deadline
-from ingress.http.uvicorn_connection import has_no_body
+from ingress.http.uvicorn_connection import has_no_body, target_of
 from ingress.http.websocket import WebSocketExchange
 from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
@@ -148,7 +148,7 @@ class HTTPProxy:
         if root_path and (path + "/").startswith(root_path + "/"):
             path = path[len(root_path) :] or "/"
         if path.startswith("/-/") and scope["type"] == "http":
-            response = self._builtin(path, scope)
+            response = self._builtin(path, scope, receive)
             if response is not None:
                 leave_out(send)
                 return response(scope, receive, adding_request_id(send, request_id_of(scope)))
@@ -202,14 +202,16 @@ class HTTPProxy:
             exchange.started_at = now
         return self.in_flight.serve(exchange, scope, receive, send)
 
-    def _builtin(self, path: str, scope: Scope) -> Response | None:
+    def _builtin(self, path: str, scope: Scope, receive: Receive) -> Response | None:
         if path == HEALTHZ:
             return self._healthz()
         if path == LIVEZ:
             return PlainTextResponse("alive")
         if path == READYZ:
             return self._readyz()
-        if path == ROUTES and is_local(scope):
+        if path == ROUTES and is_local(scope, target_of(receive)):
+            if scope["method"] not in ("GET", "HEAD"):
+                return PlainTextResponse("Method Not Allowed", 405, {"allow": "GET, HEAD"})
             apps = {
                 prefix: route.app_name
                 for prefix, route in self.table.routes.items()

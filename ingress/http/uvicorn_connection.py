@@ -7,6 +7,7 @@
     cut                 end a response half way; in ASGI only an error of the application does that
     called_app          the application that the server itself calls: if it is `ingress`'s own, only
                         the server gets the errors that it raises
+    target_of           what the client asks for: a path, or a URL, of which ASGI has only the path
     is_answer_complete  the whole response has been given to the server
     send_chunks         several chunks of a body by one write; in ASGI a message is a chunk
     shorten             have a WebSocket's messages passed on as they arrive, without a task
@@ -103,6 +104,19 @@ def called_app(receive: Any) -> Any:
     if module is not None and type(app) is getattr(module, "ProxyHeadersMiddleware", None):
         return app.app
     return app
+
+
+def target_of(receive: Any) -> bytes | None:
+    """Return the target of a request as its client wrote it, b"" if the server does not tell.
+
+    `None` if the server is already reading the head of a later request of the connection.
+    """
+    cycle = getattr(receive, "__self__", None)
+    protocol = getattr(getattr(cycle, "on_response", None), "__self__", None)
+    target = getattr(protocol, "url", b"")
+    if target and getattr(protocol, "scope", None) is not getattr(cycle, "scope", None):
+        return None
+    return target if isinstance(target, bytes) else b""
 
 
 def is_answer_complete(receive: Any) -> bool:
