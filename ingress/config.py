@@ -203,6 +203,7 @@ class HTTPOptions(Options):
     header_timeout_s: PositiveFloat | None = 15.0
     body_buffer_bytes: PositiveInt = 65536
     body_idle_timeout_s: PositiveFloat | None = 30.0
+    min_body_rate: NonNegativeFloat | None = 240
     max_body_size: PositiveInt | None = None
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None

@@ -140,9 +140,23 @@ class RequestTimeoutError(RequestCancelledError):
 
 
 class RequestBodyTimeoutError(RequestTimeoutError):
-    """No part of the request's body arrived for `body_idle_timeout_s`."""
+    """The request's body stalled for `body_idle_timeout_s`, or was slower than `min_body_rate`.
+
+    `min_rate` is that rate, in bytes a second, and `timeout_s` then the time that the server waited
+    for the body.
+    """
+
+    def __init__(self, request_id: str, timeout_s: float, min_rate: float | None = None) -> None:
+        super().__init__(request_id, timeout_s)
+        self.args = (request_id, timeout_s, min_rate)
+        self.min_rate = min_rate
 
     def __str__(self) -> str:
+        if self.min_rate is not None:
+            return (
+                f"The body of request {self.request_id} is too slow: it came at less than "
+                f"{self.min_rate:g} bytes a second for {self.timeout_s:.1f}s."
+            )
         return f"The body of request {self.request_id} stalled for {self.timeout_s:g}s."
 
 

@@ -13,13 +13,15 @@ from typing import Annotated, Any
 
 import httpx
 import pytest
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, WebSocket
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
+from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.base.settings import BODY_IDLE_TIMEOUT_S, MAX_BODY_SIZE
 from ingress.declaration.declaration import Application
+from ingress.http import body as body_module
 from tests.servers import (
     PATIENCE_S,
     UVICORN,
@@ -198,6 +200,122 @@ def test_user_code_that_takes_its_time_is_not_the_clients_fault() -> None:
     answer = httpx.post(f"http://127.0.0.1:{port}/late", content=body, timeout=PATIENCE_S)
 
     assert answer.text == str(len(body))
+
+
+# Too slow.
+
+FAST = 100_000_000
+"""Bytes a second that no client reaches here."""
+
+
+@pytest.fixture
+def grace(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(body_module, "GRACE_S", 0.3)
+    return 0.3
+
+
+def drip(connection: Connection, part: bytes = b"x") -> Answer:
+    """Send a part again and again until there is an answer."""
+    connection.socket.settimeout(0.02)
+    while True:
+        try:
+            connection.receive_until(b"\r\n\r\n")
+            connection.socket.settimeout(PATIENCE_S)
+            return connection.answer()
+        except TimeoutError:
+            connection.send(part)
+
+
+@pytest.mark.parametrize("path", ["/stream", "/parameter", "/def-parameter"])
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+def test_a_body_that_drips_is_answered_408_and_closed(
+    path: str, is_chunked: bool, grace: float
+) -> None:
+    port = served(uploads(Log()), min_body_rate=1_000)
+    with Connection(port) as connection:
+        length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 100000"
+        connection.request(path, method="POST", headers=f"{length}\r\n")
+        answer = drip(connection, chunk(1) if is_chunked else b"x")
+
+    assert (answer.status, answer.is_complete, answer.headers["connection"]) == (408, True, "close")
+    assert b"too slow: it came at less than 1000 bytes a second for 0.3s." in answer.body
+
+
+def test_a_large_body_that_drips_frees_its_slot(grace: float) -> None:
+    log = Log()
+    port = served(uploads(log, max_ongoing_requests=1), min_body_rate=FAST)
+    with Connection(port) as connection:
+        post(connection, "/stream", LARGE, BUFFER_BYTES)
+        wait_until(lambda: log.entries == ["began"])
+        assert drip(connection).status == 408
+        assert get(port, "/").body == b'"here"'
+    assert log.entries == ["began", "ended"]
+
+
+@pytest.mark.parametrize(("rate", "size"), [(1_000, 1_000), (0, 1)])
+def test_a_body_that_is_fast_enough_is_not_cut(rate: int, size: int, grace: float) -> None:
+    port = served(uploads(Log()), min_body_rate=rate)
+    with Connection(port) as connection:
+        post(connection, "/stream", 12 * size, 0, "Connection: close\r\n")
+        connection.send_slowly(*[b"x" * size] * 12)  # 0.6 s in all
+        assert connection.answer().body == b"%d" % (12 * size)
+
+
+def test_the_time_in_which_user_code_does_not_read_does_not_count(grace: float) -> None:
+    port = served(uploads(Log()), min_body_rate=FAST)
+    body = b"x" * 40 * BUFFER_BYTES
+    # Its first part and its last are here before and after a pause of four times the grace.
+    answer = httpx.post(f"http://127.0.0.1:{port}/late", content=body, timeout=PATIENCE_S)
+    assert answer.text == str(len(body))
+
+
+def test_the_time_in_which_the_loop_stalls_does_not_count(grace: float) -> None:
+    is_here, never = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Length:
+        async def __call__(self, request: Request) -> int:
+            if request.url.path == "/stall":
+                is_here.set()
+                never.wait(3 * grace)
+            return len(await request.body())
+
+    port = served(bind(Length), min_body_rate=FAST)
+    with Connection(port) as slow, Connection(port) as other:
+        post(slow, "/", 2, 1, "Connection: close\r\n")
+        other.request("/stall")
+        assert is_here.wait(PATIENCE_S)
+        slow.send(b"x")
+        assert slow.answer().body == b"2"
+
+
+def test_a_response_that_has_begun_lets_its_client_send_slowly(grace: float) -> None:
+    port = served(uploads(Log()), min_body_rate=FAST, body_buffer_bytes=1)
+    with Connection(port) as connection:
+        post(connection, "/echo", 8, 1, "Connection: close\r\n")
+        connection.receive_until(b"7")
+        connection.send_slowly(*[b"x"] * 7, pause_s=0.1)
+        assert connection.answer().body.endswith(b"x" * 7)
+
+
+def test_a_websocket_has_no_least_rate(grace: float) -> None:
+    app = FastAPI()
+
+    @app.websocket("/")
+    async def echo(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(await websocket.receive_text())
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Echo: ...
+
+    port = served(bind(Echo), min_body_rate=FAST)
+    with connect(f"ws://127.0.0.1:{port}/") as client:
+        with pytest.raises(TimeoutError):
+            client.recv(2 * grace)
+        client.send("x")
+        assert client.recv(PATIENCE_S) == "x"
 
 
 def test_a_conversation_needs_a_buffer_of_one_byte() -> None:

@@ -72,6 +72,7 @@ def test_a_warning_is_a_user_warning(warning: type[Warning]) -> None:
         RequestCancelledError("r-1"),
         RequestTimeoutError("r-1", 2.5),
         RequestBodyTimeoutError("r-1", 30),
+        RequestBodyTimeoutError("r-1", 5.01, 240),
         RequestBodyTooLargeError(1000),
         UserCodeExit(SystemExit(3), "Echo.__call__"),
         RayServeException("what happened"),

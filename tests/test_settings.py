@@ -16,6 +16,7 @@ from ingress.base.settings import (
     MAX_BODY_SIZE,
     MAX_HEADER_BYTES,
     MAX_RETRIES,
+    MIN_BODY_RATE,
     PIN_CPUS,
     REQUEST_TIMEOUT_S,
     ROUTER_IN_SEPARATE_LOOP,
@@ -100,9 +101,13 @@ def test_another_value_of_the_number_of_retries_is_refused_by_name(value: str) -
 
 def test_limits_of_http_are_numbers_and_0_is_no_limit() -> None:
     given = {LIMIT_CONNECTIONS: "0", MAX_HEADER_BYTES: "100", HEADER_TIMEOUT_S: "0"}
+    given[MIN_BODY_RATE] = "0"
 
     assert Settings.from_environment(given).http_limits == HTTPLimits(
-        limit_connections=None, max_header_bytes=100, header_timeout_s=None
+        limit_connections=None,
+        max_header_bytes=100,
+        header_timeout_s=None,
+        min_body_rate=None,
     )
 
 
@@ -114,6 +119,7 @@ def test_limits_of_http_are_numbers_and_0_is_no_limit() -> None:
         (HEADER_TIMEOUT_S, "soon", "a number of seconds > 0, or 0 for no limit"),
         (BODY_BUFFER_BYTES, "0", "an integer ≥ 1"),
         (BODY_IDLE_TIMEOUT_S, "-1", "a number of seconds > 0, or 0 for no limit"),
+        (MIN_BODY_RATE, "fast", "an integer ≥ 0"),
         (MAX_BODY_SIZE, "1 GB", "an integer ≥ 0"),
     ],
 )

@@ -30,6 +30,7 @@ engine reads the environment again.
     INGRESS_HEADER_TIMEOUT_S                    15   seconds for the headers to arrive; 0: any time
     INGRESS_BODY_BUFFER_BYTES                65536   bytes of a body read before a slot is taken
     INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
+    INGRESS_MIN_BODY_RATE                      240   bytes a second of a body at least; 0: any rate
     INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
     INGRESS_START_METHOD                     spawn   start of child processes: spawn or forkserver
     INGRESS_PIN_CPUS                             0   `num_cpus` cores for each child process
@@ -83,6 +84,7 @@ MAX_HEADER_BYTES = "INGRESS_MAX_HEADER_BYTES"
 HEADER_TIMEOUT_S = "INGRESS_HEADER_TIMEOUT_S"
 BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
 BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
+MIN_BODY_RATE = "INGRESS_MIN_BODY_RATE"
 MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
 START_METHOD = "INGRESS_START_METHOD"
 PIN_CPUS = "INGRESS_PIN_CPUS"
@@ -131,6 +133,7 @@ class HTTPLimits:
     header_timeout_s: float | None = 15.0
     body_buffer_bytes: int = 65536
     body_idle_timeout_s: float | None = 30.0
+    min_body_rate: float | None = 240
     max_body_size: int | None = None
 
     @classmethod
@@ -141,6 +144,7 @@ class HTTPLimits:
             header_timeout_s=_time(env, HEADER_TIMEOUT_S, "seconds", 15, off="for no limit"),
             body_buffer_bytes=_count(env, BODY_BUFFER_BYTES, default=65536, at_least=1),
             body_idle_timeout_s=_time(env, BODY_IDLE_TIMEOUT_S, "seconds", 30, off="for no limit"),
+            min_body_rate=_count(env, MIN_BODY_RATE, default=240) or None,
             max_body_size=_count(env, MAX_BODY_SIZE, default=0) or None,
         )
 

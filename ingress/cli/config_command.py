@@ -32,6 +32,7 @@ _HTTP = {
     "root_path": "root_path",
     "timeout_keep_alive": "keep_alive_timeout_s",
     "limit_connections": "limit_connections",
+    "min_body_rate": "min_body_rate",
     "ssl_keyfile": "ssl_keyfile",
     "ssl_certfile": "ssl_certfile",
     "ssl_keyfile_password": "ssl_keyfile_password",

@@ -56,7 +56,10 @@ def check_engine(
         )
     local = {
         **given(uds=server.uds, fd=server.fd, timeout_graceful_shutdown=server.shutdown_timeout_s),
-        **given(limit_connections=server.http.get("limit_connections")),
+        **given(
+            limit_connections=server.http.get("limit_connections"),
+            min_body_rate=server.http.get("min_body_rate"),
+        ),
         **server.uvicorn,
     }
     if local:

@@ -259,6 +259,16 @@ def run(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    min_body_rate: Annotated[
+        float | None,
+        _option(
+            min=0,
+            metavar="BYTES",
+            help="Refuse a request whose body comes with fewer bytes a second; 0 for any rate."
+            "  [default: 240]",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     timeout_keep_alive: Annotated[
         int | None,
         _option(
@@ -382,6 +392,7 @@ def run(
         root_path=root_path,
         keep_alive_timeout_s=timeout_keep_alive,
         limit_connections=limit_connections,
+        min_body_rate=min_body_rate,
         ssl_keyfile=_text(ssl_keyfile),
         ssl_certfile=_text(ssl_certfile),
         ssl_keyfile_password=ssl_keyfile_password,

@@ -34,6 +34,7 @@ HTTP_VARIABLES = {
     "header_timeout_s": flags.HEADER_TIMEOUT_S,
     "body_buffer_bytes": flags.BODY_BUFFER_BYTES,
     "body_idle_timeout_s": flags.BODY_IDLE_TIMEOUT_S,
+    "min_body_rate": flags.MIN_BODY_RATE,
     "max_body_size": flags.MAX_BODY_SIZE,
 }
 """The variables that are defaults of `HTTPOptions`."""

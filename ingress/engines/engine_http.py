@@ -20,7 +20,7 @@ logger = logging.getLogger("ingress")
 _LIVE_OPTIONS = frozenset(
     (
         *("request_timeout_s", "retry_started_methods"),
-        *("body_buffer_bytes", "body_idle_timeout_s", "max_body_size"),
+        *("body_buffer_bytes", "body_idle_timeout_s", "min_body_rate", "max_body_size"),
     )
 )
 

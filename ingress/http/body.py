@@ -3,9 +3,12 @@
     it fits `body_buffer_bytes`                   all of it is read before the request takes a slot
     it is larger                                  the buffer is filled, the rest read as it is taken
     it stalls for `body_idle_timeout_s`           408, and its slot is free
+    it is slower than `min_body_rate`             the same, `GRACE_S` after its beginning
     it is or becomes larger than `max_body_size`  413; not read if its Content-Length says so
 
-A body stalls while the server waits for the client, not while user code does not take it.
+A body stalls while the server waits for the client, not while user code does not take it. Nor does
+that time count for its rate, and once the response has begun it has no least rate: its client may
+wait for parts of the response.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from ingress.exceptions import (
 )
 from ingress.http.uvicorn_connection import transport_of
 
-NO_LIMITS = HTTPLimits()  # but those that are on by default
+NO_LIMITS = HTTPLimits(min_body_rate=None)  # but those that are on by default
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _DIGITS = 18  # read of a content-length, which may have thousands
 LINGER_S = 1.0  # for a client to read that its body is not wanted
+GRACE_S = 5.0  # of waiting for a client, until its rate counts: as in Kestrel
+LOOK_S = 0.1  # between two sweeps, at most: in a longer time the loop stalled, and did not wait
 
 
 class Body:
@@ -37,7 +42,17 @@ class Body:
     by its Content-Length alone: from then on its client counts as gone.
     """
 
-    __slots__ = ("_idle_since", "_is_awaited", "_limits", "_receive", "_size", "error", "is_open")
+    __slots__ = (
+        "_awaited_s",
+        "_idle_since",
+        "_is_awaited",
+        "_limits",
+        "_looked_at",
+        "_receive",
+        "_size",
+        "error",
+        "is_open",
+    )
 
     def __init__(self, receive: Receive, limits: HTTPLimits, length: bytes = b"") -> None:
         self._receive = receive
@@ -45,6 +60,7 @@ class Body:
         self._size = 0
         self._is_awaited = False
         self._idle_since: float | None = None
+        self._awaited_s = self._looked_at = 0.0
         self.is_open = True
         self.error: RequestBodyTooLargeError | None = None
         limit = limits.max_body_size
@@ -64,12 +80,11 @@ class Body:
         self._is_awaited = False
         if message["type"] == "http.request":
             self.is_open = message.get("more_body", False)
+            self._size += len(message.get("body", b""))
             limit = self._limits.max_body_size
-            if limit is not None:
-                self._size += len(message.get("body", b""))
-                if self._size > limit:
-                    self.error = RequestBodyTooLargeError(limit)
-                    return {"type": "http.disconnect"}
+            if limit is not None and self._size > limit:
+                self.error = RequestBodyTooLargeError(limit)
+                return {"type": "http.disconnect"}
         return message
 
     async def read_ahead(self) -> Message:
@@ -96,19 +111,29 @@ class Body:
         if message["type"] == "http.disconnect":
             raise self.error or StreamClosedError("the client of this request has disconnected")
 
-    def timeout(self, now: float, request_id: str) -> RequestBodyTimeoutError | None:
-        """Return an error once the body has stalled for too long. Called at every sweep.
+    def timeout(
+        self, now: float, request_id: str, *, is_answered: bool
+    ) -> RequestBodyTimeoutError | None:
+        """Return an error once the body has stalled for too long, or is too slow.
 
-        The first call notes the time, so that a part which arrives at once reads no clock.
+        Called at every sweep. The first call notes the time, so that a part which arrives at once
+        reads no clock. The time that the server has waited for the client is the sum of the times
+        between two sweeps of which the second finds it waiting.
         """
-        limit_s = self._limits.body_idle_timeout_s
-        if not self._is_awaited or limit_s is None:
+        since_s, self._looked_at = min(now - self._looked_at, LOOK_S), now
+        if not self._is_awaited:
             return None
+        limit_s, rate = self._limits.body_idle_timeout_s, self._limits.min_body_rate
         if self._idle_since is None:
             self._idle_since = now
-        if now - self._idle_since < limit_s:
+        if limit_s is not None and now - self._idle_since >= limit_s:
+            return RequestBodyTimeoutError(request_id, limit_s)
+        self._awaited_s += since_s
+        if not rate or is_answered or self._awaited_s < GRACE_S:
             return None
-        return RequestBodyTimeoutError(request_id, limit_s)
+        if self._size >= rate * self._awaited_s:
+            return None
+        return RequestBodyTimeoutError(request_id, self._awaited_s, rate)
 
 
 async def answer_and_close(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

@@ -478,7 +478,8 @@ class Exchange(Call):
 
     def watch(self, now: float) -> None:
         """Check whether the client has left or its body has stalled. Called at every sweep."""
-        if self.body and (late := self.body.timeout(now, self.metadata.request_id)):
+        request_id = self.metadata.request_id
+        if self.body and (late := self.body.timeout(now, request_id, is_answered=self.started)):
             self._cut(late)
         elif self.queue is not None and not self._is_ended:
             self.client_reader.watch()  # before it has a queue, `respond` reads the body
