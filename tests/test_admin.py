@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from ingress.admin import app
 from ingress.admin.address import AdminOptions
 from ingress.admin.listener import AdminListener
 from ingress.base.snapshot import Snapshot
@@ -33,6 +34,7 @@ from tests.servers import (
     write_module,
 )
 
+TOKEN = "0123456789abcdef"
 APP = """
 import asyncio, os
 from fastapi import FastAPI
@@ -207,6 +209,7 @@ def test_a_busy_port_that_was_asked_for_is_refused_before_anything_is_served(fol
     ("options", "problem"),
     [
         (["--admin", "0.0.0.0:8265"], "give a token"),
+        (["--admin", "0.0.0.0:8265", "--admin-token", "123456789012345"], "at least 16"),
         (["--admin", "8265"], "admin must be HOST:PORT"),
         (["--admin", "127.0.0.1:99999"], "admin must be HOST:PORT"),
     ],
@@ -259,13 +262,42 @@ def test_a_page_of_another_site_gets_nothing() -> None:
 
 @pytest.mark.reliability("S16")
 def test_a_token_is_asked_for_before_anything_else() -> None:
-    with listening(AdminOptions("0.0.0.0:0", "secret")) as listener:
+    with listening(AdminOptions("0.0.0.0:0", TOKEN)) as listener:
         port = port_of(listener)
-        for headers in ("", "Authorization: Bearer wrong\r\n", "Authorization: Basic secret\r\n"):
+        for headers in ("", "Authorization: Bearer wrong\r\n", f"Authorization: Basic {TOKEN}\r\n"):
             answer = get(port, "/api/snapshot", headers)
             assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert get(port, "/nowhere").status == 401
-        assert snapshot(port, "Authorization: Bearer secret\r\n")["pid"] == os.getpid()
+        assert snapshot(port, f"Authorization: Bearer {TOKEN}\r\n")["pid"] == os.getpid()
+
+
+@pytest.mark.reliability("S16")
+def test_an_address_that_tries_tokens_has_to_wait_also_with_the_right_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = f"Authorization: Bearer {TOKEN}\r\n"
+    with listening(AdminOptions("0.0.0.0:0", TOKEN)) as listener:
+        port = port_of(listener)
+
+        def statuses(*headers: str) -> list[int]:
+            return [get(port, "/api/snapshot", each).status for each in headers]
+
+        assert statuses(*[""] * 20, right) == [401] * 20 + [200]  # none is no wrong one
+        wrong = [f"Authorization: Bearer {number:016}\r\n" for number in range(app.MOST_WRONG)]
+        assert statuses(*wrong, wrong[0], right) == [401] * app.MOST_WRONG + [429, 429]
+        waits_s = int(get(port, "/metrics", right).headers["retry-after"])
+        assert 0 < waits_s <= app.PERIOD_S
+        assert statuses("") == [401]
+        with socket.socket() as other:  # of another address, which need not wait
+            other.bind(("127.0.0.2", 0))
+            other.connect(("127.0.0.1", port))
+            other.sendall(f"GET /metrics HTTP/1.1\r\nHost: a\r\n{right}\r\n".encode())
+            assert other.recv(100).startswith(b"HTTP/1.1 200 ")
+
+    monkeypatch.setattr(app, "PERIOD_S", 0.0)  # it is over at once
+    with listening(AdminOptions("0.0.0.0:0", TOKEN)) as listener:
+        port = port_of(listener)
+        assert statuses(*wrong, *wrong, right) == [401] * 2 * app.MOST_WRONG + [200]
 
 
 @pytest.mark.reliability("S12")

@@ -15,6 +15,7 @@ OFF = "off"
 DEFAULT = ""  # HOST:PORT, or the next free port
 TRIES = 20
 _MODE = 0o600
+TOKEN_LENGTH = 16  # at least, where other machines may try tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,18 @@ class AdminOptions:
         if self.is_off or self.path is not None:
             return
         host, _ = self.host_and_port
-        if self.token is None and not is_loopback(host):
+        if is_loopback(host):
+            return
+        if self.token is None:
             raise ValueError(
                 f"admin={self.address!r} can be reached from other machines; give a token "
                 "(--admin-token, or INGRESS_ADMIN_TOKEN), or listen on 127.0.0.1"
+            )
+        if len(self.token) < TOKEN_LENGTH:
+            raise ValueError(
+                f"admin={self.address!r} can be reached from other machines, and the token has "
+                f"{len(self.token)} characters; give one of at least {TOKEN_LENGTH} (such as that "
+                "of `openssl rand -hex 16`), or listen on 127.0.0.1"
             )
 
     @property

@@ -4,13 +4,16 @@
     GET /api/snapshot    the snapshot as JSON
 
 A route is added to `routes`. The guard answers 403 for a wrong Host or Origin, 401 without the
-token, and 405 for a method that could change something, before any route is looked up.
+token, 429 to an address that has sent too many wrong ones, and 405 for a method that could change
+something, before any route is looked up.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from math import ceil
+from time import monotonic
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -23,6 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ingress.admin.address import AdminOptions, is_loopback
 from ingress.admin.exposition import OPEN_METRICS, TEXT, exposition
 from ingress.admin.source import Source
+
+MOST_WRONG = 10  # tokens of one address in a period
+PERIOD_S = 60.0
+MOST_ADDRESSES = 10_000  # that are remembered
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -54,6 +61,35 @@ def admin_app(source: Source, options: AdminOptions, more: Sequence[BaseRoute] =
     return Guard(Starlette(routes=[*routes(source), *more]), options)
 
 
+class WrongTokens:
+    """The addresses that have sent wrong tokens lately. Used by the listener's loop only.
+
+    An address with `MOST_WRONG` of them has to wait for the end of its period, also with the right
+    one: it could be a guess.
+    """
+
+    __slots__ = ("_periods",)
+
+    def __init__(self) -> None:
+        self._periods: dict[str, tuple[float, int]] = {}  # the end, and the number; oldest first
+
+    def wait_s(self, address: str) -> float:
+        """Return the time for which this address gets no answer; 0 for one that gets it."""
+        end, number = self._periods.get(address, (0.0, 0))
+        return max(0.0, end - monotonic()) if number >= MOST_WRONG else 0.0
+
+    def note(self, address: str) -> None:
+        """Count a wrong token."""
+        now = monotonic()
+        end, number = self._periods.get(address, (0.0, 0))
+        if end <= now:
+            self._periods.pop(address, None)
+            end, number = now + PERIOD_S, 0
+        self._periods[address] = end, number + 1
+        if len(self._periods) > MOST_ADDRESSES:
+            del self._periods[next(iter(self._periods))]
+
+
 class Guard:
     """The guard of the admin listener: it refuses clients, and adds the security headers.
 
@@ -62,11 +98,12 @@ class Guard:
     itself: its Host may be any name.
     """
 
-    __slots__ = ("_app", "_checks_host", "_token")
+    __slots__ = ("_app", "_checks_host", "_token", "_wrong")
 
     def __init__(self, app: ASGIApp, options: AdminOptions) -> None:
         self._app = app
         self._token = options.token
+        self._wrong = WrongTokens()
         self._checks_host = options.path is None and is_loopback(options.host_and_port[0])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,15 +130,29 @@ class Guard:
             return PlainTextResponse("Requests from other sites are not allowed.", 403)
         # The page itself has no data: it asks its reader for the token, and sends it.
         token = None if scope["path"] == "/" else self._token
-        if token is not None and not _has_token(headers, token):
-            return PlainTextResponse(
-                "A token is required: Authorization: Bearer TOKEN.",
-                401,
-                {"www-authenticate": "Bearer"},
-            )
+        if token is not None and (refusal := self._refusal_of_token(scope, headers, token)):
+            return refusal
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("The admin listener is read only.", 405, {"allow": "GET"})
         return None
+
+    def _refusal_of_token(self, scope: Scope, headers: Headers, token: str) -> Response | None:
+        address = (scope.get("client") or ("",))[0]
+        if (wait_s := self._wrong.wait_s(address)) and "authorization" in headers:
+            return PlainTextResponse(
+                "This address has sent too many wrong tokens.",
+                429,
+                {"retry-after": str(ceil(wait_s))},
+            )
+        if _has_token(headers, token):
+            return None
+        if "authorization" in headers:
+            self._wrong.note(address)
+        return PlainTextResponse(
+            "A token is required: Authorization: Bearer TOKEN.",
+            401,
+            {"www-authenticate": "Bearer"},
+        )
 
 
 def _place_of(url: str) -> str | None:
