@@ -1,7 +1,7 @@
 # Every target makes what it needs first, in .venv; nothing outside this folder is touched.
 PYTHON ?= python3
 BIN := .venv/bin
-FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 newest pre
+FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 0.158.2 newest pre
 PEERS := ray litserve bentoml mosec
 RAY := .venv-ray/bin/python
 PACKAGE_ray := ray[serve]==2.60.0
@@ -111,7 +111,7 @@ test-ecosystem: .venv-ecosystem/.made ## Packages against plain FastAPI, and doc
 	@.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
 	@.venv-ecosystem/bin/python -m tests.ecosystem.document
 
-test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on four FastAPI versions, and a pre-release
+test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on five FastAPI versions, and a pre-release
 
 test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the oldest and the newest
 

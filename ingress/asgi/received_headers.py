@@ -51,11 +51,11 @@ def as_received(headers: Headers) -> Headers:
 
 
 @wraps(read_parameters)
-def request_params_to_args(fields: Sequence[Any], received_params: Any) -> Any:
-    """Read parameters as FastAPI does, headers from those that came."""
+def request_params_to_args(fields: Sequence[Any], received_params: Any, **options: Any) -> Any:
+    """Read parameters as FastAPI does, headers from those that came. Options are of its version."""
     if isinstance(received_params, Headers):
         received_params = as_received(received_params)
-    return read_parameters(fields, received_params)
+    return read_parameters(fields, received_params, **options)
 
 
 # Requests that did not pass our proxy have no added header.
