@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +21,11 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.base.settings import WEDGED_AFTER_S
+from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.testing import Latch
+from tests import process_stuck_app
 from tests.servers import PATIENCE_S, Connection, bind, get, overview, result, served, wait_until
 
 ROUNDS = 30
@@ -246,7 +252,7 @@ def test_a_request_that_has_begun_goes_on_until_another_replica_serves(gates: Ga
 
     assert repr(begun).endswith("pending)")
     gates.may_construct.set()
-    with pytest.raises(ReplicaUnavailableError, match="is stuck, and another has taken its place"):
+    with pytest.raises(ReplicaUnavailableError, match="is stuck, and another takes its place"):
         result(begun)
     gates.may_turn.set()
     assert result(held) == "held 0"
@@ -336,3 +342,69 @@ def test_a_call_begins_once_although_its_loop_turns_again_while_it_is_handed_ove
     assert set(begun.values()) == {1}
     assert len(begun) == 100 * ROUNDS
     wait_until(lambda: [each.ongoing for each in overview("Racing").replicas] == [0, 0])
+
+
+# Replicas in processes.
+
+
+def begun_in(folder: Path) -> list[str]:
+    file = folder / "begun"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_requests_of_a_process_that_is_stuck_go_elsewhere_or_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEDGED_AFTER_S, "1")  # a process shows four times a second that it turns
+    begun = [call_begun, stream_begun, get_begun, response_begun, socket_begun]
+    waiting = [by_call, by_stream, by_get, by_post]
+    port = served(bind(process_stuck_app.Holding, tmp_path))
+    with ThreadPoolExecutor(len(begun + waiting)) as threads:
+        ends = [threads.submit(ask, port) for ask in begun]
+        wait_until(lambda: len(begun_in(tmp_path)) == len(begun))
+        held = serve.get_deployment_handle("Holding", "default").hold.remote()
+        wait_until(lambda: len(begun_in(tmp_path)) == len(begun) + 1)
+        answers = [threads.submit(ask, port) for ask in waiting]
+
+        assert [each.result(PATIENCE_S) for each in answers] == ["1", "1", '"1"', "\"1 {'a': 1}\""]
+        assert [each.result(PATIENCE_S).partition(" of ")[0] for each in ends] == [
+            *["Replica Holding#0"] * 3,
+            "200 b'0' False",
+            "1012 (service restart)",
+        ]
+    with pytest.raises(ReplicaUnavailableError, match="is stuck, and another takes its place"):
+        result(held)
+
+
+def handed_over(handle: Any, victim: Any, numbers: range, delay_s: float) -> int:
+    """Hand the calls of a stopped process over, which goes on meanwhile. Return how many moved."""
+    os.kill(victim.pid, signal.SIGSTOP)
+    calls = [handle.count.remote(number) for number in numbers]
+    wait_until(lambda: sum(repr(c).endswith("pending)") for c in calls) == victim.ongoing)
+    waiting = int(victim.ongoing)
+    goes_on = threading.Timer(delay_s, os.kill, (victim.pid, signal.SIGCONT))
+    goes_on.start()
+    victim.hand_over()
+    answers = [result(each) for each in calls]
+    goes_on.join()
+    os.kill(victim.pid, signal.SIGKILL)  # it would begin no other call
+    return waiting - answers.count(victim.replica_id.unique_id)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server")
+def test_a_call_begins_once_although_its_process_goes_on_while_it_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INGRESS_START_METHOD", "forkserver")  # its replacements start at once
+    monkeypatch.setenv(WEDGED_AFTER_S, "60")
+    delays = [0.0, 0.002, 0.005, 0.009, 0.011, 0.02]  # around the time until it counts
+    target = process_stuck_app.Holding.options(num_replicas=len(delays) + 1)  # type: ignore[attr-defined]
+    handle = serve.run(bind(target, tmp_path), route_prefix=None)
+    router = local_engine().routers[DeploymentID("Holding", "default")]
+    moved = 0
+    for index, (delay_s, victim) in enumerate(zip(delays, list(router.replicas), strict=False)):
+        moved += handed_over(handle, victim, range(100 * index, 100 * index + 100), delay_s)
+    assert moved
+    counts = Counter(begun_in(tmp_path))
+    assert set(counts.values()) == {1}
+    assert len(counts) == 100 * len(delays)

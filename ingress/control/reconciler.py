@@ -333,13 +333,15 @@ class Reconciler:
             deployment.router.remove(member.replica)
         elif task is not None and task is not asyncio.current_task():  # it starts, or it is away
             task.cancel()
+        if member.stuck:
+            member.replica.hand_over()  # at once; `observe` does so again for those on their way
         member.task = self._spawn(self._run_end(deployment, member))
 
     async def _run_end(self, deployment: RunningDeployment, member: Member) -> None:
         replica, loop = member.replica, asyncio.get_running_loop()
         deadline = loop.time() + deployment.config.graceful_shutdown_timeout_s
         if not replica.is_lost:
-            await self._drain(deployment, replica, deadline)
+            await self._drain(deployment, member, deadline)
         left_s = 0.0 if deployment.rushed.is_set() else deadline - loop.time()
         await self._end(replica, max(0.0, left_s) + LAST_WORDS_S)
         if replica.is_left_behind:
@@ -349,14 +351,13 @@ class Reconciler:
         self.look(deployment)
         deployment.note_change()
 
-    async def _drain(
-        self, deployment: RunningDeployment, replica: Replica, deadline: float
-    ) -> None:
+    async def _drain(self, deployment: RunningDeployment, member: Member, deadline: float) -> None:
         """Wait for the calls of a replica that gets no more, and cancel the rest at the deadline.
 
         Race with `Router.assign` in another thread: it counts a slot under the router's lock before
         it starts the call, so a call that was assigned before the replica was removed is counted.
         """
+        replica = member.replica
         in_flight, loop = deployment.proxy.in_flight, asyncio.get_running_loop()
         longest_s = max(DRAIN_LOOK_S, deployment.config.graceful_shutdown_wait_loop_s)
         pause_s = DRAIN_LOOK_S
@@ -367,7 +368,9 @@ class Reconciler:
                 async with asyncio.timeout(min(pause_s, deadline - loop.time())):
                     await deployment.rushed.wait()
             pause_s = min(2 * pause_s, longest_s)
-        if replica.ongoing:
+        if member.stuck:
+            replica.give_up(member.stuck)
+        elif replica.ongoing:
             in_flight.stop_on(replica)
 
     # A change of `user_config`.

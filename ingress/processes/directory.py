@@ -79,7 +79,7 @@ class ServerDirectory(LoopOfHandles):
         content = encode((*head, [*waiters, *_members_that_wait(call)]))
         self._last += 1
         self.frames.post(kind, self._last, content)  # may raise: there is no work then
-        work = self.works[self._last] = RemoteWork(self._last, self.frames)
+        work = self.works[self._last] = RemoteWork(kind, self._last, self.frames)
         self._numbers[call] = self._last
         return work
 

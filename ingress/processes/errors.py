@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 from ingress.base.types import ReplicaID
+from ingress.calls.retries import NotBegunError
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
 from ingress.execution.mistakes import last_line as described
 from ingress.execution.tracebacks import explanation_of, format_error
@@ -85,6 +86,14 @@ def end_of(pid: int, code: int | None, failure: Exception | None) -> str:
         name = f"signal {-code}"
     hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"its process {pid} was killed by {name}{hint}"
+
+
+def not_begun(replica_id: ReplicaID) -> NotBegunError:
+    """Return the error of a call that a stuck replica has not begun, and never will."""
+    return NotBegunError(
+        f"Replica {replica_id} of {replica_id.deployment_id} is stuck, and has not begun the "
+        "request; send it again."
+    )
 
 
 def died(

@@ -24,7 +24,7 @@ from ingress.context import REPLICA
 from ingress.exceptions import UserCodeExit
 from ingress.metrics import series
 from ingress.processes.directory import ServerDirectory, Waits
-from ingress.processes.errors import pickled_error, unreadable, unsendable
+from ingress.processes.errors import not_begun, pickled_error, unreadable, unsendable
 from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
 from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, encode, loads, outside
 from ingress.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
@@ -182,7 +182,8 @@ class Host:
         error: BaseException | None = None
         value: Any = None
         try:
-            self._page.begin(call.number)
+            if not self._page.begin(call.number):
+                raise not_begun(replica.replica_id)
             call.runner = replica
             if replica.admit(call):
                 value = await replica.serve(call)

@@ -3,6 +3,7 @@
 start   a socket pair and a page are made, the process starts, its replica says that it serves
 send    one frame for each call; the answers end the `RemoteWork` of that call
 lost    the process has ended: all its work ends, with `NotBegunError` if it had not begun
+stuck   its loop does not turn: it begins no more work, and work that it had not begun ends so
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from copy import copy
 from secrets import token_hex
 from time import monotonic
 from typing import Any
@@ -23,7 +25,7 @@ from ingress.calls.loops import mailbox_of
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.processes.errands import Errands, MakeHandle
-from ingress.processes.errors import died, end_of, unpickled_error, unreadable
+from ingress.processes.errors import died, end_of, not_begun, unpickled_error, unreadable
 from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, loads
 from ingress.processes.messages import (
     RESPONSE_BODY,
@@ -41,6 +43,7 @@ from ingress.processes.spawning import ChildProcess
 from ingress.processes.window import Taken, Window
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
+_SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
 _CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
 
 logger = logging.getLogger("ingress")
@@ -50,17 +53,18 @@ class RemoteWork:
     """One call in a child, from its frame to its end. Owned by the loop of the frames."""
 
     __slots__ = (
-        "_arrived", "_size", "_taken", "_waiter", "call", "error", "frames", "has_fed", "is_over",
+        "_arrived", "_size", "_taken", "_waiter", "call", "can_move", "error", "frames", "is_over",
         "number", "value", "window",
     )  # fmt: skip
 
-    def __init__(self, number: int, frames: Frames) -> None:
+    def __init__(self, kind: Kind, number: int, frames: Frames) -> None:
         self.number = number
         self.frames = frames
         self.call = CURRENT_CALL.get(None)
         self.window = Window()
         self.is_over = False
-        self.has_fed = False  # a message of the client was taken for it
+        # To another replica: no message of the client was taken for it.
+        self.can_move = kind != Kind.ASK
         self.value: Any = None
         self.error: BaseException | None = None
         self._arrived: list[Any] = []  # messages of a response, or items
@@ -77,7 +81,10 @@ class RemoteWork:
             elif kind == Kind.DONE:
                 self.end(decode(content, buffers) if content else None)
             elif kind == Kind.FAILED:
-                self.end(error=unpickled_error(content))
+                error = unpickled_error(content)
+                if isinstance(error, NotBegunError) and not self.can_move:
+                    error = error.for_caller()
+                self.end(error=error)
             elif kind == Kind.CREDIT:
                 self.window.give(content)
             elif kind == Kind.RESPONSE:
@@ -300,7 +307,7 @@ class Link:
         """Send the frame of some work."""
         assert self._frames is not None
         self._last += 1
-        work = RemoteWork(self._last, self._frames)
+        work = RemoteWork(kind, self._last, self._frames)
         if self.end:
             work.end(error=died(self._replica_id, self.end, NotBegunError))
         else:
@@ -317,6 +324,36 @@ class Link:
         self._frames.post(Kind.CALL, self._last, content, at_once=not self._works)
         work.number, work.frames = self._last, self._frames
         self._works[self._last] = work
+
+    def hand_over(self) -> None:
+        """Have the child begin no more work, and end the work that it has not begun."""
+        if not self.end and not self._is_stopping and self._page is not None:
+            self._page.end_begins()
+            # Race with a child that begins work at this moment, see `SharedPage.begin`: a processor
+            # may show its writes later than it reads. A child that is held up in between has
+            # shown its write. Refusals of work that ends here arrive for nothing.
+            asyncio.get_running_loop().call_later(_SEEN_S, self._move)
+
+    def _move(self) -> None:
+        if not self.end and self._page is not None and (unbegun := self._unbegun(self._page)):
+            logger.warning(
+                "%s: the requests that it has not begun go to other replicas: %d",
+                *(self._replica_id, len(unbegun)),
+            )
+            self._end_works(unbegun, not_begun(self._replica_id))
+
+    def _unbegun(self, page: SharedPage) -> list[int]:
+        """Return the numbers of the work that user code in the child cannot have seen."""
+        last_begun, being_read = page.last_begun, page.being_read
+        works = self._works.items()
+        return [n for n, each in works if n > last_begun and n != being_read and each.can_move]
+
+    def _end_works(self, numbers: list[int], error: ReplicaUnavailableError) -> None:
+        for work in [self._works.pop(each) for each in numbers]:
+            try:
+                work.end(error=copy(error))  # each is raised, and has a traceback of its own
+            except Exception:  # the other calls must end, too
+                logger.exception("%s: a call did not end with its replica", self._replica_id)
 
     def _call_of(self, number: int) -> Call | None:
         work = self._works.get(number)
@@ -377,16 +414,9 @@ class Link:
         self.end = end_of(child.pid, child.code, child.failure)
         if self._errands is not None:
             self._errands.stop()
-        last_begun, being_read = page.last_begun, page.being_read
+        self._end_works(self._unbegun(page), died(self._replica_id, self.end, NotBegunError))
         page.close()
-        works, self._works = self._works, {}
-        for number, work in works.items():
-            may_have_begun = number <= last_begun or number == being_read or work.has_fed
-            kind = ReplicaUnavailableError if may_have_begun else NotBegunError
-            try:
-                work.end(error=died(self._replica_id, self.end, kind))
-            except Exception:  # the other calls must end, too
-                logger.exception("%s: a call did not end with its process", self._replica_id)
+        self._end_works([*self._works], died(self._replica_id, self.end, ReplicaUnavailableError))
         if self._started is not None and not self._started.done():
             self._started.set_exception(RuntimeError(self.end + self.last_words))
         if self._ended is not None and not self._ended.done():

@@ -3,7 +3,8 @@
 A child that is killed in user code takes the frames that it has not written with it. The number of
 the last call that it began is in this page before the first line of that call runs, and that of a
 call whose arguments it reads, which may run code of the user too. A child whose user loop stalls
-sends no frame: the page has the time at which that loop last turned.
+sends no frame: the page has the time at which that loop last turned. The parent writes one byte: it
+tells the child to begin no more calls.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from struct import Struct
 _SIZE = mmap.PAGESIZE
 _BEGUN = Struct("<Q")
 _TURNED = Struct("<d")
+_ENDS_AT = mmap.PAGESIZE - 1
 _READ = Struct("<Q")
 _READ_AT = _BEGUN.size + _TURNED.size
 
 
 class SharedPage:
-    """The page of one child. The child writes it, its parent reads it.
+    """The page of one child. The child writes it, its parent reads it, but for `end_begins`.
 
     Made by the parent without a descriptor, in the child with the one that it inherits. The parent
     closes its descriptor once the child has its own.
@@ -41,9 +43,21 @@ class SharedPage:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def begin(self, call: int) -> None:
-        """Note that a call begins. Calls begin in the order of their numbers."""
+    def begin(self, call: int) -> bool:
+        """Note that a call begins. Returns false if the parent lets no more calls begin.
+
+        Calls begin in the order of their numbers.
+        """
+        # Race with the parent, which calls `end_begins` and then reads `last_begun`: this writes
+        # and then reads. So one of the two sees the other, and a refusal is never too late.
+        if self._memory[_ENDS_AT]:
+            return False
         _BEGUN.pack_into(self._memory, 0, call)
+        return not self._memory[_ENDS_AT]
+
+    def end_begins(self) -> None:
+        """Let no more calls begin. `last_begun` is final once both processors have seen this."""
+        self._memory[_ENDS_AT] = 1
 
     @property
     def last_begun(self) -> int:

@@ -27,7 +27,7 @@ class RemoteCall(asyncio.Future[None]):
     on_end: Callable[[RemoteCall], None]
     number: int
     frames: Frames
-    has_fed = False  # its only frame brought all of its input
+    can_move = True  # to another replica: its only frame brought all of its input
 
     def begin(self, call: Call, on_end: Callable[[RemoteCall], None]) -> None:
         self.call = call

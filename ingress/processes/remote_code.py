@@ -154,7 +154,7 @@ class RemoteCode:
         message: Message = {"type": ""}
         while not message["type"].endswith(".disconnect"):
             message = await receive()
-            work.has_fed = True
+            work.can_move = False
             content = message_as_sent(message)
             try:
                 await work.window.take(size_of_content(content))

@@ -180,6 +180,17 @@ class ProcessReplica(Replica):
         """Have the child allow worker threads for `max_ongoing` calls. Thread-safe."""
         mailbox_of(self.loop).post(self._code.add_threads, max_ongoing)
 
+    def hand_over(self) -> int:
+        """Send the calls that the child has not begun elsewhere. Thread-safe.
+
+        Returns the number of those that were not sent to it. The link logs that of the others.
+        """
+        mailbox_of(self.loop).post(self._code.link.hand_over)
+        return super().hand_over()
+
+    def _held_up(self) -> set[Call]:
+        return set()  # its process is killed
+
     def _begin(self, call: Call) -> None:
         # Without a task where the child's answer is all there is to wait for. A call that cannot
         # begin has a task nevertheless: it frees a slot, and the next one would begin in recursion.

@@ -382,20 +382,24 @@ class Replica:
 
         The call that the loop works for at this moment goes on, and those that need its answer.
         """
-        task = asyncio.current_task(self.loop)
-        context = None if task is None else context_of(task)
-        holder = None if context is None else context.get(CURRENT_CALL)
-        spared = set() if holder is None else holder.family()
+        spared = self._held_up()
         given_up = [call for call in list(self._calls) if call not in spared and not call.settled]
         for call in given_up:
             call.give_up(
                 ReplicaUnavailableError(
                     f"Replica {self.replica_id} of {self.replica_id.deployment_id} is stuck, and "
-                    f"another has taken its place: {reason}. The request had begun and was not "
+                    f"another takes its place: {reason}. The request had begun and was not "
                     "answered; send it again if that is safe."
                 )
             )
         return len(given_up)
+
+    def _held_up(self) -> set[Call]:
+        """Return the call that the loop works for now, and those that need its answer."""
+        task = asyncio.current_task(self.loop)
+        context = None if task is None else context_of(task)
+        holder = None if context is None else context.get(CURRENT_CALL)
+        return set() if holder is None else holder.family()
 
     def _cancel(self, call: Call) -> None:
         task = self._calls.get(call)
