@@ -297,6 +297,21 @@ def test_a_listed_method_that_has_begun_is_tried_again(gates: Gates) -> None:
     assert result(held) == "held 0"
 
 
+def handed_over_while_it_turns(members: list[Any], end: Latch) -> int:
+    """Hand the calls of replicas over, whose loops turn meanwhile. Return how many that were."""
+    start = threading.Barrier(len(members) + 1)
+
+    def hand_over(member: Any) -> int:
+        start.wait(PATIENCE_S)
+        return sum(member.replica.hand_over() for _ in range(3))
+
+    with ThreadPoolExecutor(len(members)) as threads:
+        counts = [threads.submit(hand_over, each) for each in members]
+        start.wait(PATIENCE_S)
+        end.count_down()
+        return sum(each.result(PATIENCE_S) for each in counts)
+
+
 @pytest.mark.usefixtures("switch_interval")
 def test_a_call_begins_once_although_its_loop_turns_again_while_it_is_handed_over() -> None:
     begun: Counter[int] = Counter()
@@ -324,17 +339,7 @@ def test_a_call_begins_once_although_its_loop_turns_again_while_it_is_handed_ove
         held = [handle.hold.remote() for _ in range(2)]
         is_held.wait()
         calls = [handle.count.remote(100 * index + each) for each in range(100)]
-        start = threading.Barrier(3)
-
-        def hand_over(member: Any, start: threading.Barrier = start) -> int:
-            start.wait(PATIENCE_S)
-            return sum(member.replica.hand_over() for _ in range(3))
-
-        with ThreadPoolExecutor(2) as threads:
-            counts = [threads.submit(hand_over, each) for each in members]
-            start.wait(PATIENCE_S)
-            end.count_down()
-            handed += sum(each.result(PATIENCE_S) for each in counts)
+        handed += handed_over_while_it_turns(members, end)
         assert [result(each) for each in calls] == [100 * index + each for each in range(100)]
         for each in held:
             result(each)
@@ -342,6 +347,105 @@ def test_a_call_begins_once_although_its_loop_turns_again_while_it_is_handed_ove
     assert set(begun.values()) == {1}
     assert len(begun) == 100 * ROUNDS
     wait_until(lambda: [each.ongoing for each in overview("Racing").replicas] == [0, 0])
+
+
+# Items of batches.
+
+
+def queued() -> int:
+    members = local_engine().applications["default"].ingress.members
+    return sum(sum(each.replica.batch_queues.values()) for each in members)
+
+
+def test_items_whose_batch_has_not_begun_on_a_stuck_loop_go_to_another_replica(
+    gates: Gates,
+) -> None:
+    batches: list[tuple[str, list[int]]] = []
+    may_answer = threading.Event()
+
+    @serve.deployment(max_ongoing_requests=20, graceful_shutdown_timeout_s=1.0)
+    class Holding:
+        def __init__(self) -> None:
+            self.tag = serve.get_replica_context().replica_tag
+
+        @serve.batch(max_batch_size=4)
+        async def predict(self, numbers: list[int]) -> list[str]:
+            batches.append((self.tag, numbers))
+            if self.tag == "0" and -1 in numbers:
+                gates.has_begun.count_down()
+                while not gates.may_turn.is_set():
+                    await asyncio.sleep(0.001)
+            while self.tag == "1" and not may_answer.is_set():
+                await asyncio.sleep(0.001)
+            return [f"{self.tag} {number}" for number in numbers]
+
+        async def inside(self, number: int) -> str:
+            return f"inside {await self.predict(number)}"
+
+        def hold(self) -> None:
+            gates.may_turn.wait(PATIENCE_S)
+
+    handle = serve.run(bind(Holding), route_prefix=None)
+    begun = handle.predict.remote(-1)
+    gates.has_begun.wait()
+    waiting = [handle.predict.remote(number) for number in range(3)]
+    inside = handle.inside.remote(3)  # its user code has begun
+    wait_until(lambda: queued() == 4)
+    held = handle.hold.remote()
+
+    for each in (begun, inside):
+        with pytest.raises(ReplicaUnavailableError):
+            result(each)
+    may_answer.set()
+    assert [result(each) for each in waiting] == ["1 0", "1 1", "1 2"]
+    gates.may_turn.set()
+    result(held)
+    wait_until(lambda: [each.replica_id for each in overview("Holding").replicas] == ["0"])
+    wait_until(lambda: ongoing() == [0] and queued() == 0)
+    assert sorted(n for tag, numbers in batches for n in numbers if n != 3) == [-1, 0, 1, 2]
+    assert result(handle.predict.remote(5)) == "0 5"
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_an_item_is_in_one_batch_although_its_loop_turns_again_while_it_is_handed_over() -> None:
+    begun: Counter[int] = Counter()
+    gates: list[tuple[Latch, threading.Event, Latch, Latch]] = []
+
+    @serve.deployment(max_ongoing_requests=200, num_replicas=2)
+    class Racing:
+        @serve.batch(max_batch_size=7, batch_wait_timeout_s=0)
+        async def count(self, numbers: list[int]) -> list[int]:
+            begun.update(numbers)
+            if -1 in numbers:
+                has_begun, goes_on, is_held, end = gates[-1]
+                has_begun.count_down()
+                while not goes_on.is_set():
+                    await asyncio.sleep(0)
+                is_held.count_down()
+                end.wait()  # on the event loop
+            return numbers
+
+    handle = serve.run(bind(Racing), route_prefix=None)
+    members = local_engine().applications["default"].ingress.members
+    handed = 0
+    for index in range(ROUNDS):
+        has_begun, is_held, end = (Latch(each, timeout_s=PATIENCE_S) for each in (2, 2, 1))
+        goes_on = threading.Event()
+        gates.append((has_begun, goes_on, is_held, end))
+        held = [handle.count.remote(-1) for _ in range(2)]
+        has_begun.wait()
+        calls = [handle.count.remote(100 * index + each) for each in range(100)]
+        wait_until(lambda: queued() == 100)
+        goes_on.set()
+        is_held.wait()
+        handed += handed_over_while_it_turns(members, end)
+        assert [result(each) for each in calls] == [100 * index + each for each in range(100)]
+        assert [result(each) for each in held] == [-1, -1]
+        wait_until(lambda: [each.ongoing for each in overview("Racing").replicas] == [0, 0])
+    assert handed
+    assert begun.pop(-1) == 2 * ROUNDS
+    assert set(begun.values()) == {1}
+    assert len(begun) == 100 * ROUNDS
 
 
 # Replicas in processes.

@@ -7,6 +7,9 @@ A permit is taken before a batch forms, so a batch goes on filling while others 
 batch have one model and arguments of one shape; other calls keep their places. No task collects
 calls: each change checks whether a batch can start. An empty queue has no task and no timer; it
 calls `on_idle`, and its owner drops it.
+
+An item is in `_unbegun` until its batch begins. The thread that removes it from there decides: the
+loop begins it, `take` gives it to another replica.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ TOO_LARGE = (
     "implementation of the batch_size_fn."
 )
 _NOWHERE = DeploymentID("", "")
+_ABSENT = object()
 NO_INSTANCE = object()
 """The instance of a function that is not a method."""
 
@@ -76,7 +80,7 @@ class BatchQueue:
     __slots__ = (
         "_context", "_forming", "_forming_limits", "_forming_since", "_forming_size", "_handler",
         "_instance", "_limits", "_on_idle", "_own_pool", "_plan", "_replica", "_runs", "_timer",
-        "_waiting", "loop",
+        "_unbegun", "_waiting", "loop",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +100,7 @@ class BatchQueue:
         self._on_idle = on_idle
         self._waiting: deque[Item] = deque()
         self._forming: list[Item] = []
+        self._unbegun: dict[Item, None] = {}
         self._forming_limits = limits()
         self._forming_since = self._forming_size = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -122,7 +127,7 @@ class BatchQueue:
     @property
     def num_waiting(self) -> int:
         """The number of calls whose batch has not begun. Thread-safe."""
-        return len(self._waiting) + len(self._forming)
+        return len(self._unbegun)
 
     def forget(self) -> None:
         """Remove it from its replica: it is empty, or its loop is closed."""
@@ -130,8 +135,31 @@ class BatchQueue:
             self._replica.batch_queues.pop(self, None)
 
     def submit(self, item: Item) -> None:
+        self._unbegun[item] = None
         self._waiting.append(item)
         self._advance()
+
+    def take(self, can_move: Callable[[Call, Handler], bool]) -> list[Item]:
+        """Return the items that no batch will have, because their calls can move. Thread-safe.
+
+        The loop does not turn. Their calls wait here until they are settled.
+        """
+        return [
+            item
+            for item in list(self._unbegun)
+            if item.channel is None
+            and item.call is not None
+            and can_move(item.call, self._handler)
+            and self._claims(item)
+        ]
+
+    def _claims(self, item: Item) -> bool:
+        """Return whether this thread decides about an item that no batch has.
+
+        Race of the loop, which may turn again at this moment, with `take` in another thread:
+        removing a key is one step, so exactly one of them gets the item.
+        """
+        return self._unbegun.pop(item, _ABSENT) is None
 
     def leave(self, item: Item) -> None:
         """Remove the item of a caller that has left.
@@ -141,6 +169,7 @@ class BatchQueue:
         goes on, as a `def` does; a generator is closed.
         """
         was_over, item.is_over = item.is_over, True
+        self._unbegun.pop(item, None)
         if item in self._forming:
             self._forming.remove(item)
             if not self._forming:
@@ -213,17 +242,21 @@ class BatchQueue:
                     [each.first for each in (*self._forming, item)],
                 )
             except Exception as error:
-                item.settle(error=error)
+                self._refuse(item, error)
                 return False
             if size > limit:
                 if self._forming:
                     self._waiting.appendleft(item)
                     return True
-                item.settle(error=RuntimeError(TOO_LARGE))
+                self._refuse(item, RuntimeError(TOO_LARGE))
                 return False
         self._forming.append(item)
         self._forming_size = size
         return size >= limit
+
+    def _refuse(self, item: Item, error: Exception) -> None:
+        if self._claims(item):
+            item.settle(error=error)
 
     def _due(self) -> None:
         self._start()
@@ -238,7 +271,7 @@ class BatchQueue:
 
     def _start(self) -> None:
         self._stop_timer()
-        items = [item for item in self._forming if not item.has_left]
+        items = [item for item in self._forming if not item.has_left and self._claims(item)]
         self._forming.clear()
         if not items:
             return

@@ -98,7 +98,7 @@ class Replica:
 
     __slots__ = (
         "_anyio_threads", "_arriving", "_borrows", "_calls", "_clocks", "_executor", "_home",
-        "_in_time", "_is_computing", "_models", "_reassign", "_release", "_resume",
+        "_in_time", "_is_computing", "_models", "_moved", "_reassign", "_release", "_resume",
         "_stall_threshold_s",
         "begun", "context", "errors", "is_checking", "is_late", "is_left_behind",
         "is_reconfiguring", "latencies",
@@ -166,6 +166,7 @@ class Replica:
             self._executor = LoopExecutor(f"{name}-executor", workers, self.loop, factories.threads)
             self._home.mailbox.post(self.loop.set_default_executor, self._executor)
         self._arriving: dict[Call, None] = {}
+        self._moved: set[Call] = set()  # calls here that run on another replica
         # The calls that have begun here, each with its task.
         self._calls: dict[Call, asyncio.Future[Any] | None] = {}
         self.context = ReplicaRuntime(replica_id, loop=self.loop, make_plan=make_plan)
@@ -375,7 +376,42 @@ class Replica:
             # the call is gone, maybe while another replica runs the call.
             call.context = call.context.copy()
             self._turn_away(call)
-        return len(taken)
+        items = [
+            item for queue in list(self.context.batch_queues) for item in queue.take(self._can_move)
+        ]
+        for item in items:
+            self._run_elsewhere(item)
+        return len(taken) + len(items)
+
+    def _can_move(self, call: Call, handler: Any) -> bool:
+        """Return whether a call with an item in a batch queue is nothing but that item."""
+        return (
+            self._reassign is not None
+            and not (call.settled or call.metadata.is_http_request)
+            and call in self._calls
+            and self.user_code.is_batched(call.metadata.method_name, handler.func)
+        )
+
+    def _run_elsewhere(self, item: Any) -> None:
+        """Run the call of an item that no batch has on another replica, as another call.
+
+        The call keeps its task and its slot here until the loop turns.
+        """
+        call, work = item.call, item.call.work
+        if work is None or self._reassign is None:  # it was cancelled, and has ended
+            return
+        other = Call(call.metadata, work, call.context.copy())
+        other.queue, other.runner = call.queue, self
+
+        def answer(_: Call) -> None:
+            call.settle(other.value, other.error)
+            self._home.mailbox.post(item.settle)
+
+        self._moved.add(call)
+        call.when_settled(self._moved.discard)
+        call.when_settled(lambda _: other.cancel())
+        other.when_settled(answer)
+        self._reassign(other, self.gone_error())
 
     def give_up(self, reason: str) -> int:
         """End the calls that have begun, and return their number. Thread-safe.
@@ -383,6 +419,7 @@ class Replica:
         The call that the loop works for at this moment goes on, and those that need its answer.
         """
         spared = self._held_up()
+        spared |= self._moved.copy()
         given_up = [call for call in list(self._calls) if call not in spared and not call.settled]
         for call in given_up:
             call.give_up(

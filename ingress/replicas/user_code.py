@@ -163,6 +163,12 @@ class UserCode:
                 finally:
                     spare_second_del(instance)
 
+    def is_batched(self, method: str, func: Callable[..., Any]) -> bool:
+        """Return whether a method that was called is this function under `@serve.batch`."""
+        plan = self._plans.get(method)
+        batcher = None if plan is None else getattr(plan.func, "__ingress_batcher__", None)
+        return batcher is not None and batcher.handler.func is func
+
     def methods(self) -> list[str]:
         """Return the public names a handle may call."""
         return public_methods(self._instance)
