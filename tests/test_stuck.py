@@ -349,6 +349,28 @@ def test_a_call_begins_once_although_its_loop_turns_again_while_it_is_handed_ove
     wait_until(lambda: [each.ongoing for each in overview("Racing").replicas] == [0, 0])
 
 
+# Replicas that leave, or stop.
+
+
+@pytest.mark.parametrize(
+    ("ask", "end"), [(response_begun, "200 b'0' False"), (socket_begun, "1001 (going away)")]
+)
+def test_a_stream_on_a_loop_that_stands_ends_with_its_application(
+    ask: Any, end: str, gates: Gates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEDGED_AFTER_S, "60")
+    port = served(holding(gates, grace_s=0.2))
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, port)
+        gates.has_begun.wait()
+        serve.get_deployment_handle("Holding", "default").hold.remote()
+        gates.is_held.wait()
+        serve.delete("default")
+
+        assert asked.result(PATIENCE_S) == end
+    gates.may_turn.set()
+
+
 # Items of batches.
 
 

@@ -678,6 +678,7 @@ class Replica:
         # In a thread: joining blocks, and the control loop has other replicas to look after.
         await asyncio.to_thread(self._join, deadline)
         for call in list(self._calls):  # a loop that was left behind may change it
+            call.give_up(self.gone_error())  # a stream too, whose loop may never end it
             call.settle(error=self.gone_error())
             call.interrupt()
         self.hand_over()  # the loop ended or hangs before the first step of these calls
