@@ -352,6 +352,39 @@ def test_a_call_begins_once_although_its_loop_turns_again_while_it_is_handed_ove
 # Replicas that leave, or stop.
 
 
+def test_requests_that_a_leaving_replica_has_not_begun_go_to_another_if_its_loop_stands(
+    gates: Gates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEDGED_AFTER_S, "1")  # it leaves before it would count as stuck
+    is_held = threading.Event()
+
+    @serve.deployment(num_replicas=2, max_ongoing_requests=20, graceful_shutdown_timeout_s=60)
+    class Leaving:
+        def __init__(self) -> None:
+            self.tag = serve.get_replica_context().replica_tag
+
+        async def hold_newest(self) -> None:
+            if self.tag == "1":
+                is_held.set()
+                gates.may_turn.wait(PATIENCE_S)
+
+        async def where(self) -> str:
+            return str(self.tag)
+
+    handle = serve.run(bind(Leaving), route_prefix=None)
+    held = []
+    while not is_held.wait(0.01):
+        held.append(handle.hold_newest.remote())
+    calls = [handle.where.remote() for _ in range(20)]
+    local_engine().change("default", {"Leaving": {"num_replicas": 1}})
+
+    assert [result(each) for each in calls] == ["0"] * 20
+    gates.may_turn.set()
+    for each in held:
+        result(each)
+    wait_until(lambda: [each.replica_id for each in overview("Leaving").replicas] == ["0"])
+
+
 @pytest.mark.parametrize(
     ("ask", "end"), [(response_begun, "200 b'0' False"), (socket_begun, "1001 (going away)")]
 )
