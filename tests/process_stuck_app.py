@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,8 +30,7 @@ class Holding:
 
     async def hold(self) -> None:
         self.note("hold")
-        while True:  # until the process is killed
-            time.sleep(0.01)
+        threading.Event().wait()  # until the process is killed
 
     async def where(self) -> str:
         return self.tag

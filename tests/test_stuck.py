@@ -428,10 +428,9 @@ def test_items_whose_batch_has_not_begun_on_a_stuck_loop_go_to_another_replica(
             batches.append((self.tag, numbers))
             if self.tag == "0" and -1 in numbers:
                 gates.has_begun.count_down()
-                while not gates.may_turn.is_set():
-                    await asyncio.sleep(0.001)
-            while self.tag == "1" and not may_answer.is_set():
-                await asyncio.sleep(0.001)
+                await asyncio.to_thread(gates.may_turn.wait, PATIENCE_S)
+            if self.tag == "1":
+                await asyncio.to_thread(may_answer.wait, PATIENCE_S)
             return [f"{self.tag} {number}" for number in numbers]
 
         async def inside(self, number: int) -> str:
