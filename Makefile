@@ -72,9 +72,11 @@ check: .venv/.dev ## Lint, format, types and floors
 test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes docs/reliability.md
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
-test-processes: .venv/.test ## Replicas in child processes: all scenarios, and 1,000 kills under load; half an hour
-	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py tests/test_process_scenarios.py $(ARGS)
+test-processes: .venv/.test ## Replicas in child processes: all scenarios, 1,000 kills under load, attacks; half an hour
+	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py tests/test_process_scenarios.py \
+		tests/test_process_attacks.py $(ARGS)
 	@$(BIN)/python -m tests.process_kills 1000
+	@$(BIN)/python -m tests.process_attacks 2000
 
 test-page: .venv-page/.made ## The page of the admin listener in Chromium; makes docs/observing/*.png (needs chromium)
 	@INGRESS_SCREENSHOTS=1 .venv-page/bin/python -m pytest -q -s tests/browser $(ARGS)

@@ -239,7 +239,7 @@ def main(kills: int = 1000, seed: int = 0) -> int:
     wait_until(lambda: not held()["slots"])
     after = held()
     lost = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-    lost = {name: _differs(*both) for name, both in lost.items()}
+    lost = {name: differs(*both) for name, both in lost.items()}
     serve.shutdown()
     left = len(_children())
     print(f"unexpected: {dict(load.unexpected)}")
@@ -252,7 +252,7 @@ _NUMBERED = re.compile(r"#\d+-|^asyncio_|-executor-|-control-worker-")
 """Names of threads that differ: of replicas, and of executors, which keep their threads."""
 
 
-def _differs(before: Any, after: Any) -> Any:
+def differs(before: Any, after: Any) -> Any:
     """Return what there is more than before."""
     if isinstance(before, int):
         return max(0, after - before)

@@ -25,7 +25,7 @@ import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
-from tests import large_app, process_app
+from tests import large_app, process_app, process_attacks_app
 from tests.process_app import pids
 from tests.servers import PATIENCE_S, environment, process, served, wait_until, write_module
 
@@ -92,6 +92,18 @@ def test_a_call_that_a_killed_child_had_begun_fails_and_names_the_signal() -> No
     with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL"):
         response.result()
     assert model.remote(14).result() == 42  # by the replacement, for which it waits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_a_request_that_writes_to_the_link_of_its_child_is_503_and_names_the_frame() -> None:
+    url = f"http://127.0.0.1:{served(process_attacks_app.web)}"
+    before = httpx.get(f"{url}/pid").json()
+
+    answer = httpx.get(f"{url}/attack/{os.getpid()}/2-GB", timeout=PATIENCE_S)
+
+    assert answer.status_code == 503
+    assert "was ended, because it sent a frame of 2147483648 bytes" in answer.text
+    assert httpx.get(f"{url}/pid", timeout=PATIENCE_S).json() != before
 
 
 @pytest.mark.reliability("P05")

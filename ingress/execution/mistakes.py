@@ -85,7 +85,9 @@ def last_line(error: BaseException) -> str:
 
 def _hint(error: BaseException) -> str:
     """Return the nearest name to one that does not exist; from 3.12 on, Python mostly adds it."""
-    name = getattr(error, "name", None)
+    name: object = None
+    with contextlib.suppress(Exception):  # a property of the user's may fail
+        name = getattr(error, "name", None)
     if not isinstance(name, str):
         return ""
     names: Iterable[str] = ()

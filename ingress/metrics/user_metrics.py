@@ -240,6 +240,21 @@ def _checked_tags(name: str, keys: tuple[str, ...] | None, kind: str) -> tuple[s
     return keys
 
 
+def check(metric: UserMetric) -> None:
+    """Raise `ValueError` for a metric that another process has sent, and no user code can make."""
+    keys, bounds = metric.label_names, metric.boundaries
+    count = len(OF_REPLICA)
+    _checked_tags(metric.name, tuple(keys[count:]), metric.kind)
+    buckets = len(bounds) + 1 if metric.kind == Histogram.kind else 0
+    if (
+        metric.kind not in (Counter.kind, Gauge.kind, Histogram.kind)
+        or keys[:count] != [*OF_REPLICA]
+        or (bounds and not buckets)
+        or any(len(e.labels) != len(keys) or len(e.buckets) != buckets for e in metric.series)
+    ):
+        raise ValueError(f"metric {metric.name!r} is no {metric.kind} with the tags {keys}")
+
+
 def _check_number(value: object) -> None:
     if not isinstance(value, int | float):
         raise TypeError(f"value must be int or float, got {type(value)}.")

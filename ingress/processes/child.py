@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ from ingress.processes.messages import Kind, ReplicaSpec
 from ingress.processes.output import LogLines, take_over
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
+
+logger = logging.getLogger("ingress")
 
 STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it may
 
@@ -109,6 +112,9 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
     """Begin to take frames, and start the replica. Runs on the user loop."""
 
     def leave() -> None:
+        fault = host.frames.fault
+        if fault is not None:  # user code has taken bytes from the socket, say
+            logger.error("%s: its server sent %s", replica.replica_id, fault, exc_info=fault)
         if not replica.is_ending:
             os._exit(1)  # the parent has ended: there is no caller left
 

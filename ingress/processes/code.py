@@ -15,6 +15,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -161,8 +162,8 @@ def culprit(value: Any, path: str, depth: int = _DEPTH) -> str:
     try:
         dumps(value)
     except Exception:
-        if depth:
-            for name, part in _parts(value, path):
+        with suppress(Exception):  # of a key whose `repr` fails, say
+            for name, part in _parts(value, path) if depth else ():
                 if found := culprit(part, name, depth - 1):
                     return found
         return path

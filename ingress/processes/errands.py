@@ -19,8 +19,16 @@ from ingress.calls.tracing import adopt
 from ingress.exceptions import RequestCycleError
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ingress.processes.errors import pickled_error, unsendable
-from ingress.processes.frames import Buffers, Frames, decode, encode, loads, size_of_content
-from ingress.processes.messages import Kind, metadata_of
+from ingress.processes.frames import (
+    Buffers,
+    FrameError,
+    Frames,
+    decode,
+    encode,
+    loads,
+    size_of_content,
+)
+from ingress.processes.messages import Kind, check, metadata_of, unknown
 from ingress.processes.window import Window
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
@@ -31,30 +39,41 @@ _PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
 class Errands:
     """The calls of one child that are in flight. Owned by the loop of the frames.
 
-    `find_call` returns the call with a number, if the child still works for it.
+    `find_call` returns the call with a number, if the child still works for it. What the child
+    sends and the protocol does not have raises an error, which ends the link; arguments that cannot
+    be read fail their call.
     """
 
-    __slots__ = ("_find_call", "_frames", "_loop", "_make_handle", "_responses", "_tasks",
-                 "_windows")  # fmt: skip
+    __slots__ = ("_find_call", "_frames", "_last", "_loop", "_make_handle", "_responses",
+                 "_tasks", "_windows")  # fmt: skip
 
     def __init__(self, frames: Frames, make_handle: MakeHandle, find_call: FindCall) -> None:
         self._frames = frames
         self._make_handle = make_handle
         self._find_call = find_call
         self._loop = asyncio.get_running_loop()
+        self._last = 0  # the number of the last call
         self._responses: dict[int, Any] = {}
         self._windows: dict[int, Window] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         if kind in (Kind.CALL, Kind.STREAM):
+            if number <= self._last:
+                raise FrameError(f"call {number} after call {self._last}")
+            self._last = number
             try:
                 self._begin(kind, number, decode(content, buffers))
             except Exception as error:  # of the arguments, or of a deployment that is gone
                 self._frames.post(Kind.FAILED, number, pickled_error(error))
-        elif number in self._responses:
+        elif kind not in (Kind.CREDIT, Kind.WAIT, Kind.CANCEL, Kind.CLOSE):
+            raise unknown(kind)
+        elif number > self._last:
+            raise FrameError(f"a frame of call {number}, which it did not make")
+        elif number in self._responses:  # else its answer is on its way
             if kind == Kind.CREDIT:
-                self._windows[number].give(content)
+                if number in self._windows:
+                    self._windows[number].give(content)
             elif kind == Kind.WAIT:
                 waiter, begins = loads(content)
                 (self._begin_wait if begins else self._end_wait)(number, waiter)
@@ -65,6 +84,7 @@ class Errands:
 
     def _begin(self, kind: int, number: int, content: tuple[Any, ...]) -> None:
         envelope, args, kwargs, deployment_id, parent, waiters = content
+        check(envelope)
         metadata = metadata_of(
             envelope, deployment_id, is_http=False, is_streaming=kind == Kind.STREAM
         )

@@ -8,10 +8,11 @@ from typing import Any
 from ingress.base.types import ReplicaID
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
+from ingress.execution.execution import contained
 from ingress.execution.mistakes import last_line as described
 from ingress.execution.tracebacks import explanation_of, format_error
 from ingress.processes.code import culprit
-from ingress.processes.frames import dumps, loads
+from ingress.processes.frames import FrameError, dumps, loads
 
 _KEPT = 8_000  # characters: two such texts are less than `LARGE`, even with four bytes each
 
@@ -22,38 +23,54 @@ def pickled_error(error: BaseException, at_most: int | None = None) -> bytes:
     So is one whose pickle has more than `at_most` bytes: some contain the document they are about.
     """
     text = format_error(error)
+    told = described(error)
     try:
         content = dumps((error, text))
-        loads(content)
-        if at_most is not None and len(content) > at_most:
-            return dumps((RayServeException(described(error)[:_KEPT]), text[-_KEPT:]))
-        return content
+        _checked(loads(content))
     except Exception as problem:
-        told = f"{described(error)} (it cannot be sent to another process: {described(problem)})"
+        told = f"{told} (it cannot be sent to another process: {described(problem)})"
         sent = RayServeException(told)
         if explanation := explanation_of(error):
             sent.add_note(explanation)
-        return dumps((sent, text))
+        content = dumps((sent, text))
+    if at_most is not None and len(content) > at_most:
+        return dumps((RayServeException(told[:_KEPT]), text[-_KEPT:]))
+    return content
 
 
 def unpickled_error(content: memoryview) -> BaseException:
-    """Return the error that `pickled_error` was given, with its traceback as a note."""
+    """Return the error that `pickled_error` was given, with its traceback as a note.
+
+    Never fails: one that cannot be read, or that a loop would not survive, is described.
+    """
     try:
-        error, text = loads(content)
+        error, text = _checked(loads(content))
     except Exception as problem:  # its module is known to the child only
-        return RayServeException(f"user code raised an exception that cannot be read: {problem!r}")
-    if isinstance(error, UserCodeExit):
-        error.__cause__ = error.original  # a pickle leaves the cause out
+        return unreadable("the exception that user code raised", problem)
     try:
-        error.add_note(f"\nThe traceback in the replica's process:\n{text}")
+        BaseException.add_note(error, f"\nThe traceback in the replica's process:\n{text}")
     except Exception:  # a user's exception class without attributes
         pass
-    return error  # type: ignore[no-any-return]
+    return error
+
+
+def _checked(told: Any) -> tuple[BaseException, str]:
+    """Return an error that arrived, and its traceback, as they may leave user code.
+
+    Raises an `Exception` if a pickle had something else in their place.
+    """
+    error, text = told
+    # No future takes a `StopIteration`.
+    if not issubclass(type(error), BaseException) or issubclass(type(error), StopIteration):
+        raise TypeError(f"its pickle has the {type(error).__name__} {error!r:.100}")
+    if isinstance(error, UserCodeExit):
+        error.__cause__ = error.original  # a pickle leaves the cause out
+    return contained(error, "user code", is_task=False), str(text)
 
 
 def unreadable(what: str, problem: Exception) -> RayServeException:
-    """Return the error of a value whose class only the other process knows."""
-    return RayServeException(f"{what} cannot be read: {problem!r}")
+    """Return the error of a value that arrived: as its class is known to the other process only."""
+    return RayServeException(f"{what} cannot be read: {described(problem)}")
 
 
 def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeException:
@@ -72,10 +89,22 @@ def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeEx
     )
 
 
-def end_of(pid: int, code: int | None, failure: Exception | None) -> str:
-    """Return the description of a process's end: by its exit code, negative for a signal."""
+def end_of(
+    pid: int, code: int | None, failure: Exception | None, fault: Exception | None = None
+) -> str:
+    """Return the description of a process's end: by its exit code, negative for a signal.
+
+    `fault` is the error of what it has sent, if the server has ended it.
+    """
     if failure is not None:
         return f"its process could not be started: {failure}"
+    if isinstance(fault, FrameError):
+        return (
+            f"its process {pid} was ended, because it sent {fault}; user code must not write to a "
+            "descriptor that it has not opened"
+        )
+    if fault is not None:
+        return f"its process {pid} was ended, because a frame failed: {described(fault)}"
     if code is None:
         return f"its process {pid} closed its connection"
     if code >= 0:

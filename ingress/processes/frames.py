@@ -14,6 +14,10 @@ no other is likely to follow, of a lone call, is written at once. A content of
 does not take waits here, and the windows and slots of calls bound it. Nothing listens, and the
 sockets have no name: only the child inherits its end. So its frames may be unpickled, and `loads`
 and `decode` are for nothing else.
+
+User code in the child can find the socket, and write to it. What is no frame ends the connection,
+with a `FrameError` for its owner: also a frame that is longer than any, or of which only a part
+comes, although the other process's loop turns.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ _READ = 1 << 17  # room for one frame at least
 _ANCILLARY = 64  # room for a descriptor
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _LATER_S = 0.01
+_REST_S = 0.3  # until the rest of a frame is looked for
+_BEATS = 2  # of the other loop: at the second it has written all that the socket took
 _ALIGNMENT = 64  # of the parts: NumPy is faster then
 
 Content: TypeAlias = "bytes | list[bytes | memoryview]"
@@ -57,6 +63,10 @@ Buffers: TypeAlias = Sequence[memoryview]
 
 OnFrame = Callable[[int, int, memoryview, Buffers], None]
 OnLost = Callable[[], None]
+
+
+class FrameError(Exception):
+    """Bytes that are no frame of the protocol."""
 
 
 _dumps: Callable[..., bytes] = pickle.dumps
@@ -73,7 +83,7 @@ def pickle_by_value() -> None:
 
 def dumps(value: Any) -> bytes:
     """Return the pickle of a value, for the content of a frame."""
-    return _dumps(value, PICKLE)
+    return _written(value)
 
 
 def loads(content: bytes | memoryview) -> Any:
@@ -84,13 +94,23 @@ def loads(content: bytes | memoryview) -> Any:
 def encode(value: Any) -> Content:
     """Return a value as a content. The arrays in it are copied once, into the frame."""
     buffers: list[pickle.PickleBuffer] = []
-    content = _dumps(value, PICKLE, buffer_callback=buffers.append)
+    content = _written(value, buffer_callback=buffers.append)
     return [content, *(each.raw() for each in buffers)] if buffers else content
 
 
 def decode(content: memoryview, buffers: Buffers) -> Any:
     """Return the value of a content. The arrays in it are read-only, and are not copied."""
     return _read(content, buffers=buffers)
+
+
+def _written(value: Any, **options: Any) -> bytes:
+    """Return the pickle of a value, whose code may raise anything: also here, it ends no loop."""
+    try:
+        return _dumps(value, PICKLE, **options)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UserCodeExit(error, "a value that was to be sent") from error
 
 
 def _read(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
@@ -118,24 +138,34 @@ class Frames:
 
     `on_frame(kind, call, content, buffers)` gets each frame that arrives; `content` is valid during
     the call, `buffers` for as long as they are referred to. `on_lost()` is called once, when the
-    other end or this one is closed.
+    other end or this one is closed. If something that arrived has closed it, `fault` is the error:
+    a `FrameError`, or one that `on_frame` has raised. `beats()` is the number of times that the
+    other process's loop was seen to turn; without it, the rest of a frame may take any time.
 
     A content in shared memory that this process cannot map, because it may open no more files or
     has no more memory, arrives as one that raises this when it is read, as any pickle may.
     """
 
     __slots__ = (
-        "_buffer", "_chunks", "_context", "_descriptors", "_end", "_have", "_is_due", "_is_waiting",
-        "_loop", "_on_frame", "_on_lost", "_out", "_received", "_segments", "_trimming", "_view",
-        "is_open",
+        "_beats", "_buffer", "_chunks", "_context", "_descriptors", "_end", "_have", "_is_due",
+        "_is_waiting", "_loop", "_on_frame", "_on_lost", "_out", "_received", "_rest", "_segments",
+        "_trimming", "_view", "fault", "is_open",
     )  # fmt: skip
 
-    def __init__(self, end: socket.socket, on_frame: OnFrame, on_lost: OnLost) -> None:
+    def __init__(
+        self,
+        end: socket.socket,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+        beats: Callable[[], int] | None = None,
+    ) -> None:
         end.setblocking(False)
         self.is_open = True
+        self.fault: Exception | None = None
         self._end = end
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._beats = beats
         self._loop = asyncio.get_running_loop()
         # Not the context of the call that posts: a timer would hold that call's value.
         self._context = Context()
@@ -149,6 +179,7 @@ class Frames:
         self._segments = Segments()
         self._received = Received()
         self._trimming: asyncio.TimerHandle | None = None
+        self._rest: asyncio.TimerHandle | None = None  # of a frame that has begun to arrive
         self._loop.add_reader(end, self._read)
 
     # Sending.
@@ -278,6 +309,10 @@ class Frames:
         self._have += size
         try:
             self._parse()
+            if self._descriptors:
+                self._check_descriptors()
+        except Exception as fault:
+            self.close(fault)
         except BaseException:
             self.close()
             raise
@@ -287,6 +322,8 @@ class Frames:
         while have - offset >= HEAD.size:
             length, call, kind, form = HEAD.unpack_from(view, offset)
             start = offset + HEAD.size
+            if length > LARGE:
+                raise FrameError(f"a frame of {length} bytes")
             if have - start < length:
                 break
             offset = start + length
@@ -297,31 +334,68 @@ class Frames:
                 self._take(kind, call, form, content)
             if not self.is_open:
                 return
-        if offset < have:
-            view[: have - offset] = view[offset:have]
         self._have = have - offset
+        if self._have:
+            view[: self._have] = view[offset:have]
+        if self._rest is not None and offset:
+            self._rest.cancel()
+            self._rest = None
+        if self._have and self._rest is None:
+            self._expect_rest()
+
+    def _expect_rest(self) -> None:
+        """See to it that the rest of a frame arrives, if this process can see the other's loop."""
+        if self._beats is not None:
+            self._rest = self._loop.call_later(
+                _REST_S, self._look_for_rest, self._beats() + _BEATS, context=self._context
+            )
+
+    def _look_for_rest(self, due: int) -> None:
+        # First what has arrived while this loop stood: it completes the frame, or ends the timer.
+        timer = self._rest
+        self._read()
+        if not self.is_open or self._rest is not timer or self._beats is None:
+            return
+        # A loop that stands has a reason, and its frame may be completed later.
+        if self._beats() >= due:
+            self.close(FrameError("a part of a frame, and not the rest"))
+        else:
+            self._rest = self._loop.call_later(
+                _REST_S, self._look_for_rest, due, context=self._context
+            )
+
+    def _check_descriptors(self) -> None:
+        """Raise `FrameError` for descriptors that belong to no frame: they would stay open."""
+        # A frame brings one at most, and the one of which only a part is here may have brought it.
+        if len(self._descriptors) > (self._have > 0):
+            raise FrameError("a descriptor without a frame for it")
 
     def _take(self, kind: int, call: int, form: int, content: memoryview) -> None:
         """Take a frame whose content has a form of its own."""
-        if kind == _DROP:
-            self._received.drop(_unpacked(content))
-            return
-        if kind == _LOST:
-            self._segments.lose(content)
-            return
-        if form == _PARTS:
-            content = memoryview(bytes(content))  # the buffers outlive this frame
-        else:
-            try:
-                if form == _NEW:
-                    self._map(content)
-                content = self._received.take(content)
-            except OSError as error:
-                self.post(_LOST, 0, bytes(content))
-                self._on_frame(kind, call, memoryview(unreceived(error)), ())
+        try:
+            if kind == _DROP:
+                self._received.drop(_unpacked(content))
                 return
-        parts = _split(content)
+            if kind == _LOST:
+                self._segments.lose(content)
+                return
+            parts = self._parts(form, content)
+        except OSError as error:  # there is no descriptor or memory left
+            self.post(_LOST, 0, bytes(content))
+            parts = [memoryview(unreceived(error))]
+        except Exception as problem:
+            raise FrameError(f"a frame whose content is not as it says: {problem!r}") from problem
         self._on_frame(kind, call, parts[0], parts[1:])
+
+    def _parts(self, form: int, content: memoryview) -> list[memoryview]:
+        """Return the parts of a content, of one at least. Raises `OSError` as `_map`."""
+        if form == _PARTS:
+            return _split(memoryview(bytes(content)))  # the buffers outlive this frame
+        if form not in (_SHARED, _NEW):
+            raise ValueError(f"its form is {form}")
+        if form == _NEW:
+            self._map(content)
+        return _split(self._received.take(content))
 
     def _map(self, place: memoryview) -> None:
         """Map a segment, with the descriptor that came with the frame. Raises `OSError`."""
@@ -335,11 +409,12 @@ class Frames:
 
     # The end.
 
-    def close(self) -> None:
+    def close(self, fault: Exception | None = None) -> None:
         """Close this end at once; what was posted and not written is dropped."""
         if not self.is_open:
             return
         self.is_open = False
+        self.fault = fault
         self._loop.remove_reader(self._end)
         self._loop.remove_writer(self._end)
         self._end.close()
@@ -352,6 +427,8 @@ class Frames:
         self._received.close()
         if self._trimming is not None:
             self._trimming.cancel()
+        if self._rest is not None:
+            self._rest.cancel()
         self._loop.call_soon(self._on_lost)
 
 
@@ -364,7 +441,7 @@ def _pieces(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
 
 
 def _split(content: memoryview) -> list[memoryview]:
-    """Return the parts of a content."""
+    """Return the parts of a content. Raises `ValueError` if it ends before them."""
     count = _unpacked(content[:8])[0]
     offset = 8 * (count + 1)
     parts = []
@@ -372,6 +449,8 @@ def _split(content: memoryview) -> list[memoryview]:
         offset += -offset % _ALIGNMENT
         parts.append(content[offset : offset + length])
         offset += length
+    if not 0 < count == len(parts) or offset > len(content):
+        raise ValueError(f"{count} parts in {len(content)} bytes")
     return parts
 
 

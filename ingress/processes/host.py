@@ -81,7 +81,7 @@ class Host:
 
     def beat(self) -> None:
         """Show the parent, now and again and again, that the user loop turns, and the news."""
-        self._page.turn(monotonic())
+        self._page.beat(monotonic())
         self.replica.loop.call_later(BEAT_S, self.beat)  # first: the news may raise
         self._tell_news()
 
@@ -174,7 +174,13 @@ class Host:
         elif kind == Kind.CLOSE:
             call.close()
         elif kind == Kind.CANCEL:
-            call.cancel(loads(content) if content else None)
+            reason = None
+            if content:
+                try:
+                    reason = loads(content)
+                except Exception as problem:  # it is cancelled nevertheless
+                    reason = unreadable("the reason of a cancellation", problem)
+            call.cancel(reason)
 
     async def _run(self, call: HostedCall) -> None:
         """Run a call on the replica, and send its end."""

@@ -4,6 +4,9 @@ start   a socket pair and a page are made, the process starts, its replica says 
 send    one frame for each call; the answers end the `RemoteWork` of that call
 lost    the process has ended: all its work ends, with `NotBegunError` if it had not begun
 stuck   its loop does not turn: it begins no more work, and work that it had not begun ends so
+
+User code in the child can write to the link. What the protocol does not have ends this link only:
+its process is killed, and replaced. An answer that cannot be read fails its call only.
 """
 
 from __future__ import annotations
@@ -21,19 +24,25 @@ from anyio import CancelScope
 
 from ingress.base.types import ReplicaID
 from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.channel import MAX_ITEMS
 from ingress.calls.loops import mailbox_of
 from ingress.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.processes.errands import Errands, MakeHandle
 from ingress.processes.errors import died, end_of, not_begun, unpickled_error, unreadable
-from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, loads
+from ingress.processes.frames import Buffers, Content, FrameError, Frames, decode, dumps
 from ingress.processes.messages import (
+    OF_CALLS,
     RESPONSE_BODY,
     UPWARD,
     Kind,
     News,
     message_of,
+    model_ids_of,
+    news_of,
     response_messages,
+    trace_id_in,
+    unknown,
 )
 from ingress.processes.output import Output
 from ingress.processes.page import SharedPage
@@ -45,6 +54,7 @@ from ingress.processes.window import Taken, Window
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 _SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
 _CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
+_MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
 logger = logging.getLogger("ingress")
 
@@ -87,26 +97,36 @@ class RemoteWork:
                 self.end(error=error)
             elif kind == Kind.CREDIT:
                 self.window.give(content)
-            elif kind == Kind.RESPONSE:
-                self._arrived += response_messages(content, buffers)
-                self._wake()
             elif kind == Kind.TRACE:
                 if self.call is not None:
-                    self.call.trace_id = str(content, "ascii")
+                    self.call.trace_id = trace_id_in(content)
             else:
-                self._size += len(content) + sum(map(len, buffers))
-                if kind == Kind.CHUNK:
-                    body = bytes(content)
-                    self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
-                elif kind == Kind.OUTPUT:
-                    self._arrived.append(message_of(content, buffers))
-                else:
-                    self._arrived.append(decode(content, buffers))
-                self._wake()
+                self._add(kind, content, buffers)
+        except FrameError:
+            raise
         except Exception as problem:  # of user code, which reading may call
             self.fail(unreadable(_CONTENTS.get(kind, "the response"), problem))
             if kind in (Kind.ANSWER, Kind.DONE):
                 self.end()
+
+    def _add(self, kind: int, content: memoryview, buffers: Buffers) -> None:
+        """Take a message of a response, a complete response, or an item."""
+        if kind == Kind.RESPONSE:
+            self._arrived += response_messages(content, buffers)
+        else:
+            self._size += len(content) + sum(map(len, buffers))
+            if kind == Kind.CHUNK:
+                body = bytes(content)
+                self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
+            elif kind == Kind.OUTPUT:
+                self._arrived.append(message_of(content, buffers))
+            elif kind == Kind.ITEM:
+                self._arrived.append(decode(content, buffers))
+            else:
+                raise unknown(kind)
+        if len(self._arrived) > _MOST_ARRIVED:
+            raise FrameError("more messages of a call than there was room for")
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Have `take` raise an error, although the work goes on."""
@@ -115,7 +135,8 @@ class RemoteWork:
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         self.value = value
-        self.error = error or self.error  # of an item that could not be read
+        if error is not None:  # else it may be that of an item that could not be read
+            self.error = error
         self.is_over = True
         self.window.close()
         self._wake()
@@ -186,9 +207,9 @@ class Link:
     """
 
     __slots__ = (
-        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last", "_make_handle",
-        "_output", "_page", "_replica_id", "_started", "_works", "end", "mark", "model_ids",
-        "module", "on_lost", "on_news",
+        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last",
+        "_make_handle", "_odd_kinds", "_output", "_page", "_replica_id", "_started", "_works",
+        "end", "mark", "model_ids", "module", "on_lost", "on_news",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
@@ -201,6 +222,7 @@ class Link:
         self._started: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._is_stopping = False
+        self._odd_kinds: set[int] = set()  # of news that could not be read
         self._last = 0
         self._works: dict[int, RemoteWork | RemoteCall] = {}
         self.on_lost: Callable[[], None] = lambda: None
@@ -263,7 +285,7 @@ class Link:
         ours, theirs = socket.socketpair()
         try:
             page = self._page = SharedPage()
-            frames = self._frames = Frames(ours, self._on_frame, self._on_lost)
+            frames = self._frames = Frames(ours, self._on_frame, self._on_lost, lambda: page.beats)
             self._errands = Errands(frames, self._make_handle, self._call_of)
             frames.post_inline(Kind.START, specification)
             name, module, output = str(self._replica_id), self.module, self._output
@@ -366,26 +388,37 @@ class Link:
         if work is None and number >= UPWARD:
             assert self._errands is not None
             self._errands.on_frame(kind, number, content, buffers)
+        elif work is None and not number:
+            self._on_frame_of_child(kind, content)
         elif work is None:
-            try:
-                self._on_frame_of_child(kind, content)
-            except Exception:
-                logger.exception("%s: news of its process cannot be read", self._replica_id)
+            if number > self._last:
+                raise FrameError(f"a frame of call {number}, which it did not get")
+            if kind not in OF_CALLS:  # else user code sends although its call has ended
+                raise unknown(kind)
         else:
             work.on_frame(kind, content, buffers)
             if work.is_over:
                 del self._works[number]
 
     def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
-        if kind == Kind.MODELS:
-            self.model_ids = loads(content)
-        elif kind == Kind.NEWS:
-            self.on_news(News(*loads(content)))
+        if kind in (Kind.MODELS, Kind.NEWS):
+            try:
+                if kind == Kind.MODELS:
+                    self.model_ids = model_ids_of(content)
+                else:
+                    self.on_news(news_of(content))
+            except Exception as problem:  # the counters before it stay
+                if kind not in self._odd_kinds:
+                    self._odd_kinds.add(kind)
+                    text = unreadable("news of its process", problem)
+                    logger.error("%s: %s", self._replica_id, text)
+        elif kind not in (Kind.READY, Kind.FAILED):
+            raise unknown(kind)
         elif self._started is None or self._started.done():
             pass  # the start was given up
         elif kind == Kind.READY:
             self._started.set_result(None)
-        elif kind == Kind.FAILED:
+        else:
             self._started.set_exception(unpickled_error(content))
 
     # The end of the child.
@@ -411,7 +444,8 @@ class Link:
         child, page = self._child, self._page
         if self.end or child is None or page is None:
             return
-        self.end = end_of(child.pid, child.code, child.failure)
+        fault = None if self._frames is None else self._frames.fault
+        self.end = end_of(child.pid, child.code, child.failure, fault)
         if self._errands is not None:
             self._errands.stop()
         self._end_works(self._unbegun(page), died(self._replica_id, self.end, NotBegunError))
@@ -422,5 +456,7 @@ class Link:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
         if not self._is_stopping:
-            logger.error("%s: %s", self._replica_id, self.end)
+            is_foreseen = fault is None or isinstance(fault, FrameError)
+            exc_info = None if is_foreseen else fault
+            logger.error("%s: %s", self._replica_id, self.end, exc_info=exc_info)
             self.on_lost()

@@ -35,17 +35,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
+from math import isfinite
 from struct import Struct
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.types import Message, Scope
 
 from ingress.base.counters import BatchCount, LaneLoad, Latency
 from ingress.base.snapshot import UserMetric
 from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.calls.tracing import SpanHeaders
-from ingress.processes.frames import Buffers, Content, decode, encode, outside
+from ingress.metrics import user_metrics
+from ingress.processes.frames import Buffers, Content, FrameError, decode, encode, loads, outside
 from ingress.watchdog import Stall
 
 UPWARD = 1 << 63  # numbers of calls from here on are those that a child makes
@@ -78,7 +82,18 @@ class Kind(IntEnum):
     TRACE = 26
 
 
+OF_CALLS = frozenset(
+    (Kind.CREDIT, Kind.RESPONSE, Kind.OUTPUT, Kind.CHUNK, Kind.ITEM, Kind.TRACE,
+     Kind.DONE, Kind.FAILED, Kind.ANSWER)
+)  # fmt: skip
+"""The kinds of the frames that answer a call."""
+
 CREDIT = Struct("<IQ")  # messages and bytes
+
+
+def unknown(kind: int) -> FrameError:
+    """Return the error of a frame whose kind its receiver does not take."""
+    return FrameError(f"a frame of the kind {kind}, which does not belong there")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,49 @@ class News(NamedTuple):
     new_stalls: list[Stall]
 
 
+def news_of(content: memoryview) -> News:
+    """Return the counters that a child has sent. Raises `ValueError` if they are none.
+
+    Each is checked: the status and `/metrics` add them to those of other replicas.
+    """
+    told = loads(content)
+    try:
+        _news_type().validate_python(told)  # only checked: an int may stand for a float, and stays
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(f"{error.error_count()} of its values are none, as {place!r}") from None
+    news = News(*told)
+    for latencies in (news.stalls, news.model_times, news.thread_waits):
+        for each in latencies.values():
+            Latency().merge(each)
+    for batch in news.batches.values():
+        BatchCount().merge(batch)
+    for metric in news.metrics:
+        user_metrics.check(metric)
+    return news
+
+
+@cache
+def _news_type() -> TypeAdapter[News]:
+    return TypeAdapter(News, config=ConfigDict(revalidate_instances="always", strict=True))
+
+
+def model_ids_of(content: memoryview) -> frozenset[str]:
+    """Return the ids of models that a child has sent. Raises `ValueError` if they are none."""
+    ids = loads(content)
+    if type(ids) is not frozenset or not all(isinstance(each, str) for each in ids):
+        raise ValueError(f"the ids of its models are {ids!r:.100}")
+    return ids
+
+
+def trace_id_in(content: memoryview) -> str:
+    """Return the id of a trace. Raises `ValueError` if it is none."""
+    trace_id = str(content, "ascii")
+    if not trace_id.isalnum():  # it is a part of log records and of `/metrics`
+        raise ValueError(f"{trace_id!r:.100} is no trace id")
+    return trace_id
+
+
 Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, str, int, SpanHeaders]
 """Request id, route, application, method, model id, seconds until the deadline, session id,
 priority, and the span."""
@@ -137,6 +195,18 @@ def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
         metadata.priority,
         span,
     )
+
+
+def check(envelope: Any) -> None:
+    """Raise `TypeError` for an envelope that a child has not made as `envelope_of` does."""
+    *texts, left_s, session_id, priority, span = envelope
+    if (
+        not all(isinstance(each, str) for each in (*texts, session_id))
+        or not (left_s is None or (isinstance(left_s, float) and isfinite(left_s)))
+        or not isinstance(priority, int)
+        or not isinstance(span, dict | None)
+    ):
+        raise TypeError(f"a call's metadata are {envelope!r:.200}")
 
 
 def metadata_of(
@@ -196,9 +266,16 @@ def message_as_sent(message: Message) -> Content:
 def message_of(content: memoryview, buffers: Buffers) -> Message:
     """Return the message that `message_as_sent` was given."""
     message: Message = decode(content, buffers)
+    if type(message) is not dict:
+        raise ValueError(f"{message!r:.100} is no message")
     if buffers and "body" in message:
-        message["body"] = bytes(message["body"])
+        message["body"] = _body(message["body"])
     return message
+
+
+def _body(value: Any) -> bytes:
+    """Return a body that arrived. Raises `TypeError` for a number, of which `bytes` makes zeros."""
+    return value if type(value) is bytes else bytes(memoryview(value))
 
 
 def response_as_sent(start: Message, body: bytes) -> Content:
@@ -217,7 +294,9 @@ def plain(headers: Iterable[Any]) -> list[tuple[bytes, bytes]]:
 def response_messages(content: memoryview, buffers: Buffers) -> tuple[Message, Message]:
     """Return the two messages of a complete response."""
     status, headers, body = decode(content, buffers)
+    if not isinstance(status, int) or not isinstance(headers, list):
+        raise ValueError(f"{status!r:.20} is no status, or {headers!r:.100} no headers")
     return (
         {"type": RESPONSE_START, "status": status, "headers": headers},
-        {"type": RESPONSE_BODY, "body": bytes(body), "more_body": False},
+        {"type": RESPONSE_BODY, "body": _body(body), "more_body": False},
     )

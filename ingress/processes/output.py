@@ -27,6 +27,8 @@ TAIL = 4096  # characters of a line that are kept
 _SEPARATOR = "\x1e"  # RFC 7464: it begins a record of JSON in a text
 _PIECE = 3500  # characters of ASCII: a pipe takes 4,096 bytes in one piece
 _CHUNK = 65536
+_LINE = 4096  # bytes: no line of a record is longer
+_RECORD = 1 << 24  # bytes of a record that are kept; a program may never end one
 _LOCAL = {"args", "exc_info", "msg", "relativeCreated", "levelname", "process"}
 
 
@@ -93,7 +95,7 @@ class Output:
     def __init__(self, mark: str) -> None:
         self.last_lines: tuple[str, ...] = ()
         self._mark = (_SEPARATOR + mark).encode()
-        self._record = b""  # its first pieces
+        self._record = bytearray()  # its first pieces
         self._process = 0
 
     def pass_on(self, process: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
@@ -115,6 +117,9 @@ class Output:
         data, stream.held = stream.held + chunk, b""
         while (start := data.find(self._mark)) >= 0:
             end = data.find(b"\n", start)
+            if end < 0 and len(data) - start > _LINE:  # it is no record: pass on all of it
+                start = -1
+                break
             if end < 0:
                 break
             self._keep(stream.pass_on(data[:start]))
@@ -134,9 +139,10 @@ class Output:
         self._keep(stream.end())
 
     def _add_piece(self, piece: bytes) -> None:
-        self._record += piece[1:]
+        if len(self._record) < _RECORD:
+            self._record += piece[1:]
         if piece[:1] == b".":
-            text, self._record = self._record, b""
+            text, self._record = self._record, bytearray()
             try:
                 self._handle(json.loads(text))
             except Exception:  # of a handler

@@ -3,8 +3,11 @@
 A child that is killed in user code takes the frames that it has not written with it. The number of
 the last call that it began is in this page before the first line of that call runs, and that of a
 call whose arguments it reads, which may run code of the user too. A child whose user loop stalls
-sends no frame: the page has the time at which that loop last turned. The parent writes one byte: it
-tells the child to begin no more calls.
+sends no frame: the page has the time at which that loop last turned, and how often it has. The
+parent writes one byte: it tells the child to begin no more calls.
+
+Memory that two processes share is sealed. If one could shorten the file, the next access of the
+other would end that process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,12 +17,21 @@ import os
 import tempfile
 from struct import Struct
 
+try:
+    from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
+
+    _SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+except ImportError:  # on macOS, whose files have no seals
+    _SEALS = 0
+
 _SIZE = mmap.PAGESIZE
 _BEGUN = Struct("<Q")
 _TURNED = Struct("<d")
 _ENDS_AT = mmap.PAGESIZE - 1
 _READ = Struct("<Q")
 _READ_AT = _BEGUN.size + _TURNED.size
+_BEATS = Struct("<Q")
+_BEATS_AT = _READ_AT + _READ.size
 
 
 class SharedPage:
@@ -85,17 +97,41 @@ class SharedPage:
         turned_at: float = _TURNED.unpack_from(self._memory, _BEGUN.size)[0]
         return turned_at
 
+    def beat(self, now: float) -> None:
+        """Note that the user loop turns: this is called on it, a `turn` in any thread."""
+        self.turn(now)
+        _BEATS.pack_into(self._memory, _BEATS_AT, self.beats + 1)
+
+    @property
+    def beats(self) -> int:
+        """The number of times that the user loop was seen to turn."""
+        beats: int = _BEATS.unpack_from(self._memory, _BEATS_AT)[0]
+        return beats
+
     def close(self) -> None:
         self.close_descriptor()
         self._memory.close()
 
 
 def new_file(size: int) -> int:
-    """Return the descriptor of a file in memory, without a name. Raises `OSError`."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("ingress-replica")
+    """Return the descriptor of a file in memory, without a name. Raises `OSError`.
+
+    Its size is final, where the system has seals.
+    """
+    if _SEALS:
+        descriptor = os.memfd_create("ingress-replica", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         with tempfile.TemporaryFile(prefix="ingress-replica") as file:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
+    if _SEALS:
+        fcntl(descriptor, F_ADD_SEALS, _SEALS)
     return descriptor
+
+
+def has_final_size(descriptor: int) -> bool:
+    """Return whether the other process cannot shorten a file, as far as the system can say."""
+    try:
+        return not _SEALS or fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK != 0
+    except OSError:  # it is no file in memory
+        return False

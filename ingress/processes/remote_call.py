@@ -9,7 +9,7 @@ from typing import Any
 from ingress.calls.call import Call
 from ingress.processes.errors import unpickled_error, unreadable
 from ingress.processes.frames import Buffers, Frames, decode, dumps
-from ingress.processes.messages import Kind
+from ingress.processes.messages import Kind, unknown
 
 
 class RemoteCall(asyncio.Future[None]):
@@ -38,7 +38,7 @@ class RemoteCall(asyncio.Future[None]):
         self.number = 0  # until it is sent
 
     def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
-        """Take a frame of the process that does the work."""
+        """Take a frame of the process that does the work. Raises `FrameError`."""
         if kind == Kind.DONE:
             value, error = None, None
             if content:
@@ -49,6 +49,8 @@ class RemoteCall(asyncio.Future[None]):
             self.end(value, error)
         elif kind == Kind.FAILED:
             self.end(error=unpickled_error(content))
+        else:
+            raise unknown(kind)
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         self.is_over = True

@@ -26,7 +26,7 @@ from struct import Struct
 from typing import Any
 
 from ingress.exceptions import RayServeException
-from ingress.processes.page import new_file
+from ingress.processes.page import has_final_size, new_file
 
 IDLE_S = 0.5  # until a segment that is free may be dropped
 _START = 64
@@ -129,20 +129,26 @@ class Received:
     def add(self, place: memoryview, descriptor: int) -> None:
         """Map a segment that comes for the first time. The caller closes the descriptor.
 
-        Raises `OSError` if this process may have no more memory, or no more descriptors.
+        Raises `OSError` if this process may have no more memory, or no more descriptors, and
+        `ValueError` if the segment is not as its place says.
         """
         number, size, _ = _PLACE.unpack(place)
+        if number in self._segments or size <= _START or not has_final_size(descriptor):
+            raise ValueError(f"segment {number} is no new one of {size} bytes")
         self._segments[number] = mmap.mmap(descriptor, size)
 
     def take(self, place: memoryview) -> memoryview:
-        """Return a read-only view of a content.
+        """Return a read-only view of a content. Raises `LookupError` if there is no such place.
 
         The segment is free again once the view, and all that was made of it, is gone.
         """
-        number, size, length = _PLACE.unpack(place)
+        number, _, length = _PLACE.unpack(place)
         memory = self._segments[number]
+        room = len(memory) - _START
+        if length > room:
+            raise IndexError(f"{length} bytes in a segment of {room}")
         # All of it, whatever is used: ctypes makes a type for each size.
-        whole = (ctypes.c_char * (size - _START)).from_buffer(memory, _START)
+        whole = (ctypes.c_char * room).from_buffer(memory, _START)
 
         def free(_: object) -> None:
             # Any thread runs this, the garbage collector's too: one store, and no lock.
