@@ -424,7 +424,9 @@ def test_a_generator_without_stream_and_a_stream_without_generator_are_type_erro
 def test_a_name_the_deployment_lacks_is_an_attribute_error_that_lists_its_methods(
     child: DeploymentHandle,
 ) -> None:
-    with pytest.raises(AttributeError, match=r"no method 'predict'.*'items'"):
+    with pytest.raises(
+        AttributeError, match=r"no method 'predict'\. Available methods: \[.*'items'"
+    ):
         child.predict
     with pytest.raises(RayServeException, match="no method 'predict'"):
         child.predict

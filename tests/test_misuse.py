@@ -425,7 +425,7 @@ MODULES: dict[str, tuple[str, list[str], int]] = {
     ),
     "no-method": (
         "@serve.deployment\nclass B:\n    def __init__(self, a): a.run()\nbound = B.bind(A.bind())",
-        ["deployment 'A' has no method 'run'; its one call is handle.remote(...)"],
+        ["deployment 'A' has no method 'run'. Its one call is handle.remote(...)"],
         3,
     ),
     "handle": (

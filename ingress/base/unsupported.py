@@ -239,8 +239,8 @@ def absent_member(owner: Any, name: str) -> AttributeError:
 def absent_method(deployment: str, name: str, methods: list[str]) -> str:
     """Return the message for a method that a deployment does not have; for a handle."""
     told = _told(MEMBERS["DeploymentHandle"], name)
-    has = f"it has {methods}" if methods else "its one call is handle.remote(...)"
-    return f"deployment '{deployment}' has no method '{name}'; {has}{told}"
+    has = f"Available methods: {methods}" if methods else "Its one call is handle.remote(...)"
+    return f"deployment '{deployment}' has no method '{name}'. {has}{told}"
 
 
 def refuse(function: str, given: Mapping[str, Any], signature: Callable[..., Any]) -> None:
