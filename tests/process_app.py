@@ -233,6 +233,23 @@ class Broken:
 
 
 @serve.deployment(isolation="process")
+class Half:
+    """A deployment whose constructor fails; its `__del__` leaves a file."""
+
+    async def __init__(self, path: str) -> None:  # type: ignore[misc]
+        self.path = Path(path)
+        raise OddError("half")
+
+    async def __del__(self) -> None:
+        await asyncio.sleep(0)
+        with self.path.open("a") as file:
+            file.write("gone")
+
+    async def __call__(self) -> None:
+        """Never called."""
+
+
+@serve.deployment(isolation="process")
 class ShortLived:
     """A deployment whose process ends soon after its start, again and again."""
 
@@ -290,6 +307,10 @@ def fails_later(folder: str) -> Any:
 
 spinning = Spinning.bind()  # type: ignore[attr-defined]
 short_lived = ShortLived.bind()  # type: ignore[attr-defined]
+
+
+def half(path: str) -> Any:
+    return Half.bind(path)  # type: ignore[attr-defined]
 
 
 def broken(how: str) -> Any:

@@ -368,6 +368,20 @@ def test_a_constructor_that_raises_fails_the_start_with_its_error() -> None:
 
 
 @pytest.mark.thorough
+def test_the_async_del_of_an_instance_runs_in_a_child_if_its_constructor_fails(
+    tmp_path: Path,
+) -> None:
+    left = tmp_path / "left"
+    target = process_app.half(str(left))
+    serve.run(process_app.spinning, name="other", route_prefix=None)  # else a start has 0.5 s
+
+    with pytest.raises(RuntimeError, match="half"):
+        serve.run(target, name="half", route_prefix=None)
+
+    wait_until(left.exists)
+    assert left.read_text() == "gone"
+
+
 def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
     with pytest.raises(RuntimeError, match=r"ended with exit code 5[^$]*the last words"):
         serve.run(process_app.broken("exit"), name="broken", route_prefix=None)

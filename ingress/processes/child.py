@@ -63,9 +63,13 @@ def main(descriptor: int, page: int) -> None:
     except BaseException as error:
         send_blocking(end, Kind.FAILED, pickled_error(error, LARGE))
         return
-    run_blocking(replica.loop, _serve(replica, host, end, spec))
+    has_started = run_blocking(replica.loop, _serve(replica, host, end, spec))
     _wait(stopping, host)
     asyncio.run(replica.stop(STOP_S))
+    if not has_started:  # the server waits for the end of a failed start, and Python takes its time
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _wait(stopping: SimpleQueue[None], host: Host) -> None:
@@ -108,8 +112,11 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQue
     return replica, Host(replica, page, partial(stopping.put, None)), stopping
 
 
-async def _serve(replica: Replica, host: Host, end: socket.socket, spec: ReplicaSpec) -> None:
-    """Begin to take frames, and start the replica. Runs on the user loop."""
+async def _serve(replica: Replica, host: Host, end: socket.socket, spec: ReplicaSpec) -> bool:
+    """Begin to take frames, and start the replica; return whether that worked.
+
+    Runs on the user loop.
+    """
 
     def leave() -> None:
         fault = host.frames.fault
@@ -124,15 +131,22 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
 
     host.frames = host.directory.frames = Frames(end, host.on_frame, leave)
     use_here(host.directory)
+    host.begin_start()
     try:
         given_args, given_kwargs = loads(spec.arguments)
         args, kwargs = fill(given_args, given_kwargs, handle)
         await replica.start(args, kwargs, spec.user_config)
     except Exception as error:
         host.frames.post(Kind.FAILED, 0, pickled_error(error))
+    except asyncio.CancelledError:
+        pass  # by the order to stop, for which the main thread looks next
     else:
         host.beat()
         host.frames.post(Kind.READY, 0)
+        return True
+    finally:
+        host.starting = None
+    return False
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

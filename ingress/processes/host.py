@@ -40,16 +40,17 @@ logger = logging.getLogger("ingress")
 class Host:
     """The calls of a child's replica. Owned by the user loop.
 
-    `stop()` ends the process, in another thread.
+    `stop()` ends the process, in another thread. `starting` is the task of the replica's start.
     """
 
     __slots__ = (
         "_calls", "_last_stall", "_models", "_news", "_page", "_stop", "_tasks", "directory",
-        "frames", "replica",
+        "frames", "replica", "starting",
     )  # fmt: skip
 
     def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
         self.replica = replica
+        self.starting: asyncio.Task[Any] | None = None
         self.frames: Frames
         self.directory = ServerDirectory(replica.loop)
         self._page = page
@@ -72,12 +73,19 @@ class Host:
         elif kind == Kind.ASK:
             self._on_ask(number, content)
         elif kind == Kind.STOP:
+            if self.starting is not None:
+                self.starting.cancel()
             try:
                 self._tell_news()  # the last
             finally:
                 self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
             self._on_message(kind, call, content, buffers)
+
+    def begin_start(self) -> None:
+        """Show the parent that the instance is about to be made, in the current task."""
+        self.starting = asyncio.current_task()
+        self._page.begin_loop()
 
     def beat(self) -> None:
         """Show the parent, now and again and again, that the user loop turns, and the news."""

@@ -53,6 +53,7 @@ from ingress.processes.window import Taken, Window
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 _SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
+_START_ENDS_S = 0.3  # for `__del__` after a cancelled constructor; a delete waits for 0.5 s
 _CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
 _MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
@@ -309,8 +310,13 @@ class Link:
         if self._frames is None or self._ended is None:
             return  # it was never started
         started = self._started
-        if started is None or not started.done() or started.cancelled() or started.exception():
-            self.kill()
+        if started is None or not started.done() or started.cancelled():
+            # There is no instance while it imports a module, and no `__del__` to wait for. A
+            # constructor that blocks its loop never reads the order.
+            page = None if self.end else self._page  # closed with the process's end
+            has_loop = page is not None and page.beats > 0
+            wait_s = _START_ENDS_S if has_loop else 0.0
+            asyncio.get_running_loop().call_later(wait_s, self.kill)
         self._frames.post(Kind.STOP, 0)
         await self._ended
 

@@ -100,6 +100,10 @@ class SharedPage:
     def beat(self, now: float) -> None:
         """Note that the user loop turns: this is called on it, a `turn` in any thread."""
         self.turn(now)
+        self.begin_loop()
+
+    def begin_loop(self) -> None:
+        """Note that the user loop turns, which may stand for any time: the constructor follows."""
         _BEATS.pack_into(self._memory, _BEATS_AT, self.beats + 1)
 
     @property

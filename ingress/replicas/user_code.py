@@ -66,7 +66,7 @@ class UserCode:
         """Make the instance ready to serve. Raises the errors of user code."""
         REPLICA.set(self._context)
         share_collectors()
-        self._instance = await self._construct(args, kwargs)
+        await self._construct(args, kwargs)
         self._context.servable_object = self._instance
         if self._app is not None:
             await self._app.attach(self._instance)
@@ -83,16 +83,26 @@ class UserCode:
             self._health = self._make_plan(self._instance.check_health, Role.METHOD)
             await self._health.run()
 
-    async def _construct(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def _construct(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         cls = self._func_or_class
         if not inspect.isclass(cls):
-            return cls
+            self._instance = cls
+            return
         init = self._make_plan(cls.__init__, Role.LIFECYCLE)
-        if init.kind is Kind.COROUTINE:
-            instance = cls.__new__(cls)
-            await init.run(instance, *args, **kwargs)
-            return instance
-        return await self._make_plan(cls, Role.LIFECYCLE).run(*args, **kwargs)
+        made_by_type = type(cls).__call__ is type.__call__ and "__new__" not in _attributes(cls)
+        if init.kind is Kind.COROUTINE or (made_by_type and self._has_async_del(cls)):
+            # Kept before it is complete, as on Ray: `stop` runs its `__del__` also if the
+            # constructor fails or is cancelled. The garbage collector awaits none.
+            self._instance = cls.__new__(cls)
+            await init.run(self._instance, *args, **kwargs)
+        else:
+            self._instance = await self._make_plan(cls, Role.LIFECYCLE).run(*args, **kwargs)
+
+    def _has_async_del(self, cls: type) -> bool:
+        delete = getattr(cls, "__del__", None)
+        if delete is None:
+            return False
+        return self._make_plan(delete, Role.LIFECYCLE).kind is Kind.COROUTINE
 
     async def reconfigure(self, user_config: Any) -> None:
         REPLICA.set(self._context)
@@ -188,6 +198,11 @@ class UserCode:
                 )
         plan = self._plans[method] = self._make_plan(target, Role.METHOD)
         return plan
+
+
+def _attributes(cls: type) -> set[str]:
+    """Return the attributes that a class and its bases define, without those of `object`."""
+    return {name for base in cls.__mro__ if base is not object for name in vars(base)}
 
 
 def public_methods(target: Any) -> list[str]:

@@ -7,9 +7,11 @@ The cases are those of the table "Where each callable runs" (Ray 2.60.0), the pl
 from __future__ import annotations
 
 import asyncio
+import gc
 import operator
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from typing import Any
 
@@ -343,6 +345,75 @@ def test_init_and_del_run_on_the_loop_and_hooks_where_their_def_says(flags: Sett
         "check_health": flag,
         "__del__": loop,
     }
+
+
+class Half:
+    """A class whose constructor does not end well. `gone` tells that its `__del__` has run."""
+
+    is_reached: threading.Event
+    gone: list[str]
+
+    def __init__(self) -> None:
+        self.part = "part"
+        raise ValueError("no weights")
+
+    async def __del__(self) -> None:
+        await asyncio.sleep(0)
+        self.gone.append(self.part)
+
+    async def __call__(self) -> None: ...
+
+
+class AsyncHalf(Half):
+    async def __init__(self) -> None:  # type: ignore[misc]
+        self.part = "part"
+        await asyncio.sleep(0)
+        raise ValueError("no weights")
+
+
+class EndlessHalf(Half):
+    async def __init__(self) -> None:  # type: ignore[misc]
+        self.part = "part"
+        self.is_reached.set()
+        await asyncio.Event().wait()
+
+
+class SyncDelHalf(AsyncHalf):
+    def __del__(self) -> None:  # type: ignore[override]
+        self.gone.append(self.part)
+
+
+# Ray 2.60.0, replica.py, `call_destructor`: the instance is there before its `__init__` runs.
+@pytest.mark.parametrize("half", [Half, AsyncHalf, SyncDelHalf], ids=lambda each: each.__name__)
+def test_the_del_of_an_instance_runs_once_if_its_constructor_fails(
+    half: type[Half], flags: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Half, "gone", [], raising=False)
+
+    with pytest.raises(RuntimeError, match="no weights"):
+        serve.run(serve.deployment(half).bind(), route_prefix=None)
+    serve.shutdown()
+    gc.collect()
+
+    assert half.gone == ["part"]
+
+
+def test_the_del_of_an_instance_runs_once_if_its_constructor_is_cancelled(
+    flags: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Half, "gone", [], raising=False)
+    monkeypatch.setattr(Half, "is_reached", threading.Event(), raising=False)
+    target = serve.deployment(EndlessHalf).bind()
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(serve.run, target, route_prefix=None)
+        assert EndlessHalf.is_reached.wait(TIMEOUT_S)
+
+        serve.shutdown()
+
+        with pytest.raises(BaseException):  # noqa: B017 - its type is no subject here
+            start.result(TIMEOUT_S)
+    gc.collect()
+    assert EndlessHalf.gone == ["part"]
 
 
 def test_every_async_hook_runs_on_the_loop(flags: Settings) -> None:
