@@ -250,6 +250,18 @@ class Half:
 
 
 @serve.deployment(isolation="process")
+class Ranked:
+    async def reconfigure(self, user_config: Any, rank: Any) -> None:
+        self.given = user_config, rank.rank
+
+    async def __call__(self) -> tuple[Any, int, int]:
+        return *self.given, serve.get_replica_context().rank.rank
+
+
+ranked = Ranked.bind()  # type: ignore[attr-defined]
+
+
+@serve.deployment(isolation="process")
 class ShortLived:
     """A deployment whose process ends soon after its start, again and again."""
 

@@ -382,6 +382,12 @@ def test_the_async_del_of_an_instance_runs_in_a_child_if_its_constructor_fails(
     assert left.read_text() == "gone"
 
 
+def test_reconfigure_gets_its_rank_in_a_child() -> None:
+    handle = serve.run(process_app.ranked, route_prefix=None)
+
+    assert handle.remote().result() == (None, 0, 0)
+
+
 def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
     with pytest.raises(RuntimeError, match=r"ended with exit code 5[^$]*the last words"):
         serve.run(process_app.broken("exit"), name="broken", route_prefix=None)

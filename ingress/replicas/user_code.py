@@ -77,7 +77,7 @@ class UserCode:
             is_class = inspect.isclass(self._func_or_class)
             call = self._instance.__call__ if is_class else self._instance
             self._takes_request = bool(inspect.signature(call).parameters)
-        if user_config is not None:
+        if user_config is not None or self.takes_rank():
             await self.reconfigure(user_config)
         if hasattr(self._instance, "check_health"):
             self._health = self._make_plan(self._instance.check_health, Role.METHOD)
@@ -104,9 +104,20 @@ class UserCode:
             return False
         return self._make_plan(delete, Role.LIFECYCLE).kind is Kind.COROUTINE
 
+    def takes_rank(self) -> bool:
+        """Return whether `reconfigure` has a parameter `rank`: then it is always called.
+
+        Source: Ray 2.60.0, replica.py.
+        """
+        method = getattr(self._instance, "reconfigure", None)
+        if method is None or not inspect.isclass(self._func_or_class):
+            return False
+        return "rank" in inspect.signature(method).parameters
+
     async def reconfigure(self, user_config: Any) -> None:
         REPLICA.set(self._context)
-        await self._make_plan(self._instance.reconfigure, Role.METHOD).run(user_config)
+        rank = {"rank": self._context.public.rank} if self.takes_rank() else {}
+        await self._make_plan(self._instance.reconfigure, Role.METHOD).run(user_config, **rank)
 
     async def check_health(self) -> None:
         """Raise what the user's `check_health` raises; without one, a running loop is healthy."""

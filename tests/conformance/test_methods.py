@@ -10,6 +10,7 @@ import asyncio
 import gc
 import operator
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
@@ -414,6 +415,32 @@ def test_the_del_of_an_instance_runs_once_if_its_constructor_is_cancelled(
             start.result(TIMEOUT_S)
     gc.collect()
     assert EndlessHalf.gone == ["part"]
+
+
+# Ray 2.60.0, replica.py, `call_reconfigure`: "only pass rank if it is an argument".
+@pytest.mark.parametrize("options", [{}, {"user_config": {"a": 1}}], ids=["without", "with"])
+def test_reconfigure_gets_the_rank_if_it_has_a_parameter_for_it(
+    options: dict[str, Any], flags: Settings
+) -> None:
+    class Ranked:
+        async def reconfigure(self, config: Any, rank: Any) -> None:
+            self.given = config, rank.rank, rank.node_rank, rank.local_rank
+
+        async def given_here(self) -> Any:
+            return self.given, serve.get_replica_context().rank.rank
+
+    target = serve.deployment(num_replicas=2, **options)(Ranked).bind()
+    handle = serve.run(target, route_prefix=None)
+
+    found: set[int] = set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(found) < 2 and time.monotonic() < deadline:
+        (config, *ranks), rank = handle.given_here.remote().result()
+        assert config == options.get("user_config")
+        assert ranks == [rank, 0, rank]
+        found.add(rank)
+    assert found == {0, 1}
+    serve.shutdown()
 
 
 def test_every_async_hook_runs_on_the_loop(flags: Settings) -> None:

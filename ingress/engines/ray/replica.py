@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.asgi import ASGI
 from ingress.base.settings import Settings
-from ingress.base.types import DeploymentID, ReplicaID, new_request_id
+from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank, new_request_id
 from ingress.calls.call import Call
 from ingress.calls.channel import Channel
 from ingress.calls.loops import run_on
@@ -48,6 +48,13 @@ from ingress.replicas.router import Router
 logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
+
+
+def _place(rank: Any) -> Place:
+    """Return the place of this process's replica, with a rank that Ray's context may not have."""
+    context = ray_serve.get_replica_context()
+    here = ReplicaRank(rank.rank, rank.node_rank, rank.local_rank)
+    return Place(here, context.world_size, str(context.code_version))
 
 
 class RayReplica:
@@ -108,6 +115,7 @@ class RayReplica:
             borrowed=borrowed,
             stall_threshold_s=settings.stall_threshold_s,
         )
+        self._replica.context.place = _place(ray_serve.get_replica_context().rank)
         self._model_ids = ModelIds(self._replica)
         # Ray cancels the request of a client that has left, and logs what a request raises.
         self._in_flight = InFlight(watches=False)
@@ -126,9 +134,16 @@ class RayReplica:
 
     # Methods that Ray itself calls.
 
-    async def reconfigure(self, user_config: Any) -> None:
-        """Give the user's instance a new config. The config of its start is not given again."""
-        if user_config != self._user_config:
+    async def reconfigure(self, user_config: Any, rank: Any) -> None:
+        """Give the user's instance a new config or rank. Those of its start are not given again.
+
+        Ray calls this at every change of the rank, because there is a parameter for it.
+        """
+        context = self._replica.context
+        before, context.place = context.place, _place(rank)
+        is_moved = before is None or context.place.rank != before.rank
+        is_moved = is_moved and self._replica.user_code.takes_rank()
+        if user_config != self._user_config or is_moved:
             self._user_config = user_config
             await self._on_user_loop(self._replica.user_code.reconfigure(user_config))
 

@@ -75,15 +75,7 @@ def without_a_model_the_id_is_empty(it: Client) -> Any:
     return [it.call("model"), it.call("model", multiplexed_model_id="m")]
 
 
-@scenario(
-    CONTEXT,
-    who,
-    Deviation(
-        "known to replicas in threads only",
-        row="`ReplicaContext.rank`, `world_size`",
-        columns=("ray",),
-    ),
-)
+@scenario(CONTEXT, who)
 def a_replica_knows_its_rank(it: Client) -> Any:
     return it.call("rank")
 
@@ -143,6 +135,23 @@ def configured() -> Any:
 
 @scenario(CONFIG, configured)
 def the_configuration_is_there_before_the_first_request(it: Client) -> Any:
+    return it.handle.remote().result()
+
+
+class Ranked:
+    async def reconfigure(self, config: Any, rank: Any) -> None:
+        self.given = [config, rank.rank, rank.node_rank, rank.local_rank]
+
+    async def __call__(self) -> Any:
+        return self.given
+
+
+def ranked() -> Any:
+    return serve.deployment(Ranked).bind()
+
+
+@scenario(CONFIG, ranked)
+def reconfigure_gets_its_rank_if_it_has_a_parameter_for_it(it: Client) -> Any:
     return it.handle.remote().result()
 
 
