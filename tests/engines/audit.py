@@ -57,6 +57,11 @@ WITHOUT_EFFECT = {
     "handle.DeploymentHandle.shutdown": "does nothing but warn: a handle holds no resources",
     "handle.DeploymentHandle.shutdown_async": "does nothing but warn, as `shutdown`",
 }
+WITH_ANOTHER_EFFECT = {
+    "serve.deployment(max_constructor_retry_count)": (
+        "a first start is tried again only if it is given, see deviations.md"
+    ),
+}
 WITHOUT_EFFECT_HERE: set[str] = set()
 LONGEST_DEFAULT = 30
 
@@ -189,6 +194,9 @@ def _compared(judged: dict[str, str]) -> dict[str, str]:
     ours = field.get_default(call_default_factory=True)
     judged = {**judged, "ours": _default(ours)}
     is_equal = judged["ours"] == judged["default"] or _is_equal(ours, judged["default"])
+    if judged["verdict"] == "same" and judged["name"] in WITH_ANOTHER_EFFECT:
+        because = WITH_ANOTHER_EFFECT[judged["name"]]
+        return {**judged, "verdict": "on purpose", "because": because}
     if judged["verdict"] == "same" and not is_equal:
         return {**judged, "verdict": "on purpose", "because": "another default, see deviations.md"}
     return judged
