@@ -341,8 +341,12 @@ def test_a_response_that_is_never_begun_leaves_its_generator_closed(shape: str) 
     application = over_http(shape, make)
 
     async def main() -> None:
+        messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
+
         async def receive() -> Any:
-            await asyncio.Event().wait()
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
 
         async def send(message: Any) -> None:
             raise ConnectionResetError

@@ -167,6 +167,7 @@ class Caller:
 
     def __init__(self, *headers: tuple[bytes, bytes]) -> None:
         self.left = asyncio.Event()
+        self._has_request = False
         self.asked: Callable[[], Any] = lambda: None  # called by `receive`
         self.statuses: list[int] = []
         self.scope: Scope = {
@@ -178,6 +179,9 @@ class Caller:
         }
 
     async def receive(self) -> Message:
+        if not self._has_request:
+            self._has_request = True
+            return {"type": "http.request", "body": b"", "more_body": False}
         self.asked()
         await self.left.wait()
         return {"type": "http.disconnect"}

@@ -128,7 +128,7 @@ class _Walk:
             (value, _Name(call.module, f"{call.text}({key})"), 0) for key, value in given.items()
         ]
         spec = getattr(target, "__ingress_spec__", None)
-        if spec is not None:
+        if spec is not None and spec.app is not None:  # no builder, which makes it later
             self._seen[id(spec.app)] = spec.app  # its parts have names of their own
             self._app = app = _global_name(spec.app, name) or _Name(name.module, "app")
             self._state = getattr(getattr(spec.app, "state", None), "_state", {})
