@@ -658,8 +658,12 @@ def client() -> Iterator[EventLoopThread]:
     home = EventLoopThread("client")
     CURRENT[:] = [Plan([1], None)]
 
+    messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
+
     async def receive() -> Any:
-        await asyncio.Event().wait()
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
 
     async def send(message: Any) -> None:
         pass
@@ -696,7 +700,11 @@ def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_
         left = asyncio.Event()
         received = 0
 
+        messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
+
         async def receive() -> Any:
+            if messages:
+                return messages.pop()
             await left.wait()
             return {"type": "http.disconnect"}
 
