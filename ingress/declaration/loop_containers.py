@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from ingress.execution.execution import Kind, kind
 
 Makes = Callable[[Any], bool]
 """Returns whether a class or function makes an object of one loop."""
@@ -28,6 +29,11 @@ _KEYS = frozenset(
     ("get_running_loop", "get_event_loop", "get_replica_context", "get_ident", "current_thread")
 )
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def is_async_generator(value: Any) -> bool:
+    """Return whether a value is an `async def` function with `yield`."""
+    return isinstance(value, FunctionType) and kind(value) is Kind.ASYNC_GENERATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,7 @@ class _Scope:
             return "asyncio.Future"
         path = _path(call.func)
         name, made = ".".join(path), self._value(path)
-        if inspect.isasyncgenfunction(made):
+        if is_async_generator(made):
             return f"{name}()"
         if made is not None and self._makes(made):
             return name

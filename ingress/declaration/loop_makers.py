@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -17,7 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ingress.base.libraries import is_library
-from ingress.declaration.loop_containers import Filled, filled_by
+from ingress.declaration.loop_containers import Filled, filled_by, is_async_generator
 
 # Classes by their name, with the packages that define one. Subclasses count.
 _CLASSES: Mapping[str, tuple[str, ...]] = {
@@ -118,7 +117,7 @@ def put_in(function: FunctionType, known: Known) -> Iterator[Filled]:
     names = names_of(function.__code__)
     if (
         "create_future" in names
-        or any(inspect.isasyncgenfunction(function.__globals__.get(each)) for each in names)
+        or any(is_async_generator(function.__globals__.get(each)) for each in names)
         or any(True for _ in _makers(function, known))
     ):
         yield from filled_by(function, lambda value: is_maker(value, known))
