@@ -42,6 +42,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -283,9 +284,17 @@ def test_a_shape_answers_and_runs_user_code_as_under_fastapi(name: str) -> None:
         check()
 
 
-def test_whatever_an_endpoint_returns_or_raises_becomes_what_fastapi_makes_of_it() -> None:
+# With middleware, all of a request runs inside of FastAPI's layers.
+@pytest.mark.parametrize("has_middleware", [False, True])
+def test_whatever_an_endpoint_returns_or_raises_becomes_what_fastapi_makes_of_it(
+    *, has_middleware: bool
+) -> None:
     shapes = [each for each in SHAPES.values() if each.takes_kind]
-    with both(plain_app(shapes), deployment_of(shapes)) as outcomes:
+    plain, cls = plain_app(shapes), deployment_of(shapes)
+    if has_middleware:
+        for app in (plain, cls.__ingress_spec__.app):  # type: ignore[attr-defined]
+            app.add_middleware(GZipMiddleware, minimum_size=1_000_000)
+    with both(plain, cls) as outcomes:
         for each in shapes:
             for kind in KINDS:
                 sent = valid(each.name)

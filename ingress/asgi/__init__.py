@@ -14,7 +14,7 @@
     left_over     routes that no deployment serves
     replica_app   the ASGI app of one replica
     lifespan      its start-up and shutdown
-    telemetry     the state of FastAPI's own telemetry
+    layers        FastAPI's layers around the routes, and whether a request needs them
     guard         containment of failures in their request
     compat        the private names of FastAPI and Starlette
     known         the versions that compiled routes were compared with

@@ -39,7 +39,8 @@ class BoundRoutes:
     """An app with its routes bound to a class. Thread-safe: immutable once made.
 
     `targets` are the functions that a replica makes plans for, `infos` the routes, for display.
-    `declared` is the router that the user gave in place of an app.
+    `seen` has each router of the user's app, and the routes that it had. `declared` is the router
+    that the user gave in place of an app.
     """
 
     __slots__ = (
@@ -49,10 +50,10 @@ class BoundRoutes:
         "_lock",
         "_next",
         "_router",
-        "_seen",
         "_webhooks",
         "app",
         "infos",
+        "seen",
         "targets",
     )
 
@@ -65,7 +66,7 @@ class BoundRoutes:
         self._custom_schema: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._router: Any = None
-        self._seen: list[tuple[Router, list[BaseRoute]]] = []
+        self.seen: list[tuple[Router, list[BaseRoute]]] = []
         self._next: BoundRoutes | None = None
         if not isinstance(app, Starlette):
             return
@@ -73,7 +74,7 @@ class BoundRoutes:
         tree = RouteTree(methods)
         with APPS_LOCK:
             # Before the routes are cloned: a route that comes meanwhile is then found later.
-            self._seen = [(each, list(each.routes)) for each in routers(app.router)]
+            self.seen = [(each, list(each.routes)) for each in routers(app.router)]
             check_routes(app.routes, methods)
             show_clones(app)
             self._router = tree.clone(app.router)
@@ -89,7 +90,7 @@ class BoundRoutes:
         An app may get routes while it runs, as under FastAPI. If new routes cannot be bound, that
         is logged once, and the app is served without them.
         """
-        for router, seen in self._seen:
+        for router, seen in self.seen:
             if router.routes != seen:  # faster than a count of changes, which is not public either
                 break
         else:
@@ -103,7 +104,7 @@ class BoundRoutes:
                     self._next = outside.run(BoundRoutes, self.app, self._cls, self._declared)
                 except Exception:
                     logger.exception("the new routes of %r cannot be served", self.app)
-                    self._seen = [(each, list(each.routes)) for each, _ in self._seen]
+                    self.seen = [(each, list(each.routes)) for each, _ in self.seen]
                     return self
         return self._next.current()
 

@@ -75,9 +75,11 @@ from starlette._exception_handler import wrap_app_handling_exceptions  # noqa: E
 from starlette._utils import get_route_path  # noqa: E402
 
 __all__ = [
+    "EXIT_STACK_LAYER",
     "FASTAPI_SCOPE",
     "FILE_STACK",
     "FUNCTION_STACK",
+    "LAYERS",
     "REQUEST_STACK",
     "STACKS",
     "TELEMETRY",
@@ -192,6 +194,18 @@ STACKS = (FILE_STACK, REQUEST_STACK, FUNCTION_STACK)
 
 TELEMETRY = "fastapi.telemetry"
 """The key of a scope under which FastAPI finds its telemetry, `None` for off."""
+
+EXIT_STACK_LAYER: Any = find("fastapi.middleware.asyncexitstack:AsyncExitStackMiddleware")
+LAYERS = frozenset(
+    (
+        find("starlette.middleware.errors:ServerErrorMiddleware"),
+        find("fastapi.telemetry._asgi:ExceptionTelemetryMiddleware", EXIT_STACK_LAYER),
+        find("fastapi._body_limit:AppBodyLimitMiddleware", EXIT_STACK_LAYER),
+        find("starlette.middleware.exceptions:ExceptionMiddleware"),
+        EXIT_STACK_LAYER,
+    )
+)
+"""The classes of FastAPI's own layers around its routes, the innermost one last."""
 
 for _version_of, _function, _names in (
     ((0, 133), "fastapi.routing:get_request_handler", (FILE_STACK, REQUEST_STACK)),

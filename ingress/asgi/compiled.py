@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import params
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.asgi.compat import (
@@ -42,6 +42,18 @@ from ingress.asgi.steps import Shared, Steps, Unfit, require
 from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
 
 _ABSENT = object()
+_IS_JSON = (b"content-type", b"application/json")
+
+
+class Rest(NamedTuple):
+    """The rest of an answer: an app that has to run inside of FastAPI's layers.
+
+    If the response has started, the layers only run the code that a late error concerns: their
+    messages are dropped.
+    """
+
+    app: ASGIApp
+    has_started: bool = False
 
 
 def compiled_app(route: Any) -> ASGIApp:
@@ -50,81 +62,104 @@ def compiled_app(route: Any) -> ASGIApp:
     Returns `route.app` itself if the route is unfit.
     """
     try:
-        return _compiled(route)
+        return CompiledRoute(route)
     except Unfit:
         full: ASGIApp = route.app
         return full
 
 
-def is_compiled(app: ASGIApp | None) -> bool:
-    """Return whether this is the compiled `app` of a route."""
-    return getattr(app, "__module__", None) == __name__
+class CompiledRoute:
+    """A compiled `app`. Thread-safe: immutable once made."""
 
+    __slots__ = ("_encode", "_full", "_overridden", "_reads_body", "_render", "_steps")
 
-def _compiled(route: Any) -> ASGIApp:
-    _check(route)
-    full: ASGIApp = route.app
-    overridden: Any = route.dependency_overrides_provider or _NeverOverridden
-    streams = is_stream(route)
-    steps = Steps(
-        route.dependant,
-        embeds_body=embeds_body(route),
-        endpoint=values_for_stream if streams else None,
-    )
-    bare = steps.bare
-    reads_body = route.body_field is not None
-    render = stream_renderer(route, steps) if streams else renderer(route, steps)
-    encode = None if steps.takes_shared or streams else encoder(route, steps)
+    def __init__(self, route: Any) -> None:
+        _check(route)
+        streams = is_stream(route)
+        self._full: ASGIApp = route.app
+        self._overridden: Any = route.dependency_overrides_provider or _NeverOverridden
+        self._reads_body = route.body_field is not None
+        self._steps = steps = Steps(
+            route.dependant,
+            embeds_body=embeds_body(route),
+            endpoint=values_for_stream if streams else None,
+        )
+        self._render = stream_renderer(route, steps) if streams else renderer(route, steps)
+        self._encode = None if steps.takes_shared or streams else encoder(route, steps)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if FILE_STACK not in scope:
+            await self._full(scope, receive, send)
+        elif (rest := await self.begin(scope, receive, send)) is not None:
+            await rest.app(scope, receive, discard if rest.has_started else send)
+
+    async def begin(self, scope: Scope, receive: Receive, send: Send) -> Rest | None:
+        """Answer a request, and return the rest that needs FastAPI's layers.
+
+        These are the user's exception handlers, and user code that gets the scope.
+        """
+        steps = self._steps
         if (
-            overridden.dependency_overrides
+            self._overridden.dependency_overrides
             or scope.get(TELEMETRY) is not None
-            or FILE_STACK not in scope
-            or not steps.are_current()
+            or steps.dependant.dependencies != steps.dependencies  # extensions may add one later
         ):
-            return await full(scope, receive, send)
+            return Rest(self._full)
         first: Message = {}
         body: Any = None
-        if reads_body:
+        if self._reads_body:
             first, again = await _first_message(scope, receive)
             body = _json(first)
             if body is _ABSENT:
-                return await full(scope, again, send)
+                return Rest(_receiving(again, self._full))
         if steps.takes_request:
-            request = _request(scope, receive, send, first, body)
-            answer = in_stacks(request, body)
-            return await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
-        started = False
+            return Rest(self._in_stacks(first, body))
+        has_started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
         try:
             shared = Shared(None) if steps.takes_shared else None
-            result = await (steps.run(scope, body, shared) if bare is None else bare())
-            if encode is None or isinstance(result, Response):
-                answer = await render(scope, result, shared)
-            else:
-                content = encode(scope, result)
-                started = True
-                await send(_json_start(content))
-                return await send({"type": "http.response.body", "body": content})
-        except Exception as error:
-            answer = _raising(error, started=started)
-        # Runs the user's exception handlers. They cannot answer once the response has started.
-        request = _request(scope, receive, send, first, body)
-        sent = _discard if started else send
-        return await wrap_app_handling_exceptions(answer, request)(scope, receive, sent)
+            result = await (steps.bare() if steps.bare else steps.run(scope, body, shared))
+            if self._encode is not None and not isinstance(result, Response):
+                content = self._encode(scope, result)
+                headers = [(b"content-length", b"%d" % len(content)), _IS_JSON]
+                has_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": content})
+                return None
+            answer: ASGIApp = await self._render(scope, result, shared)
+            if type(answer).__call__ in _WITHOUT_SCOPE:
+                await answer(scope, receive, watched)
+                return None
+        except BaseException as error:
+            answer = _raising(error, has_started=has_started)
+        return Rest(_handled(answer, first, body), has_started)
 
-    def in_stacks(request: Request, body: Any) -> ASGIApp:
+    def _in_stacks(self, first: Message, body: Any) -> ASGIApp:
         # User code that gets the request may use FastAPI's exit stacks in its scope.
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async with AsyncExitStack() as scope[REQUEST_STACK]:
-                async with AsyncExitStack() as scope[FUNCTION_STACK]:
-                    shared = Shared(request)
-                    response = await render(scope, await steps.run(scope, body, shared), shared)
-                await response(scope, receive, send)
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            request = _request(scope, receive, send, first, body)
 
-        return answer
+            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+                async with AsyncExitStack() as scope[REQUEST_STACK]:
+                    async with AsyncExitStack() as scope[FUNCTION_STACK]:
+                        shared = Shared(request)
+                        result = await self._steps.run(scope, body, shared)
+                        response = await self._render(scope, result, shared)
+                    await response(scope, receive, send)
 
-    return app
+            await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
+
+        return app
+
+
+def is_compiled(app: ASGIApp | None) -> bool:
+    """Return whether this is the compiled `app` of a route."""
+    return isinstance(app, CompiledRoute)
 
 
 def _check(route: Any) -> None:
@@ -153,24 +188,34 @@ def _request(scope: Scope, receive: Receive, send: Send, first: Message, body: A
     return Request(scope, receive, send)
 
 
-def _raising(error: Exception, *, started: bool) -> ASGIApp:
-    """Return an app that raises `error`, after the start of its response if `started`."""
+def _handled(answer: ASGIApp, first: Message, body: Any) -> ASGIApp:
+    """Return an app that runs the user's exception handlers for the errors of `answer`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if started:
+        request = _request(scope, receive, send, first, body)
+        await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
+
+    return app
+
+
+def _raising(error: BaseException, *, has_started: bool) -> ASGIApp:
+    """Return an app that raises `error`, after the start of its response if that `has_started`."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if has_started:
             await send({"type": "http.response.start"})
         raise error
 
     return app
 
 
-async def _discard(message: Message) -> None:
+def _receiving(receive: Receive, app: ASGIApp) -> ASGIApp:
+    """Return the app with another `receive`."""
+    return lambda scope, _, send: app(scope, receive, send)
+
+
+async def discard(message: Message) -> None:
     pass
-
-
-def _json_start(body: bytes) -> Message:
-    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 # Bodies.
@@ -217,6 +262,10 @@ def _again(receive: Receive, first: Message | Exception) -> Receive:
         return outcome
 
     return receive_again
+
+
+_WITHOUT_SCOPE = (Response.__call__, StreamingResponse.__call__)
+"""The calls of responses that show the scope to no user code."""
 
 
 class _NeverOverridden:

@@ -1,4 +1,4 @@
-"""The functions that `compiled` and `route_index` stand in for, and whether they have changed.
+"""The functions that compiled routes stand in for, and whether they have changed.
 
 A version of FastAPI or Starlette that was compared with them is known by its number. Of any other
 version the fingerprints of these functions are compared with those of the newest known version:
@@ -19,6 +19,9 @@ from typing import Any
 from ingress.base.private_names import find
 
 STOOD_IN_FOR = (
+    "fastapi._body_limit:AppBodyLimitMiddleware.__call__",
+    "fastapi._body_limit:AppBodyLimitMiddleware.__init__",
+    "fastapi._body_limit:wrap_app_with_body_limit",
     "fastapi.applications:FastAPI.__call__",
     "fastapi.dependencies.models:_is_async_gen_callable",
     "fastapi.dependencies.models:_is_coroutine_callable",
@@ -30,6 +33,7 @@ STOOD_IN_FOR = (
     "fastapi.dependencies.utils:request_params_to_args",
     "fastapi.dependencies.utils:solve_dependencies",
     "fastapi.encoders:jsonable_encoder",
+    "fastapi.middleware.asyncexitstack:AsyncExitStackMiddleware.__call__",
     "fastapi.routing:APIRoute.__init__",
     "fastapi.routing:APIRoute.get_route_handler",
     "fastapi.routing:APIRoute.handle",
@@ -49,8 +53,13 @@ STOOD_IN_FOR = (
     "fastapi.routing:request_response",
     "fastapi.routing:run_endpoint_function",
     "fastapi.routing:serialize_response",
+    "fastapi.telemetry._asgi:ExceptionTelemetryMiddleware.__call__",
+    "starlette._exception_handler:wrap_app_handling_exceptions",
+    "starlette.applications:Starlette.__call__",
     "starlette.datastructures:ImmutableMultiDict.__init__",
     "starlette.datastructures:QueryParams.__init__",
+    "starlette.middleware.errors:ServerErrorMiddleware.__call__",
+    "starlette.middleware.exceptions:ExceptionMiddleware.__call__",
     "starlette.requests:Request.body",
     "starlette.requests:Request.json",
     "starlette.requests:Request.stream",
@@ -59,8 +68,10 @@ STOOD_IN_FOR = (
     "starlette.responses:Response.__call__",
     "starlette.responses:Response.__init__",
     "starlette.responses:Response.init_headers",
+    "starlette.responses:StreamingResponse.__call__",
     "starlette.routing:Route.handle",
     "starlette.routing:Route.matches",
+    "starlette.routing:Router.__call__",
 )
 FILE = Path(__file__).with_name("known.json")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from starlette.routing import BaseRoute
@@ -11,9 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.bad_results import endpoint_of, explain
 from ingress.asgi.compat import TELEMETRY
+from ingress.asgi.compiled import CompiledRoute, discard
 from ingress.asgi.guard import ANSWER, Answer
+from ingress.asgi.layers import CHECK_EVERY_S, Layers
 from ingress.asgi.lifespan import Lifespan
-from ingress.asgi.telemetry import Telemetry
+from ingress.asgi.route_index import FOUND
 from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan, Role, contain
 
@@ -36,9 +39,10 @@ class ReplicaApp:
         "_cls",
         "_context",
         "_instance",
+        "_layers",
         "_make_plan",
+        "_next_look",
         "_routes",
-        "_telemetry",
         "lifespan",
     )
 
@@ -56,7 +60,8 @@ class ReplicaApp:
         self._context = context
         self._make_plan = make_plan
         self.lifespan = Lifespan(context)
-        self._telemetry: Telemetry | None = None
+        self._layers = Layers()
+        self._next_look = 0.0
         self._instance: Any = None
         self._cloned: list[BaseRoute] = []
         if routes is not None:
@@ -77,17 +82,19 @@ class ReplicaApp:
 
     def _make_plans(self) -> None:
         assert self._routes is not None  # set by now
-        self._telemetry = Telemetry.of(self._context.asgi_app)
+        self._next_look = 0.0
         plans = self._context.plans
         for target in self._routes.targets:
             if target.func not in plans:
                 plans[target.func] = self._make_plan(target.bound_to(self._instance), Role.ENDPOINT)
 
-    def _renew(self, routes: BoundRoutes) -> None:
+    def _renew(self, before: BoundRoutes) -> None:
         """Serve the routes that the user's app has got since."""
-        self._routes = routes
-        clone, before = self._context.asgi_app, set(map(id, self._cloned))
-        added = [each for each in clone.routes if id(each) not in before]
+        self._routes = routes = before.current()
+        if routes is before:
+            return
+        clone, cloned = self._context.asgi_app, set(map(id, self._cloned))
+        added = [each for each in clone.routes if id(each) not in cloned]
         routes.equip(clone, added)
         self._cloned = clone.routes[: len(clone.routes) - len(added)]
         self._make_plans()
@@ -101,27 +108,55 @@ class ReplicaApp:
         `Exception`.
         """
         routes = self._routes
-        if routes is not None and (current := routes.current()) is not routes:
-            self._renew(current)
-        answer = Answer(send)
-        scope[ANSWER] = answer
-        scope["asgi"] = ASGI
-        if self._telemetry is not None and not self._telemetry.is_on():
+        assert routes is not None  # set by `attach`
+        for router, seen in routes.seen:
+            if router.routes != seen:
+                self._renew(routes)
+                break
+        app = self._context.asgi_app
+        if (now := monotonic()) >= self._next_look:
+            self._layers = Layers.of(app)
+            self._next_look = now + CHECK_EVERY_S
+        telemetry_is_off, stack, index = self._layers
+        if telemetry_is_off:
             scope.setdefault(TELEMETRY, None)  # a parent app may have set its own
+        scope["asgi"] = ASGI
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
         try:
-            # A WebSocket has no response that could be cut off in the middle.
-            watched = send if scope["type"] == "websocket" else answer.send
-            await self._context.asgi_app(scope, receive, watched)
+            if (
+                index is not None
+                and scope["type"] == "http"
+                and app.middleware_stack is stack
+                and app.router.middleware_stack is index
+            ):
+                if app.root_path:
+                    scope["root_path"] = app.root_path
+                found = index.find(scope)
+                if type(found) is CompiledRoute:
+                    rest = await found.begin(scope, receive, send)
+                    if rest is None:
+                        return
+                    found = rest.app
+                    if rest.has_started:
+                        send = discard
+                scope[FOUND] = found
+            await self._in_layers(scope, receive, send)
         except BaseException as error:
             explain(error, endpoint_of(scope), scope)
             contain(error, "the ASGI app")
             raise
+
+    async def _in_layers(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Answer(send)
+        scope[ANSWER] = answer
+        try:
+            # A WebSocket has no response that could be cut off in the middle.
+            watched = send if scope["type"] == "websocket" else answer.send
+            await self._context.asgi_app(scope, receive, watched)
         finally:
             del scope[ANSWER]  # breaks a reference cycle with the scope
         if answer.failure is not None:
-            explain(answer.failure, endpoint_of(scope), scope)
             raise answer.failure
 
     async def _build(self, instance: Any) -> ASGIApp:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
 from typing import Any
 
 from fastapi.routing import APIRoute, APIRouter
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.asgi.compat import (
     TELEMETRY,
@@ -20,6 +19,9 @@ from ingress.asgi.compat import (
     why_not_compiled,
     with_candidates,
 )
+
+FOUND = "ingress.found"
+"""The key of a scope for the app that was found before FastAPI's layers were entered."""
 
 _MATCHES = (Route.matches, APIRoute.matches)
 
@@ -37,16 +39,17 @@ class RouteIndex:
     are left out cannot match. There is one copy for each path of the first kind, and for each
     prefix before a parameter, so the number of copies does not depend on the clients' requests.
 
-    If all of a copy's routes are FastAPI's own, the index also selects among them, which the copy
-    would do at 3 us a request. The copy still answers a request that none of them matches.
+    If all of a copy's routes are FastAPI's own, the index also selects among them, as `Router.app`,
+    `APIRoute.matches` and `APIRoute.handle` do together at 3 us a request. The copy still answers a
+    request that none of them matches.
 
     Where no route is compiled there are no copies: FastAPI may match routes in another way.
     """
 
-    __slots__ = ("_beginnings", "_is_used", "_lengths", "_narrowed", "_paths", "_router", "_routes")
+    __slots__ = ("_beginnings", "_is_used", "_lengths", "_narrowed", "_paths", "_routes", "router")
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        self.router = router
         self._is_used = not why_not_compiled()
         self._routes: list[BaseRoute] = []
         self._paths: set[str] = set()
@@ -55,38 +58,49 @@ class RouteIndex:
         self._narrowed: dict[tuple[str, bool], tuple[Router, Sequence[APIRoute]]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        router = self._router
-        if self._is_used and scope["type"] == "http":
-            routes = router.routes
-            if len(routes) != len(self._routes) or not all(map(is_, routes, self._routes)):
-                self._index()  # also when user code adds a route later
-            path = get_route_path(scope)
-            key = self._key(path)
-            if key is not None:
-                scope.setdefault("router", router)
-                router, own = self._narrowed.get(key) or self._narrow(*key)
-                if own and scope.get(TELEMETRY) is None:  # FastAPI's telemetry notes the selection
-                    route = _select(own, scope, path)
-                    if route is not None:
-                        await route.app(scope, receive, send)
-                        return
-        await router.app(scope, receive, send)
+        await (scope.pop(FOUND, None) or self.find(scope))(scope, receive, send)
+
+    def find(self, scope: Scope) -> ASGIApp:
+        """Return the app that answers a request; if it is a route's, the scope has its match."""
+        router = self.router
+        if not self._is_used or scope["type"] != "http":
+            return router.app
+        if router.routes != self._routes:  # also when user code adds a route later
+            self._index()
+        path = get_route_path(scope)
+        key = (path, True) if path in self._paths else self._prefix(path)
+        if key is None:
+            return router.app
+        scope.setdefault("router", router)
+        router, own = self._narrowed.get(key) or self._narrow(*key)
+        if scope.get(TELEMETRY) is not None:  # FastAPI's telemetry notes the selection
+            return router.app
+        for route in own:
+            found = route.path_regex.match(path)
+            if found is None or (route.methods and scope["method"] not in route.methods):
+                continue
+            params = dict(scope.get("path_params", ()))
+            for name, text in found.groupdict().items():
+                params[name] = route.param_convertors[name].convert(text)
+            scope["path_params"] = params
+            scope["endpoint"] = route.endpoint
+            scope["route"] = route
+            return route.app
+        return router.app
 
     def _index(self) -> None:
-        self._routes = list(self._router.routes)
+        self._routes = list(self.router.routes)
         self._narrowed = {}
         routes = list(_leaves(self._routes))
         self._paths = {route.path for route in routes if not route.param_convertors}
         self._beginnings = {_beginning(route) for route in routes if route.param_convertors}
         self._lengths = sorted({len(each) for each in self._beginnings}, reverse=True)
 
-    def _key(self, path: str) -> tuple[str, bool] | None:
-        """Return the path and True, or its longest known prefix and False; `None` for neither.
+    def _prefix(self, path: str) -> tuple[str, bool] | None:
+        """Return the longest known prefix of a path, and False; `None` if neither is known.
 
         A router without a match looks for the path with a slash more or less, to redirect.
         """
-        if path in self._paths:
-            return path, True
         # The `$` of a pattern matches before a newline, too.
         if path + "/" in self._paths or path.rstrip("/") in self._paths or path.endswith("\n"):
             return None
@@ -104,30 +118,11 @@ class RouteIndex:
                 return bool(route.path_regex.match(key))
             return bool(route.param_convertors) and key.startswith(_beginning(route))
 
-        narrowed = copy.copy(self._router)
+        narrowed = copy.copy(self.router)
         narrowed.routes = routes = list(_narrowed(self._routes, may_match))
         own = routes if _selects_as_usual(narrowed) and all(map(_is_usual, routes)) else []
         self._narrowed[key, is_path] = narrowed, own
         return narrowed, own
-
-
-def _select(routes: Sequence[APIRoute], scope: Scope, path: str) -> APIRoute | None:
-    """Return the first route that matches path and method, noted in the scope; `None` for none.
-
-    As `Router.app`, `APIRoute.matches` and `APIRoute.handle` do together.
-    """
-    for route in routes:
-        found = route.path_regex.match(path)
-        if found is None or (route.methods and scope["method"] not in route.methods):
-            continue
-        params = dict(scope.get("path_params", ()))
-        for name, text in found.groupdict().items():
-            params[name] = route.param_convertors[name].convert(text)
-        scope["path_params"] = params
-        scope["endpoint"] = route.endpoint
-        scope["route"] = route
-        return route
-    return None
 
 
 def _selects_as_usual(router: Any) -> bool:

@@ -115,22 +115,22 @@ class Steps:
     """
 
     __slots__ = (
-        "_dependant",
-        "_dependencies",
         "_embeds_body",
         "_steps",
         "bare",
+        "dependant",
+        "dependencies",
         "takes_request",
         "takes_shared",
     )
 
     def __init__(self, dependant: Dependant, *, embeds_body: bool, endpoint: Any = None) -> None:
-        self._dependant = dependant
+        self.dependant = dependant
         self._embeds_body = embeds_body
         self._steps: list[Step] = []
         self._add(dependant, endpoint or dependant.call)
         self._forget_unique_keys()
-        self._dependencies = list(dependant.dependencies)
+        self.dependencies = list(dependant.dependencies)
         last = self._steps[-1]
         takes = {what for step in self._steps for _, what in step.shared}
         self.takes_request = _take_request in takes
@@ -139,16 +139,12 @@ class Steps:
         self.bare = last.func if len(self._steps) == 1 and takes_nothing else None
         """The endpoint, if it is the only step and has no parameters."""
 
-    def are_current(self) -> bool:
-        """Return whether the route's dependencies are unchanged; some extensions add one later."""
-        return self._dependant.dependencies == self._dependencies
-
     def endpoint_context(self, scope: Scope) -> Any:
         """Return the context of the endpoint in FastAPI's validation errors."""
-        context = extract_endpoint_context(self._dependant.call)
-        if self._dependant.path:
+        context = extract_endpoint_context(self.dependant.call)
+        if self.dependant.path:
             prefix = scope.get("root_path", "").rstrip("/")
-            context["path"] = f"{scope['method']} {prefix}{self._dependant.path}"
+            context["path"] = f"{scope['method']} {prefix}{self.dependant.path}"
         return context
 
     async def run(self, scope: Scope, body: Any, shared: Shared | None) -> Any:
