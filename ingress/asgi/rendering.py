@@ -106,11 +106,16 @@ def is_json(value: Any, depth: int = 0) -> bool:
     if depth > 16:  # the encoder decides on deeper values
         return False
     if kind is dict:
-        return all(
-            type(key) is str and not key.startswith("_sa") and is_json(each, depth + 1)
-            for key, each in value.items()
-        )
-    return kind is list and all(is_json(each, depth + 1) for each in value)
+        for key in value:
+            if type(key) is not str or key.startswith("_sa"):
+                return False
+        value = value.values()
+    elif kind is not list:
+        return False
+    for each in value:  # a loop, because `all()` of a generator takes a frame for each
+        if type(each) not in JSON_SCALARS and not is_json(each, depth + 1):
+            return False
+    return True
 
 
 # As in `JSONResponse`, which makes a new encoder for each response.

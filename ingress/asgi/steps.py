@@ -15,6 +15,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from functools import cache
+from operator import methodcaller
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 from urllib.parse import parse_qsl
@@ -153,15 +154,15 @@ class Steps:
         A dependency with invalid parameters is not called, nor is a step that takes its result. All
         other dependencies are called, because FastAPI reports all errors at once.
         """
-        given: list[dict[str, Any]] = [{} for _ in self._steps]
+        given: dict[int, dict[str, Any]] = {}
         results: dict[Any, Any] = {}
         errors: list[Any] = []
         failed: set[int] = set()
         result: Any = None
         for index, step in enumerate(self._steps):
-            values, before = given[index], len(errors)
-            for source in step.sources:
-                _read(source, scope, values, errors)
+            values, before = given.get(index) or {}, len(errors)
+            if step.sources:
+                _read(step.sources, scope, values, errors)
             if step.body_fields:
                 await self._read_body(step, body, values, errors)
             if shared is not None:
@@ -179,7 +180,7 @@ class Steps:
                 result = await step.func(**values)
                 results.setdefault(key, result)
             if step.name is not None:
-                given[step.parent][step.name] = result
+                given.setdefault(step.parent, {})[step.name] = result
         if errors:
             raise RequestValidationError(
                 errors, body=body, endpoint_ctx=self.endpoint_context(scope)
@@ -231,26 +232,26 @@ class Steps:
                 step.cache_key = None
 
 
-def _read(source: _Source, scope: Scope, values: dict[str, Any], errors: list[Any]) -> None:
-    """Add the parameters of one kind to `values`, and their errors to `errors`."""
-    received = source.received(scope)
-    if not source.values:
-        found, problems = request_params_to_args(source.fields, received)
-        values.update(found)
-        errors += problems
-        return
-    for name, key, loc, default, field in source.values:
-        value = received.get(key)
-        if value is not None:
-            valid, problems = field.validate(value, {}, loc=loc)
-            if problems:
-                errors += problems
+def _read(sources: list[_Source], scope: Scope, values: dict[str, Any], errors: list[Any]) -> None:
+    """Add the parameters of a step to `values`, and their errors to `errors`."""
+    for source in sources:
+        received = source.received(scope)
+        for name, key, loc, default, field in source.values:
+            value = received.get(key)
+            if value is not None:
+                valid, problems = field.validate(value, {}, loc=loc)
+                if problems:
+                    errors += problems
+                else:
+                    values[name] = valid
+            elif default is not _NO_CONSTANT:
+                values[name] = default
             else:
-                values[name] = valid
-        elif default is not _NO_CONSTANT:
-            values[name] = default
-        else:
-            found, problems = request_params_to_args([field], _NOTHING)
+                found, problems = request_params_to_args([field], _NOTHING)
+                values.update(found)
+                errors += problems
+        if not source.values:
+            found, problems = request_params_to_args(source.fields, received)
             values.update(found)
             errors += problems
 
@@ -351,8 +352,7 @@ def _validates_defaults() -> bool:
 _NOTHING: Mapping[str, Any] = {}
 
 
-def _path(scope: Scope) -> Any:
-    return scope.get("path_params", _NOTHING)
+_path: Received = methodcaller("get", "path_params", _NOTHING)
 
 
 def _query(scope: Scope) -> Any:
