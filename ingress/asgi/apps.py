@@ -39,7 +39,7 @@ class BoundRoutes:
     """An app with its routes bound to a class. Thread-safe: immutable once made.
 
     `targets` are the functions that a replica makes plans for, `infos` the routes, for display.
-    `seen` has each router of the user's app, and the routes that it had. `declared` is the router
+    `routers` are those of the user's app, `seen` the routes that each had. `declared` is the router
     that the user gave in place of an app.
     """
 
@@ -53,6 +53,7 @@ class BoundRoutes:
         "_webhooks",
         "app",
         "infos",
+        "routers",
         "seen",
         "targets",
     )
@@ -66,7 +67,8 @@ class BoundRoutes:
         self._custom_schema: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._router: Any = None
-        self.seen: list[tuple[Router, list[BaseRoute]]] = []
+        self.routers: list[Router] = []
+        self.seen: list[list[BaseRoute]] = []
         self._next: BoundRoutes | None = None
         if not isinstance(app, Starlette):
             return
@@ -74,7 +76,8 @@ class BoundRoutes:
         tree = RouteTree(methods)
         with APPS_LOCK:
             # Before the routes are cloned: a route that comes meanwhile is then found later.
-            self.seen = [(each, list(each.routes)) for each in routers(app.router)]
+            self.routers = routers(app.router)
+            self.seen = [list(each.routes) for each in self.routers]
             check_routes(app.routes, methods)
             show_clones(app)
             self._router = tree.clone(app.router)
@@ -90,10 +93,7 @@ class BoundRoutes:
         An app may get routes while it runs, as under FastAPI. If new routes cannot be bound, that
         is logged once, and the app is served without them.
         """
-        for router, seen in self.seen:
-            if router.routes != seen:  # faster than a count of changes, which is not public either
-                break
-        else:
+        if [each.routes for each in self.routers] == self.seen:
             return self
         # Race of two replicas that see the change: the second one gets the routes of the first.
         with APPS_LOCK:
@@ -104,7 +104,7 @@ class BoundRoutes:
                     self._next = outside.run(BoundRoutes, self.app, self._cls, self._declared)
                 except Exception:
                     logger.exception("the new routes of %r cannot be served", self.app)
-                    self.seen = [(each, list(each.routes)) for each, _ in self.seen]
+                    self.seen = [list(each.routes) for each in self.routers]
                     return self
         return self._next.current()
 

@@ -16,8 +16,9 @@ fields and functions also validate values, word refusals and render models.
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import params
 from fastapi.routing import APIRoute
@@ -38,38 +39,22 @@ from ingress.asgi.compat import (
     wrap_app_handling_exceptions,
 )
 from ingress.asgi.rendering import encoder, makes_events, renderer
-from ingress.asgi.steps import Shared, Steps, Unfit, require
+from ingress.asgi.steps import Shared, Steps, require
 from ingress.asgi.streams import is_stream, stream_renderer, values_for_stream
 
 _ABSENT = object()
 _IS_JSON = (b"content-type", b"application/json")
 
 
-class Rest(NamedTuple):
-    """The rest of an answer: an app that has to run inside of FastAPI's layers.
-
-    If the response has started, the layers only run the code that a late error concerns: their
-    messages are dropped.
-    """
-
-    app: ASGIApp
-    has_started: bool = False
-
-
-def compiled_app(route: Any) -> ASGIApp:
-    """Return the compiled `app` of an `APIRoute`, or of an included one.
-
-    Returns `route.app` itself if the route is unfit.
-    """
-    try:
-        return CompiledRoute(route)
-    except Unfit:
-        full: ASGIApp = route.app
-        return full
+Enter = Callable[[ASGIApp, Scope, Receive, Send], Awaitable[None]]
+"""A function that runs an app inside of FastAPI's layers."""
 
 
 class CompiledRoute:
-    """A compiled `app`. Thread-safe: immutable once made."""
+    """The compiled `app` of an `APIRoute`, or of an included one. Thread-safe: immutable once made.
+
+    Raises `Unfit` if FastAPI must answer the route.
+    """
 
     __slots__ = ("_encode", "_full", "_overridden", "_reads_body", "_render", "_steps")
 
@@ -77,7 +62,7 @@ class CompiledRoute:
         _check(route)
         streams = is_stream(route)
         self._full: ASGIApp = route.app
-        self._overridden: Any = route.dependency_overrides_provider or _NeverOverridden
+        self._overridden: Any = route.dependency_overrides_provider
         self._reads_body = route.body_field is not None
         self._steps = steps = Steps(
             route.dependant,
@@ -88,38 +73,38 @@ class CompiledRoute:
         self._encode = None if steps.takes_shared or streams else encoder(route, steps)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if FILE_STACK not in scope:
+        if FILE_STACK in scope:
+            await self.answer(scope, receive, send, _run)
+        else:
             await self._full(scope, receive, send)
-        elif (rest := await self.begin(scope, receive, send)) is not None:
-            await rest.app(scope, receive, discard if rest.has_started else send)
 
-    async def begin(self, scope: Scope, receive: Receive, send: Send) -> Rest | None:
-        """Answer a request, and return the rest that needs FastAPI's layers.
+    async def answer(self, scope: Scope, receive: Receive, send: Send, enter: Enter) -> None:
+        """Answer a request, and `enter` FastAPI's layers for all that needs them.
 
-        These are the user's exception handlers, and user code that gets the scope.
+        These are errors, for which the user may have handlers, and user code that gets the scope.
         """
         steps = self._steps
         if (
-            self._overridden.dependency_overrides
+            (self._overridden is not None and self._overridden.dependency_overrides)
             or scope.get(TELEMETRY) is not None
             or steps.dependant.dependencies != steps.dependencies  # extensions may add one later
         ):
-            return Rest(self._full)
+            return await enter(self._full, scope, receive, send)
         first: Message = {}
         body: Any = None
         if self._reads_body:
             first, again = await _first_message(scope, receive)
             body = _json(first)
             if body is _ABSENT:
-                return Rest(_receiving(again, self._full))
+                return await enter(self._full, scope, again, send)
         if steps.takes_request:
-            return Rest(self._in_stacks(first, body))
+            return await enter(self._handled(None, first, body), scope, receive, send)
         has_started = False
 
-        async def watched(message: Message) -> None:
+        def watched(message: Message) -> Awaitable[None]:
             nonlocal has_started
             has_started = True
-            await send(message)
+            return send(message)
 
         try:
             shared = Shared(None) if steps.takes_shared else None
@@ -129,37 +114,37 @@ class CompiledRoute:
                 headers = [(b"content-length", b"%d" % len(content)), _IS_JSON]
                 has_started = True
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": content})
-                return None
-            answer: ASGIApp = await self._render(scope, result, shared)
-            if type(answer).__call__ in _WITHOUT_SCOPE:
-                await answer(scope, receive, watched)
-                return None
+                return await send({"type": "http.response.body", "body": content})
+            rest: ASGIApp = await self._render(scope, result, shared)
+            if type(rest).__call__ in _WITHOUT_SCOPE:
+                return await rest(scope, receive, watched)
         except BaseException as error:
-            answer = _raising(error, has_started=has_started)
-        return Rest(_handled(answer, first, body), has_started)
+            rest = _raising(error, has_started=has_started)
+        # The user's handlers run after the start of a response, too, but cannot answer any more.
+        sent = _discard if has_started else send
+        return await enter(self._handled(rest, first, body), scope, receive, sent)
 
-    def _in_stacks(self, first: Message, body: Any) -> ASGIApp:
-        # User code that gets the request may use FastAPI's exit stacks in its scope.
+    def _handled(self, rest: ASGIApp | None, first: Message, body: Any) -> ASGIApp:
+        """Return an app that runs the rest, by default all, and the user's exception handlers."""
+
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             request = _request(scope, receive, send, first, body)
-
-            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                async with AsyncExitStack() as scope[REQUEST_STACK]:
-                    async with AsyncExitStack() as scope[FUNCTION_STACK]:
-                        shared = Shared(request)
-                        result = await self._steps.run(scope, body, shared)
-                        response = await self._render(scope, result, shared)
-                    await response(scope, receive, send)
-
+            answer = rest or self._in_stacks(request, body)
             await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
 
         return app
 
+    def _in_stacks(self, request: Request, body: Any) -> ASGIApp:
+        # User code that gets the request may use FastAPI's exit stacks in its scope.
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async with AsyncExitStack() as scope[REQUEST_STACK]:
+                async with AsyncExitStack() as scope[FUNCTION_STACK]:
+                    shared = Shared(request)
+                    result = await self._steps.run(scope, body, shared)
+                    response = await self._render(scope, result, shared)
+                await response(scope, receive, send)
 
-def is_compiled(app: ASGIApp | None) -> bool:
-    """Return whether this is the compiled `app` of a route."""
-    return isinstance(app, CompiledRoute)
+        return answer
 
 
 def _check(route: Any) -> None:
@@ -188,16 +173,6 @@ def _request(scope: Scope, receive: Receive, send: Send, first: Message, body: A
     return Request(scope, receive, send)
 
 
-def _handled(answer: ASGIApp, first: Message, body: Any) -> ASGIApp:
-    """Return an app that runs the user's exception handlers for the errors of `answer`."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = _request(scope, receive, send, first, body)
-        await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
-
-    return app
-
-
 def _raising(error: BaseException, *, has_started: bool) -> ASGIApp:
     """Return an app that raises `error`, after the start of its response if that `has_started`."""
 
@@ -209,12 +184,11 @@ def _raising(error: BaseException, *, has_started: bool) -> ASGIApp:
     return app
 
 
-def _receiving(receive: Receive, app: ASGIApp) -> ASGIApp:
-    """Return the app with another `receive`."""
-    return lambda scope, _, send: app(scope, receive, send)
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
 
 
-async def discard(message: Message) -> None:
+async def _discard(message: Message) -> None:
     pass
 
 
@@ -266,10 +240,6 @@ def _again(receive: Receive, first: Message | Exception) -> Receive:
 
 _WITHOUT_SCOPE = (Response.__call__, StreamingResponse.__call__)
 """The calls of responses that show the scope to no user code."""
-
-
-class _NeverOverridden:
-    dependency_overrides: Any = None
 
 
 _REPLACED = (

@@ -52,13 +52,32 @@ class Answer:
         await self._send(message)
 
 
-class Guard:
-    """An ASGI middleware that raises only an `Exception`, and notes a response that failed."""
+class OutermostGuard:
+    """An ASGI middleware that raises only an `Exception`.
+
+    For the place below `ServerErrorMiddleware`, which always re-raises errors: so failed responses
+    need not be noted.
+    """
 
     __slots__ = ("app",)
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except BaseException as error:
+            told = _told(error)
+            if told is not error:
+                raise_instead(told)
+            raise
+
+
+class Guard(OutermostGuard):
+    """A guard that also notes a response that failed."""
+
+    __slots__ = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_half_sent = False
@@ -110,27 +129,6 @@ class GuardInTask(Guard):
                 await send(message)
 
             await super().__call__(scope, receive, send_if_wanted)
-
-
-class OutermostGuard:
-    """A guard for the place below `ServerErrorMiddleware`, which always re-raises errors.
-
-    So this guard need not note failed responses, and does not wrap `send`.
-    """
-
-    __slots__ = ("app",)
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self.app(scope, receive, send)
-        except BaseException as error:
-            told = _told(error)
-            if told is not error:
-                raise_instead(told)
-            raise
 
 
 def _told(error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.applications import Starlette
-from starlette.routing import Mount, Router
+from starlette.routing import Mount
 
 from ingress.asgi.compat import EXIT_STACK_LAYER, LAYERS, is_original, native_telemetry
 from ingress.asgi.guard import OutermostGuard
@@ -39,30 +39,32 @@ class Layers(NamedTuple):
 
     @classmethod
     def of(cls, app: Any) -> Layers:
-        if not isinstance(app, FastAPI):
-            return cls()
         native = native_telemetry(app)
-        # Mounted apps may have providers of their own.
-        has_mounts = any(isinstance(route, Mount) for route in app.routes)
-        telemetry_is_off = native is not None and not has_mounts and not native.enabled()
-        index = app.router.middleware_stack
-        if native is not None and not telemetry_is_off:
-            return cls()
-        if isinstance(index, RouteIndex) and _only_handle_errors(app, index.router):
-            return cls(telemetry_is_off, app.middleware_stack, index)
-        return cls(telemetry_is_off)
+        is_off = native is not None and not _has_mounts(app) and not native.enabled()
+        if (native is None or is_off) and _only_handle_errors(app):
+            return cls(is_off, app.middleware_stack, app.router.middleware_stack)
+        return cls(is_off)
 
 
-def _only_handle_errors(app: FastAPI, router: Router) -> bool:
+def _has_mounts(app: FastAPI) -> bool:
+    """Return whether there are mounted apps, which may have providers of their own."""
+    return any(isinstance(route, Mount) for route in app.routes)
+
+
+def _only_handle_errors(app: Any) -> bool:
     """Return whether the app's layers are FastAPI's own, without a limit for bodies."""
-    layer: Any = app.middleware_stack
+    layer: Any = getattr(app, "middleware_stack", None)
     kinds: list[Any] = []
     while type(layer) in LAYERS or type(layer) is OutermostGuard:
         kinds.append(type(layer))
         layer = layer.app
-    called = {type(app), Starlette, type(router), *kinds} - {OutermostGuard}
     return (
-        layer is router
-        and kinds[-1:] == [EXIT_STACK_LAYER]
-        and all(is_original(each.__call__) for each in called)
+        kinds[-1:] == [EXIT_STACK_LAYER]
+        and layer is app.router
+        and isinstance(layer.middleware_stack, RouteIndex)
+        and all(
+            is_original(kind.__call__)
+            for kind in (type(app), Starlette, type(layer), *kinds)
+            if kind is not OutermostGuard
+        )
     )

@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Host, Mount, Router, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
 from ingress.asgi.compat import base_app
-from ingress.asgi.compiled import is_compiled
+from ingress.asgi.compiled import CompiledRoute
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
 from ingress.asgi.routes import api_route, served_routes
@@ -86,7 +86,7 @@ class _Routes:
         methods = " ".join(sorted(getattr(served, "methods", None) or ())) or "any"
         what = f"{'WS' if isinstance(original, WebSocketRoute) else methods} {path}"
         route = api_route(served)
-        compiled = None if route is None else is_compiled(getattr(route, "app", None))
+        compiled = None if route is None else isinstance(getattr(route, "app", None), CompiledRoute)
         func = getattr(endpoint, "__ingress_func__", None)
         if func is not None:
             yield Part(what, func, Role.ENDPOINT, is_compiled=compiled)

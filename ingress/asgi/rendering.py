@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 from fastapi.encoders import jsonable_encoder
@@ -106,16 +107,11 @@ def is_json(value: Any, depth: int = 0) -> bool:
     if depth > 16:  # the encoder decides on deeper values
         return False
     if kind is dict:
-        for key in value:
-            if type(key) is not str or key.startswith("_sa"):
+        for key, each in value.items():  # `all()` of a generator would enter a frame for each
+            if type(key) is not str or key.startswith("_sa") or not is_json(each, depth + 1):
                 return False
-        value = value.values()
-    elif kind is not list:
-        return False
-    for each in value:  # a loop, because `all()` of a generator takes a frame for each
-        if type(each) not in JSON_SCALARS and not is_json(each, depth + 1):
-            return False
-    return True
+        return True
+    return kind is list and all(map(is_json, value, repeat(depth + 1)))
 
 
 # As in `JSONResponse`, which makes a new encoder for each response.

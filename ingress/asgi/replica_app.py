@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from time import monotonic
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ingress.asgi.apps import BoundRoutes
 from ingress.asgi.bad_results import endpoint_of, explain
 from ingress.asgi.compat import TELEMETRY
-from ingress.asgi.compiled import CompiledRoute, discard
+from ingress.asgi.compiled import CompiledRoute
 from ingress.asgi.guard import ANSWER, Answer
 from ingress.asgi.layers import CHECK_EVERY_S, Layers
 from ingress.asgi.lifespan import Lifespan
@@ -22,6 +23,8 @@ from ingress.execution.execution import ExecutionPlan, Role, contain
 
 ASGI = {"version": "3.0", "spec_version": "2.4"}
 BUILDER_METHOD = "__serve_build_asgi_app__"
+
+_ROUTES = attrgetter("routes")
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
@@ -109,10 +112,9 @@ class ReplicaApp:
         """
         routes = self._routes
         assert routes is not None  # set by `attach`
-        for router, seen in routes.seen:
-            if router.routes != seen:
-                self._renew(routes)
-                break
+        # Faster than a count of changes, which is not public either.
+        if list(map(_ROUTES, routes.routers)) != routes.seen:
+            self._renew(routes)
         app = self._context.asgi_app
         if (now := monotonic()) >= self._next_look:
             self._layers = Layers.of(app)
@@ -123,6 +125,7 @@ class ReplicaApp:
         scope["asgi"] = ASGI
         if self.lifespan.state:
             scope["state"] = {**scope.get("state", {}), **self.lifespan.state}
+        found: ASGIApp | None = None
         try:
             if (
                 index is not None
@@ -134,22 +137,19 @@ class ReplicaApp:
                     scope["root_path"] = app.root_path
                 found = index.find(scope)
                 if type(found) is CompiledRoute:
-                    rest = await found.begin(scope, receive, send)
-                    if rest is None:
-                        return
-                    found = rest.app
-                    if rest.has_started:
-                        send = discard
-                scope[FOUND] = found
-            await self._in_layers(scope, receive, send)
+                    return await found.answer(scope, receive, send, self._in_layers)
+            await self._in_layers(found, scope, receive, send)
         except BaseException as error:
             explain(error, endpoint_of(scope), scope)
             contain(error, "the ASGI app")
             raise
 
-    async def _in_layers(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _in_layers(
+        self, found: ASGIApp | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Run the app that was found inside of the layers; they find one themselves for `None`."""
         answer = Answer(send)
-        scope[ANSWER] = answer
+        scope[ANSWER], scope[FOUND] = answer, found
         try:
             # A WebSocket has no response that could be cut off in the middle.
             watched = send if scope["type"] == "websocket" else answer.send

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -39,11 +39,12 @@ from ingress.asgi.compat import (
     warn_if_not_compiled,
     with_base_app,
 )
-from ingress.asgi.compiled import compiled_app
+from ingress.asgi.compiled import CompiledRoute
 from ingress.asgi.dependencies import Dependencies
 from ingress.asgi.guard import Guard, guard_below, guarded
 from ingress.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
 from ingress.asgi.responses import take_over_stream
+from ingress.asgi.steps import Unfit
 from ingress.calls.call import CURRENT_CALL
 from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA
@@ -93,7 +94,8 @@ class RouteTree:
                 self._dependencies.lift(dependant)
             route = api_route(served)
             if getattr(route, "app", None) is not None:
-                route.app = compiled_app(route)
+                with suppress(Unfit):
+                    route.app = CompiledRoute(route)
         return cloned
 
     def _router(self, router: Router) -> Router:
