@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
 from ingress.base.options import is_number
 from ingress.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
 from ingress.base.unsupported import absent_member, absent_method, refuse, teller
-from ingress.calls.call import CURRENT_CALL, Call, Queue, begin_wait, end_wait
+from ingress.calls.call import CURRENT_CALL, NO_WORK, Call, Queue, Work, begin_wait, end_wait
 from ingress.calls.channel import Channel, EndOfStream
 from ingress.calls.loops import running_loop
 from ingress.calls.tracing import TRACING, trace_call
@@ -80,7 +80,7 @@ class CallRouter(Queue, Protocol):
         """Start the call, now or when a slot is free, or settle it as refused."""
 
 
-class Invocation:
+class Invocation(Work):
     """The work of a call by handle on its replica: a method and its resolved arguments.
 
     The items of a generator go into `channel`, which is `None` for a single result. An engine that
@@ -213,7 +213,7 @@ class DeploymentHandle:
             session_id=options.session_id,
             priority=priority,
         )
-        call = Call(metadata, None, copy_context())
+        call = Call(metadata, NO_WORK, copy_context())
         if TRACING.tracer is not None or call.started_at >= TRACING.next_look:
             trace_call(call)
         if parent is not None and deadline is not None:

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
-from ingress.calls.call import Call
+from ingress.calls.call import NO_WORK, Call
 from ingress.context import ReplicaRuntime
 from ingress.declaration.declaration import Application
 from ingress.replicas.slots import Slots
@@ -127,7 +127,7 @@ def make_call(
         multiplexed_model_id=model_id,
         deadline=None if left_s is None else monotonic() + left_s,
     )
-    return Call(metadata, None, Context())
+    return Call(metadata, NO_WORK, Context())
 
 
 class Gate:

@@ -20,18 +20,16 @@ import weakref
 from typing import Any
 
 from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.http.exchange import Exchange
-from ingress.http.websocket import WebSocketExchange
+from ingress.calls.call import Call
+from ingress.http.reply import HTTPReply
+from ingress.http.work import HTTPWork
 from ingress.replicas.router import Router
 
 ROUNDS = 50
 DEPLOYMENT = DeploymentID("A", "default")
 
-# An attribute that the server's loop writes late, and one that the user loop writes.
-FIELDS = {
-    "Exchange": ("cut_by", "has_answer"),
-    "WebSocketExchange": ("_is_accepted", "is_heard"),
-}
+# Two attributes: the threads of the server's loop and of the user loop, or of both, write them.
+FIELDS = {"Call": ("is_interrupted", "is_awaited"), "HTTPWork": ("_template", "has_answer")}
 
 
 class Node:
@@ -40,12 +38,11 @@ class Node:
     me: Node
 
 
-def make(kind: str) -> Exchange:
+def make(kind: str) -> Call | HTTPWork:
     metadata = RequestMetadata("id", DEPLOYMENT, route="/")
     unused: Any = None
-    common = (metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
-    cls = WebSocketExchange if kind == "WebSocketExchange" else Exchange
-    return cls(*common)
+    reply = HTTPReply(metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
+    return reply.work if kind == "HTTPWork" else reply.call
 
 
 async def race(kind: str) -> None:
@@ -62,13 +59,13 @@ async def race(kind: str) -> None:
             done.release()
 
     for _ in range(200):  # each instance uses up one of the class's shared keys
-        make(kind)._event = None
-    make(kind)._is_ended = True  # the last one
+        setattr(make(kind), theirs, None)
+    setattr(make(kind), ours, None)  # the last one
     threading.Thread(target=user_loop, daemon=True).start()
     gc.disable()
     gc.set_threshold(1)
     for number in range(ROUNDS):
-        exchange = box[0] = make(kind)
+        written = box[0] = make(kind)
         node = Node()
         node.me = node
         kept.append(weakref.ref(node, lambda _: time.sleep(0.005)))
@@ -76,10 +73,10 @@ async def race(kind: str) -> None:
         kept.extend({} for _ in range(100))
         go.release()
         gc.enable()
-        setattr(exchange, ours, True)
+        setattr(written, ours, True)
         gc.disable()
         done.acquire()
-        assert (getattr(exchange, ours), getattr(exchange, theirs)) == (True, True), number
+        assert (getattr(written, ours), getattr(written, theirs)) == (True, True), number
     print("survived", ROUNDS)
 
 

@@ -12,6 +12,7 @@ import pytest
 from ingress.base.types import DeploymentID
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.exceptions import RequestCancelledError
+from ingress.handle import Invocation
 from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, make_call, together
 
@@ -188,7 +189,7 @@ def test_an_ended_call_keeps_nothing_of_the_call_that_started_it() -> None:
     argument = Argument()
     alive = weakref.ref(argument)
     call = make_call()
-    call.work = lambda _, argument=argument: argument
+    call.work = Invocation("m", [argument], {}, None)
     call.context.run(lambda: CURRENT_CALL.set(make_call()))
     call.release_references()
     del argument

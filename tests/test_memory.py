@@ -60,9 +60,17 @@ BEGUN = {
 """The requests and calls that wait for the latch once all have begun."""
 
 KINDS = {
-    *("Exchange", "Attempts", "WebSocketExchange", "Call", "Invocation", "DeploymentResponse"),
+    *(
+        "HTTPReply",
+        "Attempts",
+        "WebSocketReply",
+        "HTTPWork",
+        "Call",
+        "Invocation",
+        "DeploymentResponse",
+    ),
     *("DeploymentResponseGenerator", "BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
-    *("Channel", "ClientReader", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
+    *("Channel", "Client", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
     *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn"),
     *("HTTPProxy", "InFlight"),
     *("ReplicaRuntime", "ReplicaApp", "RouteIndex", "Lifted", "EventLoopThread", "LocalEngine"),
@@ -296,7 +304,7 @@ def test_what_requests_in_flight_share_has_no_dict(
                 answers = [pool.submit(request) for request in requests]
                 wait_until(lambda: everything.begun == BEGUN)
                 wait_until(
-                    lambda: len(local_engine().http.proxy.in_flight.exchanges) == len(requests) - 1
+                    lambda: len(local_engine().http.proxy.in_flight.replies) == len(requests) - 1
                 )
                 held = held_by_requests()
                 before = [(each, set(vars(each))) for each in held if may_have_a_dict(type(each))]

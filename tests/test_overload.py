@@ -29,7 +29,7 @@ from ingress.calls.call import Call
 from ingress.config import BackpressureConfig
 from ingress.exceptions import BackPressureError
 from ingress.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
-from ingress.http.exchange import Exchange
+from ingress.http.reply import HTTPReply
 from ingress.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
@@ -752,19 +752,19 @@ def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
         router.add(replica)
         replica.is_late = replica.is_computing = True
         metadata = make_call(left_s=60).metadata
-        exchange = Exchange(metadata, router, {"type": "http"}, nothing, nothing)
-        answer = asyncio.create_task(exchange.respond())
+        reply = HTTPReply(metadata, router, {"type": "http"}, nothing, nothing)
+        answer = asyncio.create_task(reply.respond())
         turns = 0
         while not replica.started and not replica.skipped:
             await asyncio.sleep(0)
             turns += 1
             if is_cancelled and turns == TURNS // 2:
-                exchange.cancel()
+                reply.call.cancel()
 
         assert turns >= TURNS
-        assert replica.skipped == [exchange] * is_cancelled
+        assert replica.skipped == [reply.call] * is_cancelled
         if not is_cancelled:
-            replica.finish(exchange)
+            replica.finish(reply.call)
         await asyncio.wait([answer])
         assert router.num_ongoing == 0
 

@@ -24,6 +24,7 @@ from ingress.exceptions import (
     SyncMethodOnEventLoopWarning,
     UserCodeExit,
 )
+from ingress.handle import Invocation
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.replicas.router import Router
 from ingress.testing import Latch
@@ -117,7 +118,7 @@ class Rig:
 
     def call(self, method: str) -> Call:
         call = make_call()
-        call.work = lambda user_code: user_code.call(method, (), {})
+        call.work = Invocation(method, [], {}, None)
         return call
 
     def submit(self, method: str) -> Call:
@@ -392,7 +393,7 @@ def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
             run_blocking(control.loop, ask(), PATIENCE_S)
     assert Sick.calls == 2, "once at start, and one that is still there"
     call = make_call()
-    call.work = lambda user_code: user_code.call("quick", (), {})
+    call.work = Invocation("quick", [], {}, None)
     replica.submit(call)
     assert call.wait_blocking(PATIENCE_S)
 

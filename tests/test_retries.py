@@ -32,6 +32,7 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,
 )
+from ingress.handle import Invocation
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
 from tests.fakes import FakeReplica, make_call
@@ -491,7 +492,7 @@ def test_a_thousand_calls_racing_the_end_of_a_replica_all_run_once_on_another(
     def submit(first: int) -> None:
         for name in range(first, 1_000, 4):
             call = calls[name] = make_call()
-            call.work = lambda user_code, name=name: user_code.call("count", (name,), {})
+            call.work = Invocation("count", [name], {}, None)
             router.assign(call)
 
     threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
@@ -543,7 +544,7 @@ def test_what_a_stuck_replica_has_not_begun_runs_once_on_another(way: str) -> No
     ]
     calls = [make_call() for _ in range(5)]
     for name, call in enumerate(calls):
-        call.work = lambda user_code, name=name: user_code.call("count", (name,), {})
+        call.work = Invocation("count", [name], {}, None)
 
     def submit() -> None:
         for call in calls:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ingress.base.types import DeploymentID
 from ingress.calls.channel import Channel
-from ingress.http.exchange import Exchange
+from ingress.http.reply import HTTPReply
 from ingress.http.stream_turns import LARGE, PARTS, stream_turns
 from ingress.replicas.router import Router
 from tests.fakes import make_call
@@ -52,12 +52,12 @@ def test_large_parts_of_responses_take_turns_and_small_parts_do_not() -> None:
 
         async def stream() -> None:
             metadata = make_call().metadata
-            exchange = Exchange(metadata, router, {"type": "http"}, nothing, send)
+            reply = HTTPReply(metadata, router, {"type": "http"}, nothing, send)
             outbound = Channel()
             message = {"type": "http.response.body", "body": bytes(size), "more_body": True}
             outbound.put_nowait(message, size)
             outbound.finish()
-            await exchange._forward(outbound)
+            await reply.forward(outbound)
 
         router = Router(DeploymentID("D"))
         streams = [asyncio.create_task(stream()) for _ in range(20)]

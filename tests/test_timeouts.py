@@ -30,7 +30,9 @@ from ingress.calls.channel import Channel
 from ingress.calls.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
 from ingress.calls.loops import EventLoopThread, mailbox_of, run_blocking
 from ingress.exceptions import RequestCancelledError, RequestTimeoutError
-from ingress.http.exchange import Exchange
+from ingress.handle import Invocation
+from ingress.http.reply import HTTPReply
+from ingress.http.work import HTTPWork
 from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
 from ingress.testing import Latch
@@ -388,11 +390,11 @@ def test_an_error_after_the_deadline_is_a_408_even_if_the_timer_is_late(
     @serve.deployment
     def slow(request: Request) -> None:
         call = CURRENT_CALL.get()
-        assert isinstance(call, Exchange)
         assert call.deadline is not None
         # The server's loop stands still until the error has settled the call.
         call.when_settled(lambda _: is_settled.count_down())
-        call.loop.call_soon_threadsafe(is_settled.wait)
+        assert isinstance(call.work, HTTPWork)
+        call.work.reply.loop.call_soon_threadsafe(is_settled.wait)
         deadline = call.deadline
         wait_until(lambda: time.monotonic() > deadline)
         raise RuntimeError("late")
@@ -506,7 +508,7 @@ def test_a_call_whose_deadline_passes_on_the_way_to_its_replica_never_starts() -
 
     call = make_call()
     call.metadata = call.metadata._replace(deadline=time.monotonic() - 0.001)
-    call.work = lambda user_code: user_code.call("work", (), {})
+    call.work = Invocation("work", [], {}, None)
     handle = serve.run(bind(serve.deployment(Late)), route_prefix=None)
     handle._directory.router(handle.deployment_id).assign(call)
 
@@ -655,18 +657,18 @@ def test_an_answer_to_a_client_that_does_not_read_is_cut_although_the_work_has_e
                 outbound = Channel()
                 outbound._try_put({"type": "http.response.start", "status": 200}, 0, None)
                 outbound.finish()
-                call.open(outbound)
+                call.work.reply.open(outbound)
                 self.finish(call)
 
         router = Router(DeploymentID("D"))
         router.add(Streaming(router))
         metadata = make_call().metadata._replace(deadline=time.monotonic() + 60)
         scope = {"type": "http"}
-        exchange = Exchange(metadata, router, scope, send, send)  # type: ignore[arg-type]
-        task = asyncio.create_task(exchange.respond())
+        reply = HTTPReply(metadata, router, scope, send, send)  # type: ignore[arg-type]
+        task = asyncio.create_task(reply.respond())
         await is_sending.wait()
-        assert exchange.settled
-        exchange.expire()
+        assert reply.call.settled
+        reply.call.expire()
         if also_by == "the-server":
             task.cancel()
         await asyncio.wait([task])

@@ -88,7 +88,7 @@ class Engine:
     def is_idle(self) -> bool:
         routers = [each.router for each in self.running.deployments.values()]
         return (
-            not self.engine.http.proxy.in_flight.exchanges
+            not self.engine.http.proxy.in_flight.replies
             and not any(each.num_queued or each.num_ongoing or each._holders for each in routers)
             and not any(
                 each._calls or each.context.batches or each._models.in_use
@@ -247,7 +247,7 @@ def test_a_request_that_rests_before_it_is_sent_on_ends_at_once(
         assert (router.num_queued, router.num_ongoing) == (0, 0)
         assert not router._holders
         assert not any(replica.skipped for replica in replicas)
-        assert not proxy.in_flight.exchanges
+        assert not proxy.in_flight.replies
 
     run(scenario)
 
@@ -279,7 +279,7 @@ def test_the_end_of_a_request_in_the_pause_before_another_attempt_is_seen_there(
         assert statuses is None or caller.statuses == statuses
         assert len(replica.started) == 1
         assert (router.num_queued, router.num_ongoing) == (0, 0)
-        assert not proxy.in_flight.exchanges
+        assert not proxy.in_flight.replies
 
     run(scenario)
 

@@ -26,7 +26,7 @@ from typing import Any
 from ingress.base.counters import BatchCount
 from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.batching.batch_item import Item, fail
-from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
+from ingress.calls.call import CURRENT_CALL, NO_WORK, Call, begin_wait, end_wait
 from ingress.calls.loops import BorrowedLoop, mailbox_of
 from ingress.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.context import REPLICA, ReplicaRuntime
@@ -287,7 +287,7 @@ class BatchQueue:
             deadline=_latest_deadline(calls),
         )
         context = self._context.copy()
-        batch = Call(metadata, None, context, tuple(call for call in calls if call is not None))
+        batch = Call(metadata, NO_WORK, context, tuple(call for call in calls if call is not None))
         context.run(CURRENT_CALL.set, batch)
         if TRACING.tracer is not None or batch.started_at >= TRACING.next_look:
             trace_batch(batch, [item.span for item in items])

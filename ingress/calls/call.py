@@ -27,6 +27,8 @@ from ingress.exceptions import (
 )
 
 if TYPE_CHECKING:
+    from starlette.types import Scope
+
     from ingress.context import ReplicaRuntime
     from ingress.replicas.slots import Slots
 
@@ -99,6 +101,67 @@ class Runner(Protocol):
     def release(self, call: Call) -> None: ...
 
 
+class Work:
+    """The code that a call runs on its replica, and what differs by the kind of a call.
+
+    `work(user_code)` is run by the replica, in the call's context. The defaults are those of a call
+    by handle; `http.work.HTTPWork` is the work of a request or a WebSocket.
+
+    scope        the ASGI scope of a request; `None` for all other calls
+    streamed_at  when the response of a request began to be streamed; 0 if it did not
+    answered_at  when the answer to a request with a deadline was sent; 0 if at its work's end
+    """
+
+    __slots__ = ()
+    scope: Scope | None = None
+    streamed_at: float = 0.0
+    answered_at: float = 0.0
+
+    def __call__(self, user_code: Any) -> Awaitable[Any]:
+        raise NotImplementedError
+
+    def start(self, call: Call, runner: Runner) -> None:
+        """Begin on a replica. Thread-safe; called once for each slot that the call gets."""
+        runner.submit(call)
+
+    def deadline(self, call: Call) -> float | None:
+        """Return the deadline of calls that are made in this one."""
+        return call.metadata.deadline
+
+    def kind(self, call: Call) -> str:
+        """Return the kind of this call; calls of a kind take about as long. "" for none."""
+        return call.metadata.method_name
+
+    def title(self, call: Call) -> str:
+        """Return the name of this call for people. Thread-safe."""
+        return f"{call.metadata.deployment.name}.{call.metadata.method_name}"
+
+    def route(self, call: Call) -> str:
+        """Return the route as far as it is known, a template such as "/items/{id}"."""
+        return call.metadata.route
+
+    def expire(self, call: Call) -> None:
+        """End the call, because its deadline has come. Thread-safe."""
+        call.cancel_late()
+
+    def give_up(self, call: Call, error: RayServeException) -> None:
+        """End the call with an error, because its replica is stuck. Thread-safe."""
+        call.cancel(error)
+
+    def interrupt(self) -> None:
+        """Tell the code to stop. Called where it runs, after its task was cancelled."""
+
+    def end(self, call: Call, failure: BaseException | None) -> str:
+        """Drop what only the run needed, and return the route that the call is counted under."""
+        call.release_references()
+        return call.metadata.route
+
+
+NO_WORK = Work()
+"""The work of calls that have none yet, or none any more, or that no replica runs."""
+NO_CONTEXT = Context()
+
+
 class Call(Node):
     """One call: a request, a batch, or the load of a model; its state and its answer. Thread-safe.
 
@@ -110,7 +173,6 @@ class Call(Node):
     is_interrupted  becomes true when its answer is not wanted any more, or its replica stops
     assigned_at     when it got its slot
     began_at        when its replica began it, before the first line of its user code; 0 till then
-    answered_at     when the answer to a request with a deadline was sent; 0 if at its work's end
     trace_id        of the sampled trace that it belongs to; absent without tracing, see
                     `calls.tracing`
     """
@@ -120,7 +182,6 @@ class Call(Node):
         "_children",
         "_lock",
         "_parent",
-        "answered_at",
         "assigned_at",
         "began_at",
         "context",
@@ -130,7 +191,6 @@ class Call(Node):
         "metadata",
         "queue",
         "retries",
-        "route",
         "runner",
         "settled",
         "started_at",
@@ -143,13 +203,13 @@ class Call(Node):
     def __init__(
         self,
         metadata: RequestMetadata,
-        work: Callable[[Any], Awaitable[Any]] | None,
+        work: Work,
         context: Context,
         members: tuple[Call, ...] | None = None,
+        on_settled: Callable[[Call], Any] | None = None,
     ) -> None:
         self.metadata = metadata
         self.members = members
-        self.route = metadata.route
         self.work = work
         self.context = context
         self.queue: Queue | None = None
@@ -163,17 +223,16 @@ class Call(Node):
         self.error: BaseException | None = None
         self.started_at = monotonic()
         self.assigned_at = 0.0
-        self.answered_at = 0.0
         self.began_at = 0.0
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Call], Any]] = []
+        self._callbacks = [] if on_settled is None else [on_settled]
         self._parent: Call | None = None
         self._children: set[Call] | None = None  # not settled yet
 
     def start(self, runner: Runner) -> None:
         """Begin on the replica whose slot the call has. Thread-safe; called once for each slot."""
         self.runner = runner
-        runner.submit(self)
+        self.work.start(self, runner)
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
         """Settle the call with its answer. Returns False if it is settled already."""
@@ -205,16 +264,17 @@ class Call(Node):
 
     @property
     def deadline(self) -> float | None:
-        """The deadline of the call and of its children, in `time.monotonic()` seconds."""
-        return self.metadata.deadline
+        """The deadline of the call's children, in `time.monotonic()` seconds."""
+        return self.work.deadline(self)
 
     def expire(self) -> None:
         """Cancel the call, because its deadline has come. Thread-safe."""
         self._expire_parents()
-        self._cancel_late()
+        self.work.expire(self)
 
-    def _cancel_late(self) -> None:
-        if self.cancel(self._timeout()) and self.queue is not None:
+    def cancel_late(self) -> None:
+        """Cancel the call, and count it among those whose deadline has passed."""
+        if self.cancel(self.timeout_error()) and self.queue is not None:
             self.queue.note_expired()
 
     def _expire_parents(self) -> None:
@@ -235,10 +295,10 @@ class Call(Node):
         deadline = self.metadata.deadline
         if deadline is not None and not self.settled and monotonic() >= deadline:
             self._expire_parents()
-            self._cancel_late()
+            self.cancel_late()
         return self.settled
 
-    def _timeout(self) -> RequestTimeoutError:
+    def timeout_error(self) -> RequestTimeoutError:
         assert self.metadata.deadline is not None
         left_s = round(self.metadata.deadline - self.started_at, 6)
         return RequestTimeoutError(self.metadata.request_id, left_s)
@@ -280,7 +340,7 @@ class Call(Node):
 
     def give_up(self, error: RayServeException) -> None:
         """End the call with an error, because its replica is stuck. Thread-safe."""
-        self.cancel(error)
+        self.work.give_up(self, error)
 
     def family(self) -> set[Call]:
         """Return the calls whose answers hang together with this one's. Thread-safe.
@@ -306,6 +366,9 @@ class Call(Node):
         self.is_interrupted = True
         for child in list(self._children or ()):
             child.cancel()
+        # Only after the cancellation: user code whose `send` failed earlier would be cleaning up,
+        # and the cancellation must not come in the middle of that.
+        self.work.interrupt()
 
     @property
     def app_name(self) -> str:
@@ -326,15 +389,15 @@ class Call(Node):
 
     def kind(self) -> str:
         """Return the kind of this call; calls of a kind take about as long. "" for none."""
-        return self.metadata.method_name
+        return self.work.kind(self)
 
     def title(self) -> str:
         """Return the name of this call for people, also of a request. Thread-safe."""
-        return f"{self.metadata.deployment.name}.{self.metadata.method_name}"
+        return self.work.title(self)
 
     def current_route(self) -> str:
         """Return the route as far as it is known, a template such as "/items/{id}"."""
-        return self.metadata.route
+        return self.work.route(self)
 
     def release_references(self) -> None:
         """Drop the references that only the run needed, once it has ended.
@@ -342,8 +405,7 @@ class Call(Node):
         Otherwise, in a chain of calls that each start the next one as their last act, the last
         would keep all earlier calls alive, with their arguments.
         """
-        self.work = None
-        self.context = _NO_CONTEXT
+        self.work, self.context = NO_WORK, NO_CONTEXT
 
     def outcome(self) -> Any:
         """Return or raise the answer."""
@@ -482,6 +544,3 @@ def current_users() -> tuple[Call, ...]:
     if call is None:
         return ()
     return (call,) if call.members is None else (*call.members, call)
-
-
-_NO_CONTEXT = Context()

@@ -307,9 +307,8 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
     return mailbox
 
 
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, if one does."""
-    return asyncio._get_running_loop()
+running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
+"""Return the event loop that runs in this thread, if one does."""
 
 
 def asyncio_loop() -> asyncio.AbstractEventLoop:

@@ -149,7 +149,7 @@ def _span_of_client(call: Call) -> Any:
     """Return the span that the headers of an HTTP request name, as the propagator reads them."""
     from opentelemetry import propagate, trace
 
-    headers = getattr(call, "scope", {}).get("headers", ())
+    headers = (call.work.scope or {}).get("headers", ())
     carrier = {str(name, "latin-1"): str(value, "latin-1") for name, value in headers}
     try:
         return trace.get_current_span(propagate.extract(carrier))

@@ -6,7 +6,7 @@ that compute, a loop waits 160 ms for each turn of its own. While the pressure i
     turns get shorter     0.5 ms, also while one thread computes: uvloop takes the GIL anew for each
                           event of a socket
     calls start later     a request that gets a slot begins by way of its server's loop, see
-                          `Exchange.start`: that loop has turns between two calls that compute
+                          `HTTPWork.start`: that loop has turns between two calls that compute
 
 The pressure is high as soon as the watchdog has waited for the GIL for one turn: five threads that
 compute leave an HTTP loop 200 events a second, and what piles up meanwhile takes seconds to answer.

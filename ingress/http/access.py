@@ -24,23 +24,23 @@ from ingress.logs.identity import printable
 from ingress.logs.options import ACCESS, LOGS
 
 if TYPE_CHECKING:  # it imports this module
-    from ingress.http.exchange import Exchange
+    from ingress.http.reply import Reply
 
 _logger = logging.getLogger(ACCESS)
 _MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
 CLIENT_LEFT = 499  # as in Ray Serve, and in nginx
-_SWITCHED = 101
-_DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
+SWITCHED = 101
+DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
 
 
 class AccessLine:
     """One request, as its line in the access log tells of it. Its `send` for the proxy.
 
-    Owned by the HTTP loop. The proxy sets `exchange` and `scope` once the request has a deployment.
+    Owned by the HTTP loop. The proxy sets `reply` and `scope` once the request has a deployment.
     """
 
     __slots__ = (
-        "__self__", "_began", "_outer", "_send", "_status", "exchange", "is_logged", "queued_at",
+        "__self__", "_began", "_outer", "_send", "_status", "is_logged", "queued_at", "reply",
         "request_id", "scope",
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class AccessLine:
         self._send = send
         self._began = monotonic()
         self._status = 0
-        self.exchange: Exchange | None = None
+        self.reply: Reply | None = None
         self.scope: Scope | None = None
         self.request_id = ""
         self.queued_at = 0.0  # when it asked for a slot, if it had a body to read before
@@ -64,13 +64,13 @@ class AccessLine:
                 self.log()
         elif kind in ("http.response.start", "websocket.http.response.start"):
             self._status = message["status"]
-            if self.exchange is None:  # refused
+            if self.reply is None:  # refused
                 self.request_id = _id_in(message)
         elif kind == "websocket.accept":
-            self._status = _SWITCHED
+            self._status = SWITCHED
         elif kind == "websocket.close":
-            is_open = self._status == _SWITCHED
-            self._status = message.get("code", 1000) if is_open else _DENIED
+            is_open = self._status == SWITCHED
+            self._status = message.get("code", 1000) if is_open else DENIED
         return self._send(message)
 
     async def follow(
@@ -89,22 +89,22 @@ class AccessLine:
         if self.is_logged:
             return
         self.is_logged = True
-        exchange = self.exchange
+        reply = self.reply
         application = deployment = replica = route = model_id = ""
         queue_ms = 0.0
         now = monotonic()
-        if exchange is not None:
-            name = exchange.metadata.deployment
-            application, deployment = name.app_name, name.name
-            route = self._route(exchange)
-            if exchange.metadata.multiplexed_model_id:
-                model_id = printable(exchange.metadata.multiplexed_model_id)
-            self.request_id = exchange.metadata.request_id
+        if reply is not None:
+            call, metadata = reply.call, reply.call.metadata
+            application, deployment = metadata.deployment.app_name, metadata.deployment.name
+            route = self._route(metadata.route)
+            if metadata.multiplexed_model_id:
+                model_id = printable(metadata.multiplexed_model_id)
+            self.request_id = metadata.request_id
             queued_at = self.queued_at or self._began
-            queue_ms = max(0.0, (exchange.assigned_at or now) - queued_at) * 1e3
-            if exchange.runner is not None:
-                replica = exchange.runner.context.replica_tag
-            self.exchange = self.scope = None  # they outlive the request in the server's timers
+            queue_ms = max(0.0, (call.assigned_at or now) - queued_at) * 1e3
+            if call.runner is not None:
+                replica = call.runner.context.replica_tag
+            self.reply = self.scope = None  # they outlive the request in the server's timers
         if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):
             return
         latency_ms = (now - self._began) * 1e3
@@ -133,18 +133,18 @@ class AccessLine:
             fields["path"] = path
         _logger.handle(record)
 
-    def _route(self, exchange: Exchange) -> str:
+    def _route(self, prefix: str) -> str:
         template = None if self.scope is None else route_template(self.scope)
         if template is None:
             return ""
-        return exchange.metadata.route.rstrip("/") + template
+        return prefix.rstrip("/") + template
 
 
-def note_exchange(send: Send, exchange: Exchange) -> None:
-    """Tell the access line of a request, if it has one, its exchange, or its next attempt's."""
+def note_reply(send: Send, reply: Reply) -> None:
+    """Tell the access line of a request, if it has one, its reply, or its next attempt's."""
     if isinstance(send, AccessLine):
-        send.exchange = exchange
-        send.scope = exchange.scope
+        send.reply = reply
+        send.scope = reply.work.scope
 
 
 def leave_out(send: Send) -> None:

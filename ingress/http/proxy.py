@@ -1,6 +1,6 @@
 """The ASGI application that routes HTTP requests and WebSockets to deployments.
 
-    path -> route (longest prefix) -> metadata -> Exchange -> `InFlight.serve` -> response
+    path -> route (longest prefix) -> metadata -> Reply -> `InFlight.serve` -> response
     /-/healthz                        Ray's health check, for load balancers
     /-/livez, /-/readyz               for supervisors: this loop turns; requests can be served
     /-/routes                         the running applications, for local clients
@@ -26,11 +26,11 @@ from ingress.base.counters import HTTPCounts
 from ingress.base.types import new_request_id
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
-from ingress.http.access import AccessLine, leave_out, note_exchange
-from ingress.http.exchange import Exchange
+from ingress.http.access import AccessLine, leave_out, note_reply
 from ingress.http.in_flight import InFlight
 from ingress.http.messages import GOING_AWAY, NORMAL, TRY_AGAIN_LATER, adding_request_id
 from ingress.http.origin import is_local
+from ingress.http.reply import HTTPReply
 from ingress.http.request_head import (
     REQUEST_ID_HEADER,
     read_head,
@@ -39,7 +39,7 @@ from ingress.http.request_head import (
 )
 from ingress.http.retrying import Attempts, RequestLimits, client_deadline
 from ingress.http.uvicorn_connection import has_no_body, target_of
-from ingress.http.websocket import WebSocketExchange
+from ingress.http.websocket import WebSocketReply
 from ingress.logs.options import LOGS
 from ingress.replicas.router import Router
 
@@ -184,8 +184,8 @@ class HTTPProxy:
                 last_deadline=last_deadline,
             )
             inner = attempts.scope()
-        kind = Exchange if scope["type"] == "http" else WebSocketExchange
-        exchange = kind(
+        kind = HTTPReply if scope["type"] == "http" else WebSocketReply
+        reply = kind(
             metadata,
             router,
             inner,
@@ -195,12 +195,12 @@ class HTTPProxy:
             length=length,
             limits=limits.http,
         )
-        exchange.attempts = attempts
+        reply.attempts = attempts
         if is_logged:
-            note_exchange(send, exchange)
+            note_reply(send, reply)
         if deadline is not None:
-            exchange.started_at = now
-        return self.in_flight.serve(exchange, scope, receive, send)
+            reply.call.started_at = now
+        return self.in_flight.serve(reply, scope, receive, send)
 
     def _builtin(self, path: str, scope: Scope, receive: Receive) -> Response | None:
         if path == HEALTHZ:

@@ -1,6 +1,6 @@
 """One HTTP request, attempt after attempt.
 
-    Exchange.respond -> failed -> Attempts.again -> another Exchange, or None: the failure is final
+    Reply.respond -> failed -> Attempts.again -> another Reply, or None: the failure is final
 
 Only requests whose method is in `HTTPOptions.retry_started_methods` have `Attempts`. No other is
 ever sent again once user code may have seen it. `Router.reassign` sends calls again that no user
@@ -20,7 +20,7 @@ from ingress.calls import retries
 from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
 from ingress.calls.retries import RetryBudget
 from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
-from ingress.http.exchange import Exchange
+from ingress.http.reply import Reply
 from ingress.http.request_head import USUAL_HEADERS, RoutingHeaders
 
 
@@ -67,11 +67,11 @@ class Attempts:
         scope = self._scope
         return {**scope, "state": dict(scope["state"])} if "state" in scope else dict(scope)
 
-    async def again(self, failed: Exchange, error: Exception) -> Exchange | None:
+    async def again(self, failed: Reply, error: Exception) -> Reply | None:
         """Return the next attempt, after a pause, or `None` if this failure is final."""
         deadline = self._last_deadline
         # A timer may fire up to a millisecond early, which would leave time for an attempt.
-        is_late = deadline is not None and failed.metadata.deadline == deadline
+        is_late = deadline is not None and failed.call.metadata.deadline == deadline
         if (is_late and isinstance(error, RequestTimeoutError)) or not _is_ours(failed, error):
             return None
         pause_s = retries.pause_s(
@@ -79,7 +79,7 @@ class Attempts:
                 self._number,
                 may_have_started=True,
                 is_listed=True,
-                has_answered=failed.started,
+                has_answered=failed.status != 0,
                 is_replayable=failed.has_whole_body,
             ),
             max_retries=0,
@@ -92,32 +92,32 @@ class Attempts:
             return None
         return self._next(failed)
 
-    def _next(self, failed: Exchange) -> Exchange:
+    def _next(self, failed: Reply) -> Reply:
         now = monotonic()
         deadline = self._last_deadline
         if self._timeout_s is not None:
             own = now + self._timeout_s
             deadline = own if deadline is None else min(own, deadline)
         self._number += 1
-        self._began_at = self._began_at or failed.started_at
+        self._began_at = self._began_at or failed.call.started_at
         failed.router.note_retry()
         attempt = failed.repeated(self.scope(), deadline)
         # A 408 names the time from here to the deadline: the limit that was passed.
-        attempt.started_at = self._began_at if deadline == self._last_deadline else now
+        attempt.call.started_at = self._began_at if deadline == self._last_deadline else now
         return attempt
 
 
-def _is_ours(failed: Exchange, error: Exception) -> bool:
+def _is_ours(failed: Reply, error: Exception) -> bool:
     """Return whether the replica is gone, or the time of this attempt is up.
 
     User code may raise the same types, of its own or a child's: then that is its answer.
     """
     if isinstance(error, RequestTimeoutError):
-        deadline = failed.metadata.deadline  # the replica may have been the first to notice
+        deadline = failed.call.metadata.deadline  # the replica may have been the first to notice
         return failed.cut_by is not None or (deadline is not None and monotonic() >= deadline)
     if isinstance(error, ReplicaUnavailableError):
         # A replica that is stuck has given the request up.
-        is_ending = failed.runner is not None and failed.runner.is_ending
+        is_ending = failed.call.runner is not None and failed.call.runner.is_ending
         return is_ending or failed.was_ended_by(error)
     return False
 

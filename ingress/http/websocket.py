@@ -1,4 +1,4 @@
-"""A WebSocket between the HTTP loop and the user loop: an exchange without an end of its own.
+"""A WebSocket between the HTTP loop and the user loop: a reply without an end of its own.
 
     ends because                 user code gets                    the client gets
     its handler returned                                           1000, if it has not closed
@@ -19,11 +19,11 @@ import anyio
 from starlette.types import Message
 
 from ingress.calls.channel import YIELD_EVERY, Channel, EndOfStream
-from ingress.calls.loops import mailbox_of
-from ingress.exceptions import RayServeException, is_cancellation
-from ingress.http.exchange import Exchange
-from ingress.http.exchange_state import COMPLETE, GONE, STARTED, ExchangeState
-from ingress.http.messages import INTERNAL_ERROR, NORMAL, SERVICE_RESTART
+from ingress.exceptions import is_cancellation
+from ingress.http.access import DENIED, SWITCHED
+from ingress.http.messages import INTERNAL_ERROR, NORMAL
+from ingress.http.reply import Reply
+from ingress.http.reply_state import COMPLETE, GONE, LEFT, STARTED, ReplyState
 from ingress.http.uvicorn_connection import send_messages, transport_of, websocket_of
 
 # For a handler whose client is gone, to notice and to clean up.
@@ -32,9 +32,10 @@ CLEANUP_S = 5.0
 FLUSHING_S = 1.0  # for data that is being sent when the server closes the connection
 
 
-class WebSocketExchange(Exchange):
-    """The exchange of one WebSocket. Owned by the HTTP loop."""
+class WebSocketReply(Reply):
+    """The HTTP loop's side of one WebSocket. Owned by that loop."""
 
+    is_http = False
     __slots__ = ("_flushes_until", "_is_accepted", "_is_direct", "_unsent", "_websocket")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,62 +46,59 @@ class WebSocketExchange(Exchange):
         self._is_direct = False  # messages are sent without the server's task
         self._unsent: list[Message] = []
 
-    @property
-    def deadline(self) -> float | None:
-        """The deadline of calls that its handler makes: they have none."""
-        return None
-
-    def give_up(self, error: RayServeException) -> None:
-        if self.is_stream:  # else it is refused, with the error
-            self.disconnect(SERVICE_RESTART)
-        super().give_up(error)
-
     def cut_late(self) -> None:
-        if not self.started:
+        if not self.status:
             super().cut_late()
 
-    async def _send_until_ended(self) -> None:
+    async def _send_until_over(self) -> None:
         """Serve until the handler has ended, even if this task is cancelled as the client leaves.
 
         A test client cancels it at once, maybe before its disconnect was read. The handler's
         clean-up and error belong to that test. The cancellation of a server comes a little later.
         """
         try:
-            await super()._send_until_ended()
+            await super()._send_until_over()
         except asyncio.CancelledError:
-            if not self.started or self.runner is None or self.runner.loop is self.loop:
+            runner = self.call.runner
+            if not self.status or runner is None or runner.loop is self.loop:
                 raise  # in the last case, the cancellation has ended the handler
             with anyio.move_on_after(HEARING_S, shield=True) as hearing:
-                await super()._send_until_ended()
+                await super()._send_until_over()
             if hearing.cancelled_caught and self.state in (COMPLETE, GONE):
                 with anyio.move_on_after(CLEANUP_S, shield=True):
-                    await super()._send_until_ended()
-            if not self._is_ended:
+                    await super()._send_until_over()
+            if not self._is_over:
                 raise
 
-    async def conclude(self, state: ExchangeState) -> None:
-        failure = self.error
-        is_over = state is GONE or self._disconnect_code is not None
-        is_stopped = failure is self._stopped_by
+    async def conclude(self, state: ReplyState) -> None:
+        failure = self.call.error
+        stop_code = None if self._client is None else self._client.stop_code
+        is_over = state is GONE or stop_code is not None
+        is_stopped = failure is self.stopped_by
         if failure is not None and is_over and (is_stopped or is_cancellation(failure)):
             failure = None  # its reaction to the disconnect, or it was cancelled after that
         if self._is_accepted and state < COMPLETE:
-            code = self._disconnect_code or (NORMAL if failure is None else INTERNAL_ERROR)
+            code = stop_code or (NORMAL if failure is None else INTERNAL_ERROR)
             try:
                 await self._send({"type": "websocket.close", "code": code})
             except OSError:
                 pass  # the client has left first
-        self._raise(failure, state)
+        error = self.failure(failure, state)
+        if error is not None:
+            raise error
 
     async def pass_on(self, message: Message) -> None:
-        self._note_start()
-        if message["type"] == "websocket.accept":
+        kind = message["type"]
+        if kind == "websocket.accept":
             self._is_accepted = True
-        elif message["type"] == "websocket.close" and self.state is STARTED:
+            self.note_start(SWITCHED)
+        else:
+            self.note_start(message.get("status", DENIED))
+        if kind == "websocket.close" and self.state is STARTED:
             self.state = COMPLETE
         await self._send(message)
 
-    async def _forward(self, outbound: Channel) -> None:
+    async def forward(self, outbound: Channel) -> None:
         """Send the messages of user code: without this task, while the server takes them at once.
 
         Otherwise each would have to wake this task.
@@ -115,18 +113,25 @@ class WebSocketExchange(Exchange):
                     self._is_direct = False
             messages, self._unsent = self._unsent, []
             try:
-                await self.deliver(messages or await outbound.get_many())
+                await self._deliver(messages or await outbound.get_many())
             except EndOfStream:
                 return
 
+    async def _deliver(self, messages: list[Message]) -> None:
+        try:
+            for each in messages:
+                await self.pass_on(each)
+        except OSError:
+            self._on_disconnect()  # its handler notices when it sends or receives
+
     def _news_of_user_code(self) -> None:
-        self._post(self._send_what_came)
+        self.post(self._send_what_came)
 
     def _send_what_came(self) -> None:
         # Posted, and meanwhile the server's task may have begun to send what came before.
         if self._is_direct and self._send_directly():
             self._is_direct = False
-            self._wake()
+            self.wake()
 
     def _send_directly(self) -> bool:
         """Send the messages that are there. Returns whether the server's task must go on.
@@ -144,15 +149,8 @@ class WebSocketExchange(Exchange):
             self._unsent = send_messages(self._websocket, messages)
             if self._unsent:
                 return True
-        mailbox_of(self.loop).post(self._send_what_came)
+        self.mailbox.post(self._send_what_came)
         return False
-
-    async def deliver(self, messages: list[Message]) -> None:
-        try:
-            for each in messages:
-                await self.pass_on(each)
-        except OSError:
-            self._on_disconnect()  # its handler notices when it sends or receives
 
     def watch(self, now: float) -> None:
         super().watch(now)
@@ -167,7 +165,7 @@ class WebSocketExchange(Exchange):
             transport.abort()
 
     def on_gone(self) -> None:
-        self._close()
+        self.close()
         self.loop.call_later(HEARING_S, self._cancel_unless_heard)
 
     def _cancel_unless_heard(self) -> None:
@@ -176,8 +174,8 @@ class WebSocketExchange(Exchange):
         Race with a handler that notices on its own loop just now: it is cancelled while it cleans
         up, as the handler of a request always is.
         """
-        if not self._is_ended:
-            if self.is_heard:
-                self.loop.call_later(CLEANUP_S, self.cancel)
+        if not self._is_over and self.state is not LEFT:
+            if self.work.is_heard:
+                self.loop.call_later(CLEANUP_S, self.call.cancel)
             else:
-                self.cancel()
+                self.call.cancel()

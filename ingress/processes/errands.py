@@ -13,7 +13,7 @@ from contextvars import Context
 from typing import Any
 
 from ingress.base.types import PRIORITIES, DeploymentID
-from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
+from ingress.calls.call import CURRENT_CALL, NO_WORK, Call, begin_wait, end_wait
 from ingress.calls.loops import mailbox_of
 from ingress.calls.tracing import adopt
 from ingress.exceptions import RequestCycleError
@@ -98,7 +98,7 @@ class Errands:
         context = Context()
         adopt(envelope[-1], context)
         # A call of a batch, or of a task that outlives its request, has no parent here.
-        origin = self._find_call(parent) or Call(metadata, None, context)
+        origin = self._find_call(parent) or Call(metadata, NO_WORK, context)
         response = self._made_in(context, origin, handle, args, kwargs)
         self._responses[number] = response
         if isinstance(response, DeploymentResponseGenerator):

@@ -25,8 +25,8 @@ from ingress.exceptions import UserCodeExit
 from ingress.metrics import series
 from ingress.processes.directory import ServerDirectory, Waits
 from ingress.processes.errors import not_begun, pickled_error, unreadable, unsendable
-from ingress.processes.exchange import HostedCall, HostedExchange, hosted_invocation
 from ingress.processes.frames import Buffers, Content, Frames, decode, dumps, encode, loads, outside
+from ingress.processes.hosted_call import HostedCall, hosted_invocation, hosted_request
 from ingress.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
 from ingress.processes.page import SharedPage
 from ingress.replicas.replica import Replica
@@ -160,7 +160,7 @@ class Host:
             first = None
             if values[0] == "http":
                 first = {"type": "http.request", "body": bytes(body), "more_body": has_more}
-            return HostedExchange(number, self.frames, metadata, scope_of(values), first)
+            return hosted_request(number, self.frames, metadata, scope_of(values), first)
         envelope, args, kwargs = content
         is_streaming = kind == Kind.STREAM
         metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
@@ -174,7 +174,8 @@ class Host:
         if kind == Kind.INPUT:
             size = len(content) + sum(map(len, buffers))
             try:
-                call.accept(message_of(content, buffers), size)
+                if call.request is not None:
+                    call.request.accept(message_of(content, buffers), size)
             except Exception as problem:
                 call.cancel(unreadable("a message of the client", problem))
         elif kind == Kind.CREDIT:
@@ -216,7 +217,7 @@ class Host:
 
     def _tell_trace(self, call: HostedCall) -> None:
         # The server knows the trace of a call by handle: it has sent it.
-        trace_id = trace_id_of(call) if isinstance(call, HostedExchange) else ""
+        trace_id = trace_id_of(call) if call.request is not None else ""
         if trace_id:
             self.frames.post(Kind.TRACE, call.number, trace_id.encode())
 
@@ -231,7 +232,8 @@ class Host:
                 return
             except Exception as problem:
                 error = unsendable(call.deployment_name, problem, result=value)
-        call.flush()
+        if call.request is not None:
+            call.request.flush()
         self.frames.post(Kind.FAILED, call.number, pickled_error(error))
 
     async def _answer(self, number: int, what: str, argument: Any) -> None:

@@ -37,7 +37,7 @@ def note_end(
             call.started_at,
             call.assigned_at,
             call.began_at,
-            getattr(call, "streamed_at", 0.0),  # an attribute of requests
+            call.work.streamed_at,
             ended,
             error,
             place,

@@ -21,7 +21,7 @@ from typing import Any
 
 from ingress.base.counters import LOAD, UNLOAD, Latency
 from ingress.base.types import RequestMetadata
-from ingress.calls.call import CURRENT_CALL, Call, begin_wait, current_users, end_wait
+from ingress.calls.call import CURRENT_CALL, NO_WORK, Call, begin_wait, current_users, end_wait
 from ingress.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.calls.loops import mailbox_of, run_on
 from ingress.calls.tracing import trace_load
@@ -318,7 +318,7 @@ class _Cache:
         )
         # A call of its own: a request's call may be cancelled while others wait for the model.
         context = copy_context()
-        load = Call(metadata, None, context)
+        load = Call(metadata, NO_WORK, context)
         context.run(CURRENT_CALL.set, load)
         model = self._models[model_id] = _Model(self, model_id)
         model.waits_for = frozenset((load,))

@@ -86,7 +86,7 @@ class UsualTimes:
             estimate = self._estimates[kind] = Estimate()
             if len(self._estimates) > MAX_KINDS:
                 self._estimates.popitem(last=False)
-        took_s = (call.answered_at or now) - call.assigned_at
+        took_s = (call.work.answered_at or now) - call.assigned_at
         # A call that was cut short says only that calls of its kind take longer than this one.
         if call.is_interrupted and took_s < estimate.usual_s:
             return

@@ -29,7 +29,7 @@ from ingress.asgi import BoundApp
 from ingress.base.counters import LATENCY_BUCKETS_MS, Latency, copied
 from ingress.base.snapshot import ReplicaCounts
 from ingress.base.types import ReplicaID
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.calls.call import CURRENT_CALL, NO_WORK, Call
 from ingress.calls.compat import cancel_once
 from ingress.calls.loops import (
     BorrowedLoop,
@@ -37,7 +37,6 @@ from ingress.calls.loops import (
     OnDead,
     run_on,
     running_loop,
-    runs_here,
 )
 from ingress.calls.notable import NOTABLE
 from ingress.calls.tracing import TRACING, note_exemplar, trace_begin
@@ -250,9 +249,7 @@ class Replica:
         self._arriving[call] = None
         # While the replica ends, by way of the mailbox, or calls would recurse: each one that
         # `_begin` turns away frees the slot of the next.
-        thread = self.thread
-        is_here = runs_here(self.loop, thread) if thread else running_loop() is self.loop
-        if is_here and self.state not in _ENDING:
+        if running_loop() is self.loop and self.state not in _ENDING:
             self._begin(call)
         else:
             self._home.mailbox.post(self._begin, call)
@@ -398,7 +395,7 @@ class Replica:
         The call keeps its task and its slot here until the loop turns.
         """
         call, work = item.call, item.call.work
-        if work is None or self._reassign is None:  # it was cancelled, and has ended
+        if work is NO_WORK or self._reassign is None:  # it was cancelled, and has ended
             return
         other = Call(call.metadata, work, call.context.copy())
         other.queue, other.runner = call.queue, self
@@ -563,7 +560,6 @@ class Replica:
         if TRACING.tracer is not None:
             trace_begin(call)
         try:
-            assert call.work is not None
             return await call.work(self.user_code)
         except BaseException as error:
             failure = error
@@ -577,9 +573,10 @@ class Replica:
 
     def end(self, call: Call, failure: BaseException | None) -> None:
         """Count a call whose work has ended, and give its slot back."""
-        latency = self.latencies.get(call.route)
+        route = call.work.end(call, failure)
+        latency = self.latencies.get(route)
         if latency is None:
-            latency = self.latencies[call.route] = Latency()
+            latency = self.latencies[route] = Latency()
         ended = monotonic()
         latency_ms = (ended - call.began_at) * 1e3
         latency.total_ms += latency_ms  # as `Latency.add`, whose call would cost every request
@@ -589,7 +586,7 @@ class Replica:
             note_exemplar(call, latency, bucket, latency_ms)
         if failure is not None:
             latency.errors += 1
-            self._count_error(call.route, type(failure).__name__)
+            self._count_error(route, type(failure).__name__)
             note_end(call, self.replica_id, ended, failure)
         elif ended - call.started_at >= NOTABLE.least_s:
             note_end(call, self.replica_id, ended, None)
@@ -597,7 +594,6 @@ class Replica:
         if self._models.in_use:
             self._models.end(call)
         self._release(self, call)
-        call.release_references()
 
     def _count_error(self, route: str, kind: str) -> None:
         counts = self.errors

@@ -407,8 +407,7 @@ class Router:
                 self._waiting.want(call, frozenset(each for group in ranks for each in group))
             else:
                 self._waiting.discard(call)
-                slots = min(chosen, key=lambda each: each.ongoing)
-                replica = self._take(slots, call)
+                replica = self._take(min(chosen, key=lambda each: each.ongoing), call)
         if replica is not None:
             call.start(replica)
         elif call.is_awaited:
@@ -473,13 +472,9 @@ class Router:
 
     def _take(self, slots: Slots, call: Call) -> Runner:
         """Give a slot of an available replica to a call."""
-        if not slots.ongoing:
-            del self._idle[slots]
         self._give(slots, call)
         replica = slots.replica
-        if slots.ongoing == slots.max_ongoing:
-            self._remove_available(slots)
-        elif replica.is_late and (call.metadata.deadline is not None or replica.is_computing):
+        if replica.is_late and (call.metadata.deadline is not None or replica.is_computing):
             self._settle_position(slots, [], [])
         return replica
 
@@ -491,13 +486,16 @@ class Router:
         else:
             call = waiting.next(monotonic(), shed)
         if call is not None:
-            self._idle.pop(slots, None)
             self._give(slots, call)
         return call
 
     def _give(self, slots: Slots, call: Call) -> None:
         """Give one of these slots to a call, whatever its model."""
+        if not slots.ongoing:
+            self._idle.pop(slots, None)
         slots.ongoing += 1
+        if slots.ongoing >= slots.max_ongoing and slots.position >= 0:
+            self._remove_available(slots)
         slots.given += 1
         call.began_at = 0.0
         call.assigned_at = monotonic()

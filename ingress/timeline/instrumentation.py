@@ -19,13 +19,12 @@ from time import monotonic
 from typing import Any
 
 from ingress.asgi import route_template
-from ingress.calls.call import CURRENT_CALL, Call, Runner
+from ingress.calls.call import CURRENT_CALL, Call, Runner, Work
 from ingress.calls.retries import NotBegunError
 from ingress.context import REPLICA
 from ingress.control.factories import Factories
 from ingress.execution.execution import ExecutionPlan, Role
 from ingress.execution.threads import WorkerThreads
-from ingress.http.exchange import Exchange
 from ingress.processes.replica import ProcessReplica
 from ingress.replicas.overload import Shed
 from ingress.replicas.replica import Replica
@@ -60,7 +59,7 @@ class TracedRouter(Router):
         self._recorder = recorder
 
     def assign(self, call: Call) -> None:
-        kind = "request" if isinstance(call, Exchange) else "call"
+        kind = "request" if call.work.scope is not None else "call"
         self._recorder.arrive(call, kind, _name_of(call), self.deployment_id.name)
         call.when_settled(self._recorder.answer)
         super().assign(call)
@@ -72,16 +71,14 @@ class TracedRouter(Router):
         self._recorder.give_back(call)
         super().release(replica, call)
 
-    def _take(self, slots: Slots, call: Call) -> Runner:
-        replica = super()._take(slots, call)
+    def _give(self, slots: Slots, call: Call) -> None:
+        super()._give(slots, call)
         self._recorder.take_slot(call)
-        return replica
 
     def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
         call = super()._next(slots, shed)
         if call is not None:
-            self._recorder.stand_in_queue(call)
-            self._recorder.take_slot(call)
+            self._recorder.leave_queue(call)
         return call
 
 
@@ -94,13 +91,14 @@ class _Traced(Replica):
     async def serve(self, call: Call) -> Any:
         recorder, work = self._recorder, call.work
         journey = recorder.journey_of(call)
-        if journey is None or work is None:
+        if journey is None:
             return await super().serve(call)
         journey.replica = str(self.replica_id)
         journey.loop = recorder.track(is_loop=True)
         journey.began_at = monotonic()
-        call.work = lambda user_code: _Steps(work(user_code), journey, recorder)
-        scope = getattr(call, "scope", None)
+        traced: Any = _TracedWork(work, journey, recorder)
+        call.work = traced
+        scope = work.scope
         try:
             return await super().serve(call)
         except NotBegunError:
@@ -132,7 +130,7 @@ class ReplicaInChild(_Traced):
         super().__init__(*args, **kwargs, factories=record(self._recorder, Factories()))
 
     async def serve(self, call: Call) -> Any:
-        kind = "request" if hasattr(call, "scope") else "call"
+        kind = "request" if call.work.scope is not None else "call"
         journey = self._recorder.arrive(call, kind, _name_of(call), self.context.deployment)
         journey.arrived_at = journey.slot_at = call.started_at
         try:
@@ -289,8 +287,23 @@ class _Steps:
                 error = raised
 
 
+class _TracedWork:
+    """The work of a call, which records its steps; in all else, the work itself."""
+
+    __slots__ = ("_journey", "_recorder", "_work")
+
+    def __init__(self, work: Work, journey: Journey, recorder: Recorder) -> None:
+        self._work, self._journey, self._recorder = work, journey, recorder
+
+    def __call__(self, user_code: Any) -> Awaitable[Any]:
+        return _Steps(self._work(user_code), self._journey, self._recorder)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 def _name_of(call: Call) -> str:
-    scope = getattr(call, "scope", None)  # of an `Exchange`, here or in a child
+    scope = call.work.scope
     if scope is not None:
         return f"{scope.get('method', 'WS')} {scope['path']}"
     return f"{call.metadata.deployment.name}.{call.metadata.method_name}"

@@ -172,6 +172,12 @@ class Recorder:
         if journey is not None and not journey.slot_at:
             journey.was_queued = True
 
+    def leave_queue(self, call: Call) -> None:
+        """Record that a call has waited for the slot that it has now."""
+        journey = self._open.get(call)
+        if journey is not None:
+            journey.was_queued = True
+
     def give_back(self, call: Call) -> None:
         """Record that a call releases its slot. It ends, unless it moves elsewhere unbegun."""
         journey = self._open.get(call)

@@ -119,13 +119,12 @@ class Server:
 
         It reads private state, as a cancellation before the first line is not visible outside.
         """
-        return len(local_engine().http.proxy.in_flight.exchanges)
+        return len(local_engine().http.proxy.in_flight.replies)
 
     def unread(self) -> int:
         """Return the number of clients whose reading is paused because user code does not read."""
-        exchanges = list(local_engine().http.proxy.in_flight.exchanges)
-        listeners = [each._client_reader for each in exchanges]
-        inbound = [each._inbound for each in listeners if each is not None]
+        clients = [each._client for each in list(local_engine().http.proxy.in_flight.replies)]
+        inbound = [each._inbound for each in clients if each is not None]
         return sum(bool(each._wake_producers) for each in inbound)
 
 

@@ -228,7 +228,7 @@ def left_behind(root: Any) -> dict[str, Any]:
     """Return the state that requests left behind. Reads private attributes."""
     engine = local_engine()
     found: dict[str, Any] = {
-        "in flight": set(engine.http.proxy.in_flight.exchanges),
+        "in flight": set(engine.http.proxy.in_flight.replies),
         "swept": set(engine.http.proxy.in_flight._swept),
         "running": {key: count for key, count in soak_app.running.items() if count},
         "deadlines": [each._calls for each in deadlines._deadlines.values() if each._calls],

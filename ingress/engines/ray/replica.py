@@ -1,6 +1,6 @@
 """A replica's process: Ray calls ingress, which runs the user's code as in one process.
 
-    Ray's proxy  -> HTTPReplica, an ASGI app -> Exchange   -+
+    Ray's proxy  -> HTTPReplica, an ASGI app -> HTTPReply  -+
     Ray's router -> RemoteMethod             -> Invocation -+-> Router -> Replica -> user code
 
 Ray sees a class with only `async def` methods. Ingress's `Replica` runs the `def` methods, lanes,
@@ -37,10 +37,10 @@ from ingress.exceptions import DeploymentUnavailableError
 from ingress.execution.loop_executor import lend_executor
 from ingress.execution.mistakes import described
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
-from ingress.http.exchange import Exchange
 from ingress.http.in_flight import InFlight
+from ingress.http.reply import HTTPReply as Reply
 from ingress.http.request_head import REQUEST_ID_HEADER, read_head, request_metadata
-from ingress.http.websocket import WebSocketExchange
+from ingress.http.websocket import WebSocketReply
 from ingress.metrics.user_metrics import use_theirs
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
@@ -238,15 +238,13 @@ class RayReplica:
         has_body = True if length.lstrip(b"0") else None
         if not has_body and scope["type"] == "http":
             receive = fetching_when_read(receive)
-        kind = Exchange if scope["type"] == "http" else WebSocketExchange
+        kind = Reply if scope["type"] == "http" else WebSocketReply
         inner = {**scope, "asgi": ASGI}
-        exchange = kind(
-            metadata, self._router, inner, receive, send, has_body=has_body, length=length
-        )
+        reply = kind(metadata, self._router, inner, receive, send, has_body=has_body, length=length)
         if deadline is not None:
-            exchange.started_at = now
+            reply.call.started_at = now
         try:
-            await self._in_flight.serve(exchange, scope, receive, send)
+            await self._in_flight.serve(reply, scope, receive, send)
         except Exception as error:
             raise portable(error) from error.__cause__  # Ray logs it, and cuts the response
 

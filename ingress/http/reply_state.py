@@ -1,4 +1,4 @@
-"""The states of one exchange, and the events that change them."""
+"""The states of one reply, and the events that change them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import IntEnum
 from typing import Final
 
 
-class ExchangeState(IntEnum):
-    """The state of an exchange. It belongs to the HTTP loop.
+class ReplyState(IntEnum):
+    """The state of a reply. It belongs to the HTTP loop.
 
         event                          from                      to
         the router gets the call       READING                   CALLED
@@ -31,18 +31,18 @@ class ExchangeState(IntEnum):
     COMPLETE = 3
     """The server has the whole response. A background task may run on."""
     CUT = 4
-    """The exchange ended with an error of its own: the client is answered, or cut off."""
+    """The reply ended with an error of its own: the client is answered, or cut off."""
     GONE = 5
     """The client has left: no answer is sent."""
     LEFT = 6
-    """The server's task has left the exchange. A slot that comes now is given back."""
+    """The server's task has left it. A slot that comes now is given back."""
 
 
 # Members of an enum are slow to look up in its class.
-READING: Final = ExchangeState.READING
-CALLED: Final = ExchangeState.CALLED
-STARTED: Final = ExchangeState.STARTED
-COMPLETE: Final = ExchangeState.COMPLETE
-CUT: Final = ExchangeState.CUT
-GONE: Final = ExchangeState.GONE
-LEFT: Final = ExchangeState.LEFT
+READING: Final = ReplyState.READING
+CALLED: Final = ReplyState.CALLED
+STARTED: Final = ReplyState.STARTED
+COMPLETE: Final = ReplyState.COMPLETE
+CUT: Final = ReplyState.CUT
+GONE: Final = ReplyState.GONE
+LEFT: Final = ReplyState.LEFT

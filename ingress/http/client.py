@@ -1,6 +1,6 @@
-"""The reader of a client's messages and of its disconnect.
+"""The client of a request or a WebSocket: its messages and its disconnect.
 
-Only a `ClientReader` reads on from the server's `receive`: for user code, which takes the messages
+Only a `Client` reads on from the server's `receive`: for user code, which takes the messages
 from a channel, and to notice the disconnect, which is not reported in any other way.
 """
 
@@ -16,11 +16,12 @@ from ingress.http.messages import channel_for, size_of
 from ingress.http.uvicorn_connection import Shortcut, has_left, shorten
 
 
-class ClientReader:
-    """The reader of one client. Owned by the HTTP loop; user code calls `take` on any loop.
+class Client:
+    """One client, as its request sees it. Owned by the HTTP loop; `take` is for any loop.
 
     `passes_on` says whether user code wants the messages: after the whole body, only the disconnect
     is of interest. `on_gone()` is called when the client has left.
+    `stop_code` is that of the `end` of its messages by the application; else `None`.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class ClientReader:
         "_receive",
         "_shortcut",
         "_task",
+        "stop_code",
     )
 
     def __init__(
@@ -54,6 +56,7 @@ class ClientReader:
         self._is_blocked = False  # user code has not taken the messages that are there
         self._goodbye: Message | None = None  # a WebSocket's last message
         self._is_ended = False
+        self.stop_code: int | None = None
 
     def watch(self) -> None:
         """Check whether the client has left. Called at every sweep while the request runs."""
@@ -103,7 +106,13 @@ class ClientReader:
             return self._goodbye
 
     def end(self, code: int) -> None:
-        """Stop reading, and tell user code that its client is gone, a WebSocket with `code`."""
+        """Stop reading, and tell user code that its client is gone, a WebSocket with `code`.
+
+        No effect the second time.
+        """
+        if self.stop_code is not None:
+            return
+        self.stop_code = code
         if self._goodbye is None:
             self._goodbye = {"type": "websocket.disconnect", "code": code, "reason": ""}
         self._cancel()
@@ -112,7 +121,7 @@ class ClientReader:
     def stop(self) -> None:
         """Stop reading: the request is over."""
         self._cancel()
-        # Break the cycle with the exchange: a body must not wait for the garbage collector.
+        # Break the cycle with the reply: a body must not wait for the garbage collector.
         self._on_gone = _ignore
 
     def _cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""`http.exchange`: request bodies, streams, and clients that disconnect, over real sockets."""
+"""`http.reply`: request bodies, streams, and clients that disconnect, over real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.http.exchange import Exchange
+from ingress.http.reply import HTTPReply
 from ingress.testing import Latch
 from tests.servers import (
     PATIENCE_S,
@@ -506,8 +506,8 @@ def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collecto
         began.set()
         await asyncio.Event().wait()
 
-    def exchanges() -> int:
-        return sum(type(each) is Exchange for each in gc.get_objects())
+    def replies() -> int:
+        return sum(type(each) is HTTPReply for each in gc.get_objects())
 
     port = served(never_reads.bind())
     gc.collect()  # collect garbage of earlier tests
@@ -517,9 +517,9 @@ def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collecto
             connection.request("/", method="POST", headers=f"Content-Length: {len(MEGABYTE)}\r\n")
             connection.send(MEGABYTE[: len(MEGABYTE) // 4])
             assert began.wait(PATIENCE_S)
-            assert exchanges() == 1
+            assert replies() == 1
 
-        wait_until(lambda: exchanges() == 0)
+        wait_until(lambda: replies() == 0)
     finally:
         gc.enable()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextvars import Context
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.types import Message, Scope
 from ingress.asgi import route_template
 from ingress.asgi.chunks import parts_of
 from ingress.base.types import RequestMetadata
-from ingress.calls.call import Call
+from ingress.calls.call import Call, Work
 from ingress.handle import Invocation
 from ingress.processes.errors import unsendable
 from ingress.processes.frames import LARGE, Content, Frames, encode, size_of_content
@@ -35,42 +35,40 @@ from ingress.replicas.user_code import UserCode
 
 
 class HostedCall(Call):
-    """One call in a child. Owned by the user loop. Its slot is the parent's."""
+    """One call in a child. Owned by the user loop. Its slot is the parent's.
 
-    __slots__ = ("frames", "number", "task", "window")
+    `request` is its work if that is an HTTP request or a WebSocket, else `None`.
+    """
+
+    __slots__ = ("frames", "number", "request", "task", "window")
     task: asyncio.Task[None]
     """The task that runs it. Held here, because a loop does not hold its tasks."""
 
-    def __init__(
-        self,
-        number: int,
-        frames: Frames,
-        metadata: RequestMetadata,
-        work: Callable[[Any], Awaitable[Any]] | None,
-    ) -> None:
+    def __init__(self, number: int, frames: Frames, metadata: RequestMetadata, work: Work) -> None:
         super().__init__(metadata, work, Context())
         self.assigned_at = self.started_at
         self.number = number
         self.frames = frames
         self.window = Window()
+        self.request = work if isinstance(work, HostedRequest) else None
 
     def interrupt(self) -> None:
         super().interrupt()
         self.close()  # user code that swallows its cancellation may wait for room
 
     def close(self) -> None:
-        """Make the user's generator end: its consumer takes no more."""
+        """Make the user's generator end, or every later `send` fail: the consumer has gone."""
         self.window.close()
-
-    def accept(self, message: Message, size: int) -> None:
-        """Take a message of the client, which counts `size` bytes in its window."""
+        if self.request is not None:
+            self.request.close()
 
     def last_frame(self, value: Any) -> tuple[Kind, int, Content]:
         """Return the frame that ends the call. Raises the error of pickling the value."""
+        if self.request is not None:
+            answer = self.request.take_answer()
+            kind = Kind.DONE if answer is None else Kind.ANSWER
+            return kind, self.number, b"" if answer is None else answer
         return Kind.DONE, self.number, b"" if value is None else encode(value)
-
-    def flush(self) -> None:
-        """Send what is held back for the last frame."""
 
 
 class _Items:
@@ -104,8 +102,17 @@ def hosted_invocation(
     return call
 
 
-class HostedExchange(HostedCall):
-    """One HTTP request or WebSocket in a child. Owned by the user loop."""
+def hosted_request(
+    number: int, frames: Frames, metadata: RequestMetadata, scope: Scope, first: Message | None
+) -> HostedCall:
+    """Return the call of an HTTP request or a WebSocket."""
+    request = HostedRequest(scope, first)
+    request.call = call = HostedCall(number, frames, metadata, request)
+    return call
+
+
+class HostedRequest(Work):
+    """The work of one HTTP request or WebSocket in a child. Owned by the user loop."""
 
     __slots__ = (
         "_answer",
@@ -119,19 +126,13 @@ class HostedExchange(HostedCall):
         "_taken",
         "_template",
         "_waiters",
+        "call",
         "scope",
     )
+    call: HostedCall
 
-    def __init__(
-        self,
-        number: int,
-        frames: Frames,
-        metadata: RequestMetadata,
-        scope: Scope,
-        first: Message | None,
-    ) -> None:
-        super().__init__(number, frames, metadata, self._serve)
-        self.scope = scope
+    def __init__(self, scope: Scope, first: Message | None) -> None:
+        self.scope: Scope = scope
         self._is_http = scope["type"] == "http"
         self._first = first
         self._inputs: deque[tuple[Message, int]] = deque()
@@ -142,37 +143,40 @@ class HostedExchange(HostedCall):
         self._is_streaming = self._is_complete = self._is_gone = False
         self._template = ""
 
-    @property
-    def deadline(self) -> float | None:
-        """The deadline of calls made in this request; `None` for those of a background task."""
-        is_over = self._is_complete or not self._is_http
-        return None if is_over else self.metadata.deadline
+    def __call__(self, user_code: UserCode) -> Awaitable[None]:
+        return user_code.http(self.scope, self._receive, self._send)
 
-    def current_route(self) -> str:
+    def deadline(self, call: Call) -> float | None:
+        """Return `None` for a background task, and for a WebSocket: as on Ray, it has none."""
+        is_over = self._is_complete or not self._is_http
+        return None if is_over else call.metadata.deadline
+
+    def route(self, call: Call) -> str:
         """Return the prefix, with the endpoint's path template once found."""
         if not self._template:
             path = route_template(self.scope)
             if path is None:
-                return self.metadata.route
-            self._template = self.metadata.route.rstrip("/") + path
+                return call.metadata.route
+            self._template = call.metadata.route.rstrip("/") + path
         return self._template
 
-    def title(self) -> str:
+    def title(self, call: Call) -> str:
         """Return the HTTP method and the template as far as it is known. Thread-safe."""
-        return f"{self.scope.get('method', 'WS')} {self.current_route()}"
+        return f"{self.scope.get('method', 'WS')} {self.route(call)}"
 
-    def _serve(self, user_code: UserCode) -> Awaitable[None]:
-        return user_code.http(self.scope, self._receive, self._send)
+    def end(self, call: Call, failure: BaseException | None) -> str:
+        """Keep all: the response is in the last frame."""
+        return call.metadata.route
 
     # The client's messages.
 
     def accept(self, message: Message, size: int) -> None:
+        """Take a message of the client, which counts `size` bytes in its window."""
         self._inputs.append((message, size))
         self._wake()
 
     def close(self) -> None:
-        """Make every later `send` fail, and `receive` report the disconnect: the client is gone."""
-        super().close()
+        """Have `receive` report the disconnect: the client is gone."""
         self._is_gone = True
         self._wake()
 
@@ -197,7 +201,7 @@ class HostedExchange(HostedCall):
             return message  # the last one, for every later `receive`
         self._inputs.popleft()
         self._taken.add(1, size)
-        self._taken.tell(self.frames, self.number)
+        self._taken.tell(self.call.frames, self.call.number)
         return message
 
     # The response.
@@ -228,16 +232,16 @@ class HostedExchange(HostedCall):
         self._is_complete = True
         self._wake()
 
-    def last_frame(self, value: Any) -> tuple[Kind, int, Content]:
+    def take_answer(self) -> Content | None:
+        """Return the complete response if it is yet to be sent."""
         answer, self._answer = self._answer, None
-        return (
-            (Kind.DONE, self.number, b"") if answer is None else (Kind.ANSWER, self.number, answer)
-        )
+        return answer
 
     def flush(self) -> None:
-        answer, self._answer = self._answer, None
+        """Send the response that is held back for the last frame."""
+        answer = self.take_answer()
         if answer is not None:
-            self.frames.post(Kind.RESPONSE, self.number, answer)
+            self.call.frames.post(Kind.RESPONSE, self.call.number, answer)
 
     async def _stream(self, message: Message) -> None:
         """Send one message, at the pace of the client."""
@@ -260,5 +264,5 @@ class HostedExchange(HostedCall):
 
     async def _post(self, kind: Kind, content: Content) -> None:
         """Send a frame, once there is room for it."""
-        await self.window.take(size_of_content(content))
-        self.frames.post(kind, self.number, content)
+        await self.call.window.take(size_of_content(content))
+        self.call.frames.post(kind, self.call.number, content)
