@@ -31,14 +31,14 @@ class ReplacingHeader(AddedHeader):
     replaced: Sequence[Pair] = ()
 
 
-def with_replaced(headers: Sequence[Pair], name: bytes, value: bytes) -> Sequence[Pair]:
+def with_replaced(headers: list[Pair], header: Pair) -> list[Pair]:
     """Return the headers with this one in the place of those of its name."""
-    replaced = [pair for pair in headers if pair[0] == name]
-    if replaced == [(name, value)]:
+    replaced = [pair for pair in headers if pair[0] == header[0]]
+    if replaced == [header]:
         return headers
-    added = ReplacingHeader((name, value))
+    added = ReplacingHeader(header)
     added.replaced = replaced
-    return [*[pair for pair in headers if pair[0] != name], added]
+    return [*[pair for pair in headers if pair[0] != header[0]], added]
 
 
 def as_received(headers: Headers) -> Headers:

@@ -121,7 +121,8 @@ class Work:
         raise NotImplementedError
 
     def start(self, call: Call, runner: Runner) -> None:
-        """Begin on a replica. Thread-safe; called once for each slot that the call gets."""
+        """Begin on the replica whose slot the call has. Thread-safe; once for each slot."""
+        call.runner = runner
         runner.submit(call)
 
     def deadline(self, call: Call) -> float | None:
@@ -228,11 +229,6 @@ class Call(Node):
         self._callbacks = [] if on_settled is None else [on_settled]
         self._parent: Call | None = None
         self._children: set[Call] | None = None  # not settled yet
-
-    def start(self, runner: Runner) -> None:
-        """Begin on the replica whose slot the call has. Thread-safe; called once for each slot."""
-        self.runner = runner
-        self.work.start(self, runner)
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
         """Settle the call with its answer. Returns False if it is settled already."""

@@ -79,9 +79,7 @@ class InFlight:
                 self.replies.discard(reply)
                 if deadline is not None:
                     deadlines_of(reply.loop).discard(reply.call)
-                if following is None:
-                    reply.count(scope)
-                reply.leave()
+                reply.leave(scope if following is None else None)
 
     async def _is_answered(
         self, error: Exception, reply: Reply, scope: Scope, receive: Receive, send: Send

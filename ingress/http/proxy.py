@@ -20,10 +20,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import ASGI
-from ingress.asgi.received_headers import AddedHeader, with_replaced
 from ingress.asgi.responses import send_refusal
 from ingress.base.counters import HTTPCounts
-from ingress.base.types import new_request_id
 from ingress.calls.retries import RetryBudget
 from ingress.declaration.declaration import Application
 from ingress.http.access import AccessLine, leave_out, note_reply
@@ -32,10 +30,8 @@ from ingress.http.messages import GOING_AWAY, NORMAL, TRY_AGAIN_LATER, adding_re
 from ingress.http.origin import is_local
 from ingress.http.reply import HTTPReply
 from ingress.http.request_head import (
-    REQUEST_ID_HEADER,
     read_head,
     request_id_of,
-    request_metadata,
 )
 from ingress.http.retrying import Attempts, RequestLimits, client_deadline
 from ingress.http.uvicorn_connection import has_no_body, target_of
@@ -156,24 +152,27 @@ class HTTPProxy:
         if route is None or (router := route.router) is None or self.is_draining:
             return self._refuse(path, route, scope, receive, send)
 
-        limits = self.limits
-        head = read_head(scope, limits.timeout_s, limits.headers)
-        has_id, length, _, deadline, now, _, _ = head
-        request_id = request_id_of(scope) if has_id else new_request_id()
+        limits, prefix = self.limits, route.prefix
+        metadata, headers, now = read_head(
+            scope, router.deployment_id, prefix, limits.timeout_s, limits.headers
+        )
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
         is_bodiless = has_no_body(receive)
         if is_bodiless and not router.available and scope["type"] == "http":
-            refused = router.turns_away(deadline)
+            refused = router.turns_away(metadata.deadline)
             if refused is not None:
                 method, status = scope["method"], refused.status_code
-                router.http.of(get_ident(), route.prefix, method, status).add(0.0)
-                return send_refusal(refused, request_id, send)
-        metadata = request_metadata(head, request_id, router.deployment_id, route.prefix)
-        inner = _inner_scope(scope, request_id, has_id=has_id)
-        if route.prefix != "/":
-            inner["root_path"] = root_path + route.prefix
+                router.http.of(get_ident(), prefix, method, status).add(0.0)
+                return send_refusal(refused, metadata.request_id, send)
+        # What user code gets: with the request's id, and without a mounting app.
+        inner: Scope = {**scope, "asgi": ASGI, "headers": headers}
+        if "router" in inner:  # of an app that mounts this one; links need the app's own router
+            del inner["router"]
+            inner.pop("app_root_path", None)
+        if prefix != "/":
+            inner["root_path"] = root_path + prefix
         attempts: Attempts | None = None
         if is_listed:
             last_deadline = client_deadline(inner, now)
@@ -192,13 +191,12 @@ class HTTPProxy:
             receive,
             send,
             has_body=not is_bodiless,
-            length=length,
             limits=limits.http,
         )
         reply.attempts = attempts
         if is_logged:
             note_reply(send, reply)
-        if deadline is not None:
+        if now:
             reply.call.started_at = now
         return self.in_flight.serve(reply, scope, receive, send)
 
@@ -276,17 +274,3 @@ class HTTPProxy:
             return
         response = PlainTextResponse(text, status, headers)
         await response(scope, receive, adding_request_id(send, request_id_of(scope)))
-
-
-def _inner_scope(scope: Scope, request_id: str, *, has_id: bool) -> Scope:
-    """Return the scope that user code gets: with the request's id, and without a mounting app."""
-    headers, value = scope["headers"], request_id.encode()
-    if has_id:
-        headers = with_replaced(headers, REQUEST_ID_HEADER, value)
-    else:
-        headers = [*headers, AddedHeader((REQUEST_ID_HEADER, value))]
-    inner = {**scope, "asgi": ASGI, "headers": headers}
-    if "router" in inner:  # of an app that mounts this one; links need the app's own router
-        del inner["router"]
-        inner.pop("app_root_path", None)
-    return inner

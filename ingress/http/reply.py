@@ -50,6 +50,7 @@ from ingress.http.reply_state import (
     STARTED,
     ReplyState,
 )
+from ingress.http.request_head import content_length
 from ingress.http.stream_turns import LARGE, stream_turns
 from ingress.http.uvicorn_connection import send_chunks
 from ingress.http.work import HTTPWork
@@ -101,7 +102,6 @@ class Reply:
         send: Send,
         *,
         has_body: bool | None = False,
-        length: bytes = b"",
         limits: HTTPLimits = NO_LIMITS,
     ) -> None:
         self.router = router
@@ -109,7 +109,7 @@ class Reply:
         self.call = Call(metadata, self.work, copy_context(), None, self._on_settled)
         self.body: Body | None = None
         if has_body and self.is_http:
-            self.body = Body(receive, limits, length)
+            self.body = Body(receive, limits, content_length(scope))
             receive = self.body.receive
         self._receive = receive
         self._send = send
@@ -165,22 +165,28 @@ class Reply:
                 await self._read_ahead(body)
             self.state = CALLED
             self.router.assign(call)
-            await self._send_until_over()
-        except asyncio.CancelledError:
-            call.cancel()
-            if self.state is CUT:
-                assert self.task is not None
-                if self.task.uncancel():  # the server has cancelled it too
-                    raise
-            elif self.state is not GONE and self.stopped_by is None:  # else `cancel` did that
-                raise
+            while True:
+                if (answer := self._answer) is not None:
+                    self._answer = None
+                    await self.send_response(*answer)
+                    if call.settled:
+                        break
+                    call.when_settled(self._post_end)
+                elif (stream := self._stream) is not None:
+                    self._stream = None
+                    await self.forward(stream)
+                    call.when_settled(self._post_end)
+                elif (runner := self._runner) is not None:
+                    self._runner = None
+                    await self._serve_on(runner)
+                elif self._is_over:
+                    break
+                else:
+                    self._event = self.loop.create_future()
+                    await self._event
         except BaseException as error:
-            # The server refused a message, or reading the body failed: the work did not fail.
-            if isinstance(error, OSError):
-                self.state = GONE
-            call.cancel()
-            if self.state is not GONE:
-                raise
+            if not (isinstance(error, asyncio.CancelledError) and await self.ends_by_itself()):
+                self._cancel(error)
         finally:
             state, self.state = self.state, LEFT
             if self._runner is not None:
@@ -189,6 +195,25 @@ class Reply:
                 self._client.stop()
         if call.error is not None or self.cut_by is not None or not self.is_http:
             await self.conclude(state)
+
+    def _cancel(self, error: BaseException) -> None:
+        """Cancel the call, because `respond` failed, or was cancelled. Raises the error if it must.
+
+        Called while the error is handled.
+        """
+        if isinstance(error, OSError):  # the server refused a message
+            self.state = GONE
+        self.call.cancel()
+        if self.state is CUT and isinstance(error, asyncio.CancelledError):
+            assert self.task is not None
+            if self.task.uncancel():  # the server has cancelled it too
+                raise
+        elif self.state is GONE or (
+            self.stopped_by is not None and isinstance(error, asyncio.CancelledError)
+        ):
+            return  # `Call.cancel` has cancelled the task
+        else:
+            raise  # or reading the body failed: the work did not
 
     async def _read_ahead(self, body: Body) -> None:
         # Before the call takes a slot: a slow upload must not hold one.
@@ -199,27 +224,9 @@ class Reply:
         if not body.is_open and self.call.metadata.deadline is None:
             self.task = None  # the call may run in the server's task
 
-    async def _send_until_over(self) -> None:
-        """Send the response as it arrives from the replica, until the call has ended."""
-        while True:
-            if (answer := self._answer) is not None:
-                self._answer = None
-                await self.send_response(*answer)
-                if self.call.settled:
-                    return
-                self.call.when_settled(self._post_end)
-            elif (stream := self._stream) is not None:
-                self._stream = None
-                await self.forward(stream)
-                self.call.when_settled(self._post_end)
-            elif (runner := self._runner) is not None:
-                self._runner = None
-                await self._serve_on(runner)
-            elif self._is_over:
-                return
-            else:
-                self._event = self.loop.create_future()
-                await self._event
+    async def ends_by_itself(self) -> bool:
+        """Return whether the call has ended although the server's task was cancelled."""
+        return False
 
     async def conclude(self, state: ReplyState) -> None:
         """Raise the error that the client has yet to be told. `state` is the one before LEFT."""
@@ -442,15 +449,6 @@ class Reply:
         if self.is_http and self.state < CUT:
             self.state = GONE
 
-    def leave(self) -> None:
-        """Drop the call, for which this has done all. Its user code may still run.
-
-        Else call, work and reply would wait for the garbage collector. Race with `drain` on another
-        loop, which may have found this reply just before: it finds a call that is settled.
-        """
-        self.call = _SETTLED
-        del self.work
-
     # Another attempt.
 
     async def again(self, error: Exception) -> Reply | None:
@@ -482,13 +480,22 @@ class Reply:
         other.call.runner = self.call.runner  # the router prefers another replica
         return other
 
-    # Counts.
+    # The end.
 
-    def count(self, scope: Scope) -> None:
-        """Count the request, which is over. `scope` is the server's."""
-        call, http = self.call, self.router.http
-        method, status = scope.get("method", "WS"), self.status or CLIENT_LEFT
+    def leave(self, scope: Scope | None) -> None:
+        """Count the request, unless another attempt follows, and drop the call.
+
+        `scope` is the server's; `None` for an attempt. The call's user code may still run. If this
+        kept the call, both would wait for the garbage collector. Race with `drain` on another loop,
+        which may have found this reply just before: it finds a call that is settled.
+        """
+        call, self.call = self.call, _SETTLED
         route = self.work.route_label
+        del self.work
+        if scope is None:
+            return
+        http, status = self.router.http, self.status or CLIENT_LEFT
+        method = scope.get("method", "WS")
         latency = http.by_label.get((self.thread, route, method, status))
         if latency is None:
             latency = http.of(self.thread, route, method, status)
@@ -500,11 +507,10 @@ class Reply:
         if TRACING.tracer is not None:
             note_exemplar(call, latency, bucket, latency_ms)
         if self.status >= 500 and (call.error is None or call.runner is None):
-            self._note_failure()  # of which the replica does not know
+            self._note_failure(call)  # of which the replica does not know
 
-    def _note_failure(self) -> None:
+    def _note_failure(self, call: Call) -> None:
         """Keep a request that was answered 5xx without an error of user code."""
-        call = self.call
         error, deployment = call.error, call.metadata.deployment
         answered = f"answered {self.status}"
         ended = monotonic()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from time import monotonic
-from typing import TypeAlias
 
 from starlette.types import Scope
 
+from ingress.asgi.received_headers import AddedHeader, Pair, with_replaced
 from ingress.base.settings import SESSION_HEADER
 from ingress.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
 from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
@@ -16,7 +16,7 @@ from ingress.calls.deadlines import TIMEOUT_HEADER, earlier
 REQUEST_ID_HEADER = b"x-request-id"
 
 _MODEL_ID = (b"serve-multiplexed-model-id", b"serve_multiplexed_model_id")
-_READ = frozenset((*_MODEL_ID, b"content-length", TIMEOUT_HEADER, REQUEST_ID_HEADER))
+_READ = frozenset((*_MODEL_ID, TIMEOUT_HEADER, REQUEST_ID_HEADER))
 _PRIORITIES = {name.encode(): level for name, level in PRIORITIES.items()}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -27,12 +27,6 @@ def request_id_of(scope: Scope) -> str:
         if name == REQUEST_ID_HEADER and _REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
     return new_request_id()
-
-
-RequestHead: TypeAlias = tuple[bool, bytes, str, float | None, float, str, int]
-"""The flag "has a request id", which may be invalid or one of several; the value of content-length;
-the model id; the deadline, and the time of `monotonic` that it counts from; the session id and the
-priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +52,28 @@ USUAL_HEADERS = RoutingHeaders.named(SESSION_HEADER, "")
 
 
 def read_head(
-    scope: Scope, timeout_s: float | None, headers: RoutingHeaders = USUAL_HEADERS
-) -> RequestHead:
-    """Read the headers of a request in one pass.
+    scope: Scope,
+    deployment: DeploymentID,
+    route: str,
+    timeout_s: float | None,
+    headers: RoutingHeaders = USUAL_HEADERS,
+    request_id: str = "",
+) -> tuple[RequestMetadata, list[Pair], float]:
+    """Return the metadata of a request, and its headers, with its id; they are read in one pass.
 
-    `timeout_s` is the server's own limit; the deadline is that of the shorter of it and the
-    client's.
+    The id is `request_id`, or the client's own if that is valid, or a new one. `timeout_s` is the
+    server's own limit; the deadline is that of the shorter of it and the client's. The third value
+    is the time of `monotonic` that it counts from; 0 without a deadline.
     """
     has_id = False
-    length = b""
     model_id = session_id = ""
     priority = 0
     read = headers.read
-    for name, value in scope["headers"]:
+    given: list[Pair] = scope["headers"]
+    for name, value in given:
         if name in read:
             if name == REQUEST_ID_HEADER:
                 has_id = True
-            elif name == b"content-length":
-                length = value
             elif name == TIMEOUT_HEADER:
                 timeout_s = earlier(timeout_s, value)
             elif name in _MODEL_ID:
@@ -84,20 +82,23 @@ def read_head(
                 priority = _PRIORITIES.get(value.lower(), 0)
             else:
                 session_id = value.decode("latin-1")
-    if timeout_s is None:
-        return has_id, length, model_id, None, 0.0, session_id, priority
-    now = monotonic()
-    return has_id, length, model_id, now + timeout_s, now, session_id, priority
-
-
-def request_metadata(
-    head: RequestHead, request_id: str, deployment: DeploymentID, route: str
-) -> RequestMetadata:
-    """Return the metadata of a request. Not for one that is refused, which must cost little."""
-    _, _, model_id, deadline, _, session_id, priority = head
+    if not request_id:
+        request_id = request_id_of(scope) if has_id else new_request_id()
+        pair = REQUEST_ID_HEADER, request_id.encode()
+        given = with_replaced(given, pair) if has_id else [*given, AddedHeader(pair)]
+    now = 0.0 if timeout_s is None else monotonic()
+    deadline = None if timeout_s is None else now + timeout_s
     # Not by `RequestMetadata` itself, nor with keywords: 0.2 and 0.3 us more, at every request.
     values = (
         request_id, deployment, "__call__", route, model_id, True, False, "", deadline, session_id,
         priority,
     )  # fmt: skip
-    return tuple.__new__(RequestMetadata, values)
+    return tuple.__new__(RequestMetadata, values), given, now
+
+
+def content_length(scope: Scope) -> bytes:
+    """Return the value of a request's content-length; b"" for none."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return value  # type: ignore[no-any-return]
+    return b""

@@ -12,7 +12,6 @@ An accepted WebSocket has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; 
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import anyio
@@ -50,25 +49,27 @@ class WebSocketReply(Reply):
         if not self.status:
             super().cut_late()
 
-    async def _send_until_over(self) -> None:
-        """Serve until the handler has ended, even if this task is cancelled as the client leaves.
+    async def ends_by_itself(self) -> bool:
+        """Wait until the handler has ended, and return whether it has.
 
-        A test client cancels it at once, maybe before its disconnect was read. The handler's
-        clean-up and error belong to that test. The cancellation of a server comes a little later.
+        A test client cancels the server's task as it leaves, maybe before its disconnect was read.
+        The handler's clean-up and error belong to that test. The cancellation of a server comes a
+        little later.
         """
-        try:
-            await super()._send_until_over()
-        except asyncio.CancelledError:
-            runner = self.call.runner
-            if not self.status or runner is None or runner.loop is self.loop:
-                raise  # in the last case, the cancellation has ended the handler
-            with anyio.move_on_after(HEARING_S, shield=True) as hearing:
-                await super()._send_until_over()
-            if hearing.cancelled_caught and self.state in (COMPLETE, GONE):
-                with anyio.move_on_after(CLEANUP_S, shield=True):
-                    await super()._send_until_over()
-            if not self._is_over:
-                raise
+        runner = self.call.runner
+        if not self.status or runner is None or runner.loop is self.loop:
+            return False  # in the last case, the cancellation has ended the handler
+        with anyio.move_on_after(HEARING_S, shield=True):
+            await self._end_of_call()
+        if not self._is_over and self.state in (COMPLETE, GONE):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
+                await self._end_of_call()
+        return self._is_over
+
+    async def _end_of_call(self) -> None:
+        while not self._is_over:
+            self._event = self.loop.create_future()
+            await self._event
 
     async def conclude(self, state: ReplyState) -> None:
         failure = self.call.error

@@ -152,6 +152,7 @@ class HTTPWork(Work):
     # The call.
 
     def start(self, call: Call, runner: Runner) -> None:
+        call.runner = runner
         reply = self.reply
         if reply.task is None and runner.loop is reply.loop:
             reply.post(reply.serve_on, call, runner)

@@ -129,7 +129,7 @@ class Router:
                     self.num_requests += 1
                     self._waiting.add(call, now)
         if replica is not None:
-            call.start(replica)
+            call.work.start(call, replica)
         elif refused is not None:
             call.settle(error=refused)
         elif call.settled:  # cancelled while it was on its way into the queue
@@ -212,7 +212,7 @@ class Router:
             else:
                 self._waiting.add_first(call, monotonic())
         if replica is not None:
-            call.start(replica)
+            call.work.start(call, replica)
         elif call.settled:  # cancelled while it was on its way into the queue
             self.withdraw(call)
         elif self._chooser is not None:
@@ -295,7 +295,7 @@ class Router:
 
     def _start(self, replica: Runner, started: list[Call], shed: list[Shed]) -> None:
         for call in started:
-            call.start(replica)
+            call.work.start(call, replica)
         if shed:
             with self._lock:
                 self.num_shed += len(shed)
@@ -407,9 +407,12 @@ class Router:
                 self._waiting.want(call, frozenset(each for group in ranks for each in group))
             else:
                 self._waiting.discard(call)
-                replica = self._take(min(chosen, key=lambda each: each.ongoing), call)
+                slots = min(chosen, key=lambda each: each.ongoing)
+                self._give(slots, call)
+                replica = slots.replica
+                self._hold_if_late(slots, call)
         if replica is not None:
-            call.start(replica)
+            call.work.start(call, replica)
         elif call.is_awaited:
             check_deadlock(call)
         return replica is not None
@@ -468,15 +471,16 @@ class Router:
             if awake is not None and (not awake.ongoing or awake.position < 0 or call.runner):
                 awake = None  # its thread sleeps, or it is not available
             slots = self._last = self._policy.choose(available, awake)
-        return self._take(slots, call)
-
-    def _take(self, slots: Slots, call: Call) -> Runner:
-        """Give a slot of an available replica to a call."""
         self._give(slots, call)
+        if slots.replica.is_late:
+            self._hold_if_late(slots, call)
+        return slots.replica
+
+    def _hold_if_late(self, slots: Slots, call: Call) -> None:
+        """Hold a replica that begins calls late, and was given one that should not wait there."""
         replica = slots.replica
         if replica.is_late and (call.metadata.deadline is not None or replica.is_computing):
             self._settle_position(slots, [], [])
-        return replica
 
     def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
         """Give one of these slots to the next waiting call. Returns that call, or `None`."""

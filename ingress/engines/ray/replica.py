@@ -39,7 +39,7 @@ from ingress.execution.mistakes import described
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.http.in_flight import InFlight
 from ingress.http.reply import HTTPReply as Reply
-from ingress.http.request_head import REQUEST_ID_HEADER, read_head, request_metadata
+from ingress.http.request_head import REQUEST_ID_HEADER, content_length, read_head
 from ingress.http.websocket import WebSocketReply
 from ingress.metrics.user_metrics import use_theirs
 from ingress.replicas.replica import Replica
@@ -226,22 +226,25 @@ class RayReplica:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request or WebSocket from Ray's proxy."""
-        head = read_head(scope, self._spec.request_timeout_s)
-        _, length, model_id, deadline, now, _, _ = head
-        route = scope.get("root_path") or "/"
-        metadata = request_metadata(head, _id_of_rays_proxy(scope), self._deployment, route)
-        if model_id:
+        metadata, _, now = read_head(
+            scope,
+            self._deployment,
+            scope.get("root_path") or "/",
+            self._spec.request_timeout_s,
+            request_id=_id_of_rays_proxy(scope),
+        )
+        if metadata.multiplexed_model_id:
             self._model_ids.watch()
         send = _without_our_id(send, metadata.request_id)
         # Without this header there may be a body too, but mostly there is none, and to ask Ray's
         # proxy takes longer than a short request.
-        has_body = True if length.lstrip(b"0") else None
+        has_body = True if content_length(scope).lstrip(b"0") else None
         if not has_body and scope["type"] == "http":
             receive = fetching_when_read(receive)
         kind = Reply if scope["type"] == "http" else WebSocketReply
         inner = {**scope, "asgi": ASGI}
-        reply = kind(metadata, self._router, inner, receive, send, has_body=has_body, length=length)
-        if deadline is not None:
+        reply = kind(metadata, self._router, inner, receive, send, has_body=has_body)
+        if now:
             reply.call.started_at = now
         try:
             await self._in_flight.serve(reply, scope, receive, send)
