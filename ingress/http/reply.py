@@ -268,7 +268,8 @@ class Reply:
 
     def _end(self) -> None:
         self._is_over = True
-        self.wake()
+        if (event := self._event) is not None and not event.done():  # as `wake`
+            event.set_result(None)
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         """Call `callback` on the HTTP loop, at once if that is where this runs. Thread-safe."""
