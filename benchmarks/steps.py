@@ -99,14 +99,16 @@ class Client(asyncio.Transport):
         super().__init__({"peername": ("127.0.0.1", 50000), "sockname": ("127.0.0.1", 8000)})
         self.load = load
         self.protocol = protocol
-        self.has_head = False
+        self.has_head = self.is_chunked = False
 
     def write(self, data: Any) -> None:
-        if self.has_head:
+        if not self.has_head:
+            if not data.startswith(b"HTTP/1.1 200"):
+                raise AssertionError(bytes(data))
+            self.has_head, self.is_chunked = True, b"transfer-encoding: chunked" in data
+        elif not self.is_chunked or data.endswith(b"0\r\n\r\n"):
+            self.has_head = False
             asyncio.get_running_loop().call_soon(self.load.next, self.protocol)
-        elif not data.startswith(b"HTTP/1.1 200"):
-            raise AssertionError(bytes(data))
-        self.has_head = not self.has_head
 
     def is_closing(self) -> bool:
         return False

@@ -181,13 +181,13 @@ class Call(Node):
     __slots__ = (
         "_callbacks",
         "_children",
-        "_lock",
         "_parent",
         "assigned_at",
         "began_at",
         "context",
         "error",
         "is_interrupted",
+        "lock",
         "members",
         "metadata",
         "queue",
@@ -225,14 +225,14 @@ class Call(Node):
         self.started_at = monotonic()
         self.assigned_at = 0.0
         self.began_at = 0.0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._callbacks = [] if on_settled is None else [on_settled]
         self._parent: Call | None = None
         self._children: set[Call] | None = None  # not settled yet
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> bool:
         """Settle the call with its answer. Returns False if it is settled already."""
-        with self._lock:
+        with self.lock:
             if self.settled:
                 return False
             self.value, self.error = value, error
@@ -247,14 +247,14 @@ class Call(Node):
 
     def when_settled(self, callback: Callable[[Call], Any]) -> None:
         """Call `callback(call)` once the call is settled, at once if it is. It must not block."""
-        with self._lock:
+        with self.lock:
             if not self.settled:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
     def _forget(self, callback: Callable[[Call], Any]) -> None:
-        with self._lock:
+        with self.lock:
             if callback in self._callbacks:
                 self._callbacks.remove(callback)
 
@@ -308,7 +308,7 @@ class Call(Node):
         if self.settled:
             return
         if self._children is None:
-            with self._lock:  # several worker threads of this call may be here
+            with self.lock:  # several worker threads of this call may be here
                 if self._children is None:
                     self._children = set()
         child._parent = self
@@ -446,7 +446,7 @@ def begin_wait(node: Node, waiter: Call | None = None) -> Call | None:
     """
     waiter = waiter or CURRENT_CALL.get(None)
     if waiter is not None:
-        with waiter._lock:  # its user code may wait in several threads
+        with waiter.lock:  # its user code may wait in several threads
             if not isinstance(waiter.waits_for, set):
                 waiter.waits_for = set()
             waiter.waits_for.add(node)
@@ -463,7 +463,7 @@ def begin_wait(node: Node, waiter: Call | None = None) -> Call | None:
 def end_wait(node: Node, waiter: Call | None) -> None:
     """Note that `waiter`, from `begin_wait`, waits for the node no longer."""
     if waiter is not None:
-        with waiter._lock:
+        with waiter.lock:
             assert isinstance(waiter.waits_for, set)
             waiter.waits_for.discard(node)
             other = next(iter(waiter.waits_for), None)

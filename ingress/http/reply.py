@@ -138,7 +138,7 @@ class Reply:
     def client(self) -> Client:
         """Return the reader of the client's messages, on either loop. Few requests need it."""
         if self._client is None:
-            with self.call._lock:
+            with self.call.lock:
                 if self._client is None:
                     self._client = Client(
                         self._receive,

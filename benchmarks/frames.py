@@ -1,0 +1,152 @@
+"""The frames of a request: the functions of `ingress` that it enters, and in how many modules.
+
+`python -m benchmarks.frames` counts them with `sys.setprofile` in all threads, one request at a
+time, over uvicorn's protocol in this process as `benchmarks.steps`. A coroutine that waits is
+entered again, and counts again. Functions that fewer than half of the requests enter are left out:
+they belong to timers. The stall watchdog is off, because what it does depends on the load.
+
+    stream of 3    an `async def` endpoint that returns a StreamingResponse of three chunks
+    with a handle  an `async def` endpoint that awaits a call of another deployment
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvloop
+from fastapi import FastAPI
+from starlette.responses import StreamingResponse
+from uvicorn.config import Config
+
+import ingress as serve
+from benchmarks.servers import ROOT
+
+PACKAGE = str(Path(serve.__file__).parent) + os.sep
+REQUESTS = 100
+FLAGS = {"default": {}, "both 0": {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}}  # fmt: skip
+TARGETS = {
+    "async": "/async",
+    "def": "/def",
+    "stream of 3": "/stream",
+    "with a handle": "/handle",
+}
+
+app = FastAPI()
+
+
+async def chunks() -> AsyncIterator[bytes]:
+    for _ in range(3):
+        yield b"hello"
+
+
+@serve.deployment
+class Leaf:
+    async def hello(self) -> str:
+        return "hello"
+
+
+@serve.deployment
+@serve.ingress(app)
+class Endpoints:
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+    @app.get("/async", response_model=None)
+    async def async_endpoint(self) -> str:
+        return "hello"
+
+    @app.get("/def", response_model=None)
+    def def_endpoint(self) -> str:
+        return "hello"
+
+    @app.get("/stream", response_model=None)
+    async def stream(self) -> StreamingResponse:
+        return StreamingResponse(chunks())
+
+    @app.get("/handle", response_model=None)
+    async def handle(self) -> str:
+        answer: str = await self.leaf.hello.remote()
+        return answer
+
+
+@dataclass
+class Count:
+    """The frames of one request, by function: `module:name`."""
+
+    functions: dict[str, float]
+
+    @property
+    def frames(self) -> int:
+        return round(sum(self.functions.values()))
+
+    @property
+    def modules(self) -> int:
+        return len({each.partition(":")[0] for each in self.functions})
+
+
+def count(target: str, flags: str) -> Count:
+    """Count the frames in a separate process, because an application reads its flags once."""
+    command = [sys.executable, "-m", "benchmarks.frames", "--target", target]
+    env = {**os.environ, **FLAGS[flags], "INGRESS_STALL_THRESHOLD_MS": "0"}
+    ran = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
+    return Count(json.loads(ran.stdout))
+
+
+async def _count_here(target: str) -> dict[str, float]:
+    from benchmarks.steps import cost_us, started
+
+    found: Counter[str] = Counter()
+    counting = threading.Event()
+
+    def enter(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and counting.is_set() and code.co_filename.startswith(PACKAGE):
+            found[f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}"] += 1
+
+    threading.setprofile(enter)
+    sys.setprofile(enter)
+    async with AsyncExitStack() as stack:
+        application: Any = Endpoints.bind(Leaf.bind())  # type: ignore[attr-defined]
+        await stack.enter_async_context(started(application))
+        config = Config(application, http="httptools", lifespan="off", access_log=False)
+        config.load()
+        await cost_us(config, target, 1, REQUESTS)
+        counting.set()
+        await cost_us(config, target, 1, REQUESTS)
+        counting.clear()
+    sys.setprofile(None)
+    each = {name: times / REQUESTS for name, times in found.items()}
+    return {name: times for name, times in sorted(each.items()) if times >= 0.5}
+
+
+def main() -> int:
+    parser = ArgumentParser("python -m benchmarks.frames", description=__doc__)
+    parser.add_argument("--target", help="count one only, print its functions as JSON")
+    options = parser.parse_args()
+    if options.target:
+        print(json.dumps(uvloop.run(_count_here(options.target))))
+        return 0
+    for name, target in TARGETS.items():
+        for flags in FLAGS:
+            counted = count(target, flags)
+            print(f"{name}, {flags}: {counted.frames} frames in {counted.modules} modules")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
