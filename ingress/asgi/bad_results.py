@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from textwrap import dedent
-from typing import Any
 
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import ResponseValidationError
@@ -25,7 +24,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from ingress.asgi.compat import serialize_response
+from ingress.asgi.compat import Dependant, serialize_response
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS
 from ingress.execution.execution import code_of, kind, name_of
@@ -47,7 +46,7 @@ _ENCODERS = {
 _OURS = {"by_encoder": "result", "by_field": "result", "_to_json": "value"}
 
 
-def explain(error: BaseException, func: Callable[..., Any] | None, scope: Scope) -> None:
+def explain(error: BaseException, func: Callable[..., object] | None, scope: Scope) -> None:
     """Add the sentence to an error, if it is about the result of user code. Never fails.
 
     `func` is the user's function that answered the request, `None` if it is not known.
@@ -61,14 +60,14 @@ def explain(error: BaseException, func: Callable[..., Any] | None, scope: Scope)
         pass
 
 
-def endpoint_of(scope: Scope) -> Callable[..., Any] | None:
+def endpoint_of(scope: Scope) -> Callable[..., object] | None:
     """Return the user's endpoint that the request was routed to, `None` if there is none."""
     endpoint = scope.get("endpoint")
-    func: Callable[..., Any] | None = getattr(endpoint, "__ingress_func__", endpoint)
+    func: Callable[..., object] | None = getattr(endpoint, "__ingress_func__", endpoint)
     return func
 
 
-def _sentence(error: Exception, func: Callable[..., Any] | None, scope: Scope) -> str:
+def _sentence(error: Exception, func: Callable[..., object] | None, scope: Scope) -> str:
     is_invalid = isinstance(error, ResponseValidationError)
     values = [error.body] if isinstance(error, ResponseValidationError) else _encoded(error)
     if not values:
@@ -89,12 +88,12 @@ def _sentence(error: Exception, func: Callable[..., Any] | None, scope: Scope) -
     return f"{where} {_what(result, path, part)}, which cannot become JSON{reason}"
 
 
-def _encoded(error: BaseException) -> list[Any]:
+def _encoded(error: BaseException) -> list[object]:
     """Return the values that were being encoded when an error was raised, the innermost last.
 
     There are none if user code has raised it.
     """
-    found: list[Any] = []
+    found: list[object] = []
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -118,7 +117,7 @@ def _encoded(error: BaseException) -> list[Any]:
     return found
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: object) -> Iterator[tuple[str, object]]:
     """Yield the parts of a value that an encoder would look at, each with its path."""
     todo = deque([("", value, 0)])
     for _ in range(_MOST):
@@ -130,7 +129,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             todo.extend((f"{path}{step}", each, depth + 1) for step, each in _members(part))
 
 
-def _members(part: Any) -> Iterator[tuple[str, Any]]:
+def _members(part: object) -> Iterator[tuple[str, object]]:
     if isinstance(part, Mapping):
         yield from ((f"[{key!r}]", each) for key, each in part.items())
     elif isinstance(part, list | tuple | set | frozenset | deque):
@@ -141,7 +140,9 @@ def _members(part: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{each.name}", getattr(part, each.name)) for each in fields(part))
 
 
-def _culprit(error: Exception, parts: list[tuple[str, Any]], innermost: Any) -> tuple[str, Any]:
+def _culprit(
+    error: Exception, parts: list[tuple[str, object]], innermost: object
+) -> tuple[str, object]:
     """Return the part of a result that no encoder takes, with its path."""
     found = [each for each in parts if each[1] is innermost]
     leaves = [each for each in parts if not any(_members(each[1])) and not _is_json(each[1])]
@@ -150,7 +151,7 @@ def _culprit(error: Exception, parts: list[tuple[str, Any]], innermost: Any) -> 
     return next(iter(leaves), parts[0])
 
 
-def _is_json(part: Any) -> bool:
+def _is_json(part: object) -> bool:
     try:
         to_json(part, inf_nan_mode="constants")
     except Exception:
@@ -167,30 +168,30 @@ def _names_type_only(error: Exception) -> bool:
 # Words.
 
 
-def _what(result: Any, path: str, part: Any) -> str:
+def _what(result: object, path: str, part: object) -> str:
     if not path:
         return _a(part)
     return f"{_a(result)} with {_a(part)} at {path}"
 
 
-def _a(value: Any) -> str:
+def _a(value: object) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _where(func: Callable[..., Any] | None, line: int) -> str:
+def _where(func: Callable[..., object] | None, line: int) -> str:
     if func is None:
         return "An endpoint returned"
     verb = "yielded" if kind(func) in GENERATORS else "returned"
     return f"{name_of(func)}{_place(func, line)} {verb}"
 
 
-def _place(func: Callable[..., Any], line: int) -> str:
+def _place(func: Callable[..., object], line: int) -> str:
     code = code_of(inspect.unwrap(func))
     return "" if code is None else f" ({code.co_filename}:{line})"
 
 
-def _awaitable(func: Callable[..., Any] | None, scope: Scope, what: str) -> str:
+def _awaitable(func: Callable[..., object] | None, scope: Scope, what: str) -> str:
     """Return the sentence on an awaitable, and the line that made it, in the endpoint or before."""
     is_async = func is None or kind(func).is_async
     advice = "write `await`" if is_async else "write `async def` and `await`"
@@ -204,10 +205,14 @@ def _awaitable(func: Callable[..., Any] | None, scope: Scope, what: str) -> str:
     return f"{_where(func, line or _line(func, _returns))} {what}{source}; {advice}"
 
 
-def _dependencies(dependant: Any) -> Iterator[Callable[..., Any]]:
+def _dependencies(dependant: Dependant) -> Iterator[Callable[..., object]]:
     for each in dependant.dependencies:
         yield from _dependencies(each)
-        yield each.call.func if isinstance(each.call, Lifted) else each.call
+        call: object = each.call
+        if isinstance(call, Lifted):
+            yield call.func
+        elif callable(call):
+            yield call
 
 
 # Lines.
@@ -215,7 +220,7 @@ def _dependencies(dependant: Any) -> Iterator[Callable[..., Any]]:
 _Find = Callable[[list[ast.AST]], list[ast.AST]]
 
 
-def _line(func: Callable[..., Any] | None, find: _Find) -> int:
+def _line(func: Callable[..., object] | None, find: _Find) -> int:
     """Return the line of the node that `find` finds in a function; 0 if there is no such call.
 
     It is the line of the function itself if there are several nodes, or no `return`.

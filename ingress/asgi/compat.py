@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from types import FunctionType
-from typing import Any
+from types import AsyncGeneratorType, FunctionType, ModuleType
+from typing import Any, Protocol
 
 import fastapi
 import fastapi.dependencies.utils
@@ -25,8 +25,8 @@ import fastapi.routing
 import starlette
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
-from starlette.routing import BaseRoute, Mount
-from starlette.types import Receive, Scope, Send
+from starlette.routing import BaseRoute, Match, Mount, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.asgi.known import changed
 from ingress.base.private_names import (
@@ -64,6 +64,7 @@ require(
     ),
 )
 
+from fastapi._compat import ModelField  # noqa: E402
 from fastapi.datastructures import Default, DefaultPlaceholder  # noqa: E402 - after the check
 from fastapi.dependencies.models import Dependant  # noqa: E402
 from fastapi.dependencies.utils import (  # noqa: E402
@@ -83,10 +84,15 @@ __all__ = [
     "REQUEST_STACK",
     "STACKS",
     "TELEMETRY",
+    "CompilableRoute",
     "Default",
     "DefaultPlaceholder",
     "Dependant",
+    "Included",
     "IncludedRouter",
+    "ModelField",
+    "NativeTelemetry",
+    "ServedRoute",
     "base_app",
     "check_kind",
     "effective_context",
@@ -122,7 +128,51 @@ __all__ = [
     "wrap_app_handling_exceptions",
 ]
 
-routing: Any = fastapi.routing
+
+class ServedRoute(Protocol):
+    """A route with the prefix of its include: a route itself, or FastAPI's context of one.
+
+    Other attributes depend on the kind of the route.
+    """
+
+    path: str
+    name: str
+    endpoint: Callable[..., object]
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]: ...
+
+
+class CompilableRoute(Protocol):
+    """The object whose `app` answers an `APIRoute`, or FastAPI's context of an included one."""
+
+    app: ASGIApp
+    dependant: Dependant
+    status_code: int | None
+    stream_item_field: ModelField | None
+    _embed_body_fields: bool
+
+
+class Included(Protocol):
+    """A node of the route tree: a router with the prefix and dependencies of its include."""
+
+    original_router: Router
+    include_context: IncludeContext
+    _effective_candidates: Sequence[object]
+
+
+class IncludeContext(Protocol):
+    """The prefix and dependencies of an include; a dataclass, of which `replace` makes copies."""
+
+    included_router: Router
+
+
+class NativeTelemetry(Protocol):
+    """FastAPI's own telemetry of an app."""
+
+    def enabled(self) -> bool: ...
+
+
+routing: ModuleType = fastapi.routing
 """FastAPI's module, without types: `compiled` calls functions in it that tracers may replace."""
 
 
@@ -149,25 +199,41 @@ _since((0, 137), "fastapi.routing:_IncludedRouter.original_router")
 _since((0, 137), "fastapi.routing:_RouterIncludeContext.included_router")
 _since((0, 137), "fastapi.routing:_EffectiveRouteContext.original_route")
 _since((0, 137), "fastapi.routing:_EffectiveRouteContext.starlette_route")
-iter_route_contexts: Any = _since((0, 138), "fastapi.routing:iter_route_contexts") or iter
+iter_route_contexts: Callable[..., Iterator[ServedRoute]] = (
+    _since((0, 138), "fastapi.routing:iter_route_contexts") or iter
+)
 # An endpoint that is a generator. An older FastAPI does not stream it.
 _since((0, 134), "fastapi.routing:APIRoute.get_route_handler(is_json_stream)")
 if _missing:  # without them endpoints and dependencies would stay unbound, and streams be values
     raise unsupported("fastapi", SUPPORTED, _missing)
 
-endpoint_contexts: Any = _since((0, 133), "fastapi.routing:_endpoint_context_cache")
+endpoint_contexts: dict[int, dict[str, object]] | None = _since(
+    (0, 133), "fastapi.routing:_endpoint_context_cache"
+)
 endpoint_context: Any = _since((0, 133), "fastapi.routing:_extract_endpoint_context")
 _since((0, 135), "fastapi.routing:_PING_INTERVAL")
-get_cache_key: Any = _since((0, 140), "fastapi.dependencies.models:_get_cache_key")
-normalize_non_finite_floats: Any = _since((0, 145), "fastapi.routing:_normalize_non_finite_floats")
-serialize_response: Any = _since((0, 133), "fastapi.routing:serialize_response")
-is_body_allowed_for_status_code: Any = _since(
+get_cache_key: Callable[..., Hashable] | None = _since(
+    (0, 140), "fastapi.dependencies.models:_get_cache_key"
+)
+normalize_non_finite_floats: Callable[[object], object] | None = _since(
+    (0, 145), "fastapi.routing:_normalize_non_finite_floats"
+)
+serialize_response: Callable[..., Awaitable[object]] = _since(
+    (0, 133), "fastapi.routing:serialize_response"
+)
+is_body_allowed_for_status_code: Callable[[int | str | None], bool] = _since(
     (0, 133), "fastapi.utils:is_body_allowed_for_status_code"
 )
-get_dependant: Any = _since((0, 133), "fastapi.dependencies.utils:get_dependant")
-request_body_to_args: Any = _since((0, 133), "fastapi.dependencies.utils:request_body_to_args")
-_context_of: Any = _since((0, 137), "fastapi.routing:_get_scope_effective_route_context")
-_scope_key: Any = _since((0, 137), "fastapi.routing:_FASTAPI_SCOPE_KEY")
+get_dependant: Callable[..., Dependant] = _since(
+    (0, 133), "fastapi.dependencies.utils:get_dependant"
+)
+request_body_to_args: Callable[..., Awaitable[tuple[dict[str, object], list[object]]]] = _since(
+    (0, 133), "fastapi.dependencies.utils:request_body_to_args"
+)
+_context_of: Callable[[Scope], object] | None = _since(
+    (0, 137), "fastapi.routing:_get_scope_effective_route_context"
+)
+_scope_key: str | None = _since((0, 137), "fastapi.routing:_FASTAPI_SCOPE_KEY")
 _since((0, 138), "fastapi.routing:RouteContext._route_context")
 _since((0, 137), "fastapi.routing:_IncludedRouter._effective_candidates")
 _since((0, 137), "fastapi.routing:_IncludedRouter.effective_candidates")
@@ -260,7 +326,7 @@ _has_warned = False
 # Requests.
 
 
-def read_parameters_by(func: Callable[..., Any]) -> None:
+def read_parameters_by(func: Callable[..., tuple[dict[str, object], list[object]]]) -> None:
     """Have FastAPI call `func` in the place of `request_params_to_args`.
 
     In FastAPI's module, because its own handlers, WebSocket routes and mounted applications read
@@ -276,7 +342,7 @@ def ping_interval_s() -> float:
 
 
 def request_with_body(
-    scope: Scope, receive: Receive, send: Send, body: bytes, json: Any
+    scope: Scope, receive: Receive, send: Send, body: bytes, json: object
 ) -> Request:
     """Return a request that has read its body: with the attributes where it caches the body."""
     request = Request(scope, receive, send)
@@ -300,16 +366,18 @@ def is_late_error(error: BaseException) -> bool:
     return where == wrap_app_handling_exceptions.__module__
 
 
-def waiting_for_threads(body: Any) -> Iterable[Any] | None:
+def waiting_for_threads(body: object) -> Iterable[object] | None:
     """Return the iterable that Starlette would iterate in threads, unless that has begun.
 
     Also `None` for a Starlette that has renamed the variables that hold them: it then does.
     """
     code = iterate_in_threadpool.__code__
-    if getattr(body, "ag_code", None) is not code or not {*_ITERATORS} <= {*code.co_varnames}:
+    if not isinstance(body, AsyncGeneratorType) or body.ag_code is not code:
+        return None
+    if not {*_ITERATORS} <= {*code.co_varnames}:
         return None
     names = {} if body.ag_frame is None else body.ag_frame.f_locals
-    items: Iterable[Any] | None = None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
+    items: Iterable[object] | None = None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
     return items
 
 
@@ -319,17 +387,17 @@ _ITERATORS = ("iterator", "as_iterator")
 # Routes.
 
 
-def embeds_body(route: Any) -> bool:
+def embeds_body(route: CompilableRoute) -> bool:
     """Return whether FastAPI expects the parameters of a route's body under their names."""
     return bool(route._embed_body_fields)
 
 
-def native_telemetry(app: Any) -> Any:
+def native_telemetry(app: ASGIApp) -> NativeTelemetry | None:
     """Return FastAPI's own telemetry of an app, `None` if it has none."""
     return getattr(app, "_native_telemetry", None)
 
 
-def effective_route(scope: Scope, route: Any) -> Any:
+def effective_route(scope: Scope, route: object) -> Any:
     """Return the object with the full path of the route that was found: it knows its includes.
 
     Since FastAPI 0.137 an included route does not. `None` if it is not known.
@@ -341,7 +409,7 @@ def effective_route(scope: Scope, route: Any) -> Any:
     return included if getattr(included, "original_route", None) is route else route
 
 
-def effective_context(served: Any) -> Any:
+def effective_context(served: ServedRoute) -> CompilableRoute | None:
     """Return what FastAPI keeps of an included route, `None` for another route.
 
     FastAPI 0.137 keeps no app in it: it makes that app anew for each request.
@@ -349,27 +417,28 @@ def effective_context(served: Any) -> Any:
     return getattr(served, "_route_context", None)
 
 
-def with_candidates(node: Any, candidates: list[Any]) -> Any:
+def with_candidates(node: Included, candidates: Sequence[object]) -> Included:
     """Return a copy of an included router with other routes to match."""
     clone = copy.copy(node)
     clone._effective_candidates = candidates
     return clone
 
 
-def keeps_candidates(node: Any) -> bool:
+def keeps_candidates(node: Included) -> bool:
     """Return whether all routes of an included router are among its `effective_candidates()`."""
-    low_priority: Any = getattr(node, "effective_low_priority_routes", list)()
+    low_priority: list[object] = getattr(node, "effective_low_priority_routes", list)()
     return not low_priority and hasattr(node, "_effective_candidates")
 
 
-def base_app(mount: Mount) -> Any:
+def base_app(mount: Mount) -> ASGIApp:
     """Return the mounted app, without the mount's middleware."""
     if not hasattr(mount, "_base_app"):
         raise unsupported("starlette", SUPPORTED_STARLETTE, ["starlette.routing:Mount._base_app"])
-    return mount._base_app
+    app: ASGIApp = mount._base_app
+    return app
 
 
-def with_base_app(mount: Mount, app: Any) -> Mount:
+def with_base_app(mount: Mount, app: ASGIApp) -> Mount:
     """Return a copy of the mount with another app; its `app` is left to the caller."""
     clone = copy.copy(mount)
     clone._base_app = app

@@ -39,7 +39,7 @@ class Lifted:
     """
 
     def __init__(
-        self, original: Callable[..., Any], target: Target, signature: inspect.Signature
+        self, original: Callable[..., object], target: Target, signature: inspect.Signature
     ) -> None:
         self._original = original
         self._target = target
@@ -73,7 +73,7 @@ class LiftedGenerator(Lifted):
     `yield`.
     """
 
-    def __call__(self, **values: Any) -> Generator[Any, None, None]:
+    def __call__(self, **values: Any) -> Generator[object, None, None]:
         bound = self._target.bound_to(REPLICA.get().servable_object)
         with contextmanager(bound)(**values) as value:
             yield value
@@ -82,7 +82,7 @@ class LiftedGenerator(Lifted):
 class LiftedPlacedGenerator(Lifted):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
-    async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
+    async def __call__(self, **values: Any) -> AsyncGenerator[object, None]:
         plan = REPLICA.get().plans[self.func]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)
@@ -100,7 +100,7 @@ class LiftedPlacedGenerator(Lifted):
 class LiftedAsyncGenerator(Lifted):
     """As `LiftedGenerator`, for `async def`."""
 
-    async def __call__(self, **values: Any) -> AsyncGenerator[Any, None]:
+    async def __call__(self, **values: Any) -> AsyncGenerator[object, None]:
         bound = self._target.bound_to(REPLICA.get().servable_object)
         async with asynccontextmanager(bound)(**values) as value:
             yield value
@@ -111,7 +111,7 @@ class Dependencies:
 
     def __init__(self, methods: Methods) -> None:
         self._methods = methods
-        self._lifted: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._lifted: dict[Callable[..., object], Callable[..., object]] = {}
         self.targets: list[Target] = []
 
     def lift(self, dependant: Dependant) -> None:
@@ -131,19 +131,19 @@ class Dependencies:
             query_params=[field for field in dependant.query_params if field.name in known],
         )
 
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, original: Callable[..., object]) -> Callable[..., object]:
         if original not in self._lifted:
             self._lifted[original] = self._make(original)
         return self._lifted[original]
 
-    def _make(self, original: Any) -> Callable[..., Any]:
+    def _make(self, original: Callable[..., object]) -> Callable[..., object]:
         target = self._methods.target(original)
         kind = kind_for_fastapi(target.func)
         is_method = target.descriptor is not None
         is_placed = kind is Kind.GENERATOR and override_of(target.func) is not None
         is_lifted = is_method or is_placed or kind is Kind.FUNCTION
         if not is_lifted or isinstance(original, SecurityBase):
-            return original  # type: ignore[no-any-return]
+            return original
         signature = self._signature(original, skip_first=target.takes_self)
         if is_placed:
             self.targets.append(target)
@@ -155,7 +155,7 @@ class Dependencies:
         self.targets.append(target)
         return LiftedFunction(original, target, signature)
 
-    def _signature(self, original: Callable[..., Any], *, skip_first: bool) -> inspect.Signature:
+    def _signature(self, original: Callable[..., object], *, skip_first: bool) -> inspect.Signature:
         parameters = get_typed_signature(original).parameters.values()
         return inspect.Signature(
             [self._parameter(each) for each in list(parameters)[1 if skip_first else 0 :]]

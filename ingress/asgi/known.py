@@ -14,7 +14,6 @@ import json
 import textwrap
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ingress.base.private_names import find
 
@@ -105,7 +104,7 @@ def fingerprint(path: str) -> str:
     return hashlib.sha256(_text(ast.parse(source)).encode()).hexdigest()[:16]
 
 
-def _text(node: Any) -> str:
+def _text(node: object) -> str:
     if isinstance(node, list):
         return f"[{','.join(_text(each) for each in node if not _is_docstring(each))}]"
     if isinstance(node, ast.AST):
@@ -114,5 +113,5 @@ def _text(node: Any) -> str:
     return repr(node)
 
 
-def _is_docstring(node: Any) -> bool:
+def _is_docstring(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import TypeGuard
 from weakref import WeakSet
 
 from starlette.applications import Starlette
@@ -32,19 +32,19 @@ logger = logging.getLogger("ingress")
 _CLASSES = "_ingress_classes"
 
 
-def note_class(app: Any, cls: type) -> None:
+def note_class(app: object, cls: type) -> None:
     """Remember that `cls` serves the app or router."""
     if isinstance(app, (Starlette, Router)):
         vars(app).setdefault(_CLASSES, []).append(cls)
 
 
-def classes_of(app: Any) -> list[type]:
+def classes_of(app: object) -> list[type]:
     """Return the classes that serve the app or router."""
     classes: list[type] = vars(app).get(_CLASSES, [])
     return classes
 
 
-def warn_of_routes_not_served(app: Any, cls: type, tree: RouteTree) -> None:
+def warn_of_routes_not_served(app: Starlette | Router, cls: type, tree: RouteTree) -> None:
     """Warn of each route that `tree`, which `cls` serves for `app`, leaves out by mistake."""
     for func in tree.foreign:
         if not _is_served(func, app):
@@ -66,17 +66,20 @@ def warn_of_routes_not_served(app: Any, cls: type, tree: RouteTree) -> None:
         _warn_if_no_route(app, cls)
 
 
-def _elsewhere(app: Any, cls: type, tree: RouteTree) -> Iterator[tuple[str, Any, Any]]:
+def _elsewhere(
+    app: Starlette | Router, cls: type, tree: RouteTree
+) -> Iterator[tuple[str, Starlette | Router, Callable[..., object]]]:
     """Yield methods of the class that are routes of other apps only, after names and apps."""
     for name, other in _apps_beside(cls):
         for served in served_routes(other.routes) if other is not app else ():
             func = getattr(served, "endpoint", None)
-            is_left = id(func) not in tree.endpoints and tree.methods.owns(func)
-            if is_left and not _is_served(func, other):
+            if func is None or id(func) in tree.endpoints or not tree.methods.owns(func):
+                continue
+            if not _is_served(func, other):
                 yield name, other, func
 
 
-def _warn_if_no_route(app: Any, cls: type) -> None:
+def _warn_if_no_route(app: Starlette | Router, cls: type) -> None:
     """Log, once, a class that has methods and whose app has no route but FastAPI's documentation.
 
     Not a warning: handles may call the methods.
@@ -94,7 +97,7 @@ def _warn_if_no_route(app: Any, cls: type) -> None:
         )
 
 
-def log_if_not_callable(target: Any) -> None:
+def log_if_not_callable(target: object) -> None:
     """Log, once, a class that is served by HTTP and has no app and no `__call__`.
 
     Not by `serve.run`, where handles may call its methods.
@@ -114,7 +117,7 @@ def log_if_not_callable(target: Any) -> None:
         )
 
 
-def _is_public_method(name: str, value: Any) -> bool:
+def _is_public_method(name: str, value: object) -> TypeGuard[FunctionType]:
     return isinstance(value, FunctionType) and not name.startswith("_") and name not in _CALLED
 
 
@@ -122,12 +125,12 @@ _CALLED = ("reconfigure", "check_health")
 """Methods that a replica calls itself."""
 
 
-def _is_served(func: Any, app: Any) -> bool:
+def _is_served(func: Callable[..., object], app: object) -> bool:
     """Return whether a deployment with this app has the method."""
     return any(Methods(cls).owns(func) for cls in classes_of(app))
 
 
-def _apps_beside(cls: type) -> Iterator[tuple[str, Any]]:
+def _apps_beside(cls: type) -> Iterator[tuple[str, Starlette | Router]]:
     """Yield the apps and routers, with their names, of the modules of a class and its bases."""
     for module in dict.fromkeys(base.__module__ for base in cls.__mro__):
         for name, value in list(vars(sys.modules.get(module, object)).items()):
@@ -135,24 +138,24 @@ def _apps_beside(cls: type) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _warn(text: str, func: Callable[..., Any]) -> None:
+def _warn(text: str, func: Callable[..., object]) -> None:
     warnings.warn_explicit(
         f"{_named(func)} {text}", RouteNotServedWarning, *_place(func), registry=_said
     )
 
 
-def _named(func: Callable[..., Any]) -> str:
+def _named(func: Callable[..., object]) -> str:
     file, line = _place(func)
     return f"{name_of(func)} ({file}:{line})"
 
 
-def _place(func: Callable[..., Any]) -> tuple[str, int]:
+def _place(func: Callable[..., object]) -> tuple[str, int]:
     code = code_of(func)
     return (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
 
 
-_said: dict[Any, Any] = {}
+_said: dict[str | tuple[str, type[Warning], int], int] = {}
 """Warnings that were given: a deployment is bound again by `ingress explain` and `openapi()`."""
 
-_logged: WeakSet[Any] = WeakSet()
+_logged: WeakSet[FunctionType | type] = WeakSet()
 """The methods and classes that the log has named."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
@@ -39,7 +38,7 @@ class Lifespan:
     )
 
     def __init__(self, context: ReplicaRuntime) -> None:
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, object] = {}
         self._context = context
         self._task: asyncio.Task[None] | None = None
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
@@ -47,11 +46,11 @@ class Lifespan:
         self._error: BaseException | None = None
         self._failed: str | None = None
         self._is_up = False
-        self._shared: dict[str, Any] = {}
+        self._shared: dict[str, object] = {}
         self.shutdown_error: Exception | None = None
         context.lifespan = self
 
-    def share(self, state: dict[str, Any]) -> None:
+    def share(self, state: dict[str, object]) -> None:
         """Put the yielded state into `state`, until the shutdown."""
         state.update(self.state)
         self._shared = state

@@ -35,11 +35,11 @@ class Target:
     function *given to FastAPI* has a first parameter that is not the caller's.
     """
 
-    func: Callable[..., Any]
+    func: Callable[..., object]
     descriptor: Any = None
     takes_self: bool = False
 
-    def bound_to(self, instance: Any) -> Callable[..., Any]:
+    def bound_to(self, instance: object) -> Callable[..., Any]:
         if self.descriptor is None:
             return self.func
         if (name := _name_if_keyword(self.descriptor)) is not None:
@@ -55,22 +55,22 @@ class Methods:
         self.cls = cls
         self._classes = [base for base in cls.__mro__ if base is not object]
 
-    def owns(self, func: Any) -> bool:
+    def owns(self, func: object) -> bool:
         return self._definer(func) is not None
 
-    def takes_self(self, func: Any) -> bool:
+    def takes_self(self, func: object) -> bool:
         """Return whether `func` is a method of the class, with a first parameter for it."""
         definer = self._definer(func)
         return definer is not None and not isinstance(_descriptor(definer, func), staticmethod)
 
-    def is_foreign(self, func: Any) -> bool:
+    def is_foreign(self, func: Callable[..., object]) -> bool:
         """Return whether `func` is a method of another class, which this deployment cannot run."""
         if _class_name(func) is None or self.owns(func):
             return False
         first = next(iter(inspect.signature(func).parameters.values()), None)
         return first is not None and first.name == "self" and not _is_injected(first)
 
-    def target(self, func: Callable[..., Any]) -> Target:
+    def target(self, func: Callable[..., object]) -> Target:
         """Return the target of `func`.
 
         Not `getattr(instance, name)`: two routes whose methods share a name would both run the
@@ -89,7 +89,7 @@ class Methods:
                 return self._override(cls, func, takes_self)
         raise AssertionError("the definer is in the MRO")  # pragma: no cover
 
-    def check(self, func: Callable[..., Any]) -> None:
+    def check(self, func: Callable[..., object]) -> None:
         """Raise `TypeError` or `RayServeException` for a method that FastAPI cannot call."""
         definer = self._definer(func)
         if definer is None or isinstance(_descriptor(definer, func), staticmethod):
@@ -111,7 +111,7 @@ class Methods:
                     f"name, and '{parameter.name}' is positional-only. Remove the '/'."
                 )
 
-    def _override(self, cls: type, func: Callable[..., Any], takes_self: bool) -> Target:
+    def _override(self, cls: type, func: Callable[..., object], takes_self: bool) -> Target:
         override = vars(cls)[func.__name__]
         impl = getattr(override, "__func__", override)
         expected = _parameters(func, skip_first=takes_self)
@@ -126,7 +126,7 @@ class Methods:
             )
         return Target(impl, override, takes_self)
 
-    def _definer(self, func: Any) -> type | None:
+    def _definer(self, func: object) -> type | None:
         name = _class_name(func)
         if name is None:
             return None
@@ -140,7 +140,7 @@ class Methods:
         return None
 
 
-def kind_for_fastapi(func: Callable[..., Any]) -> Kind:
+def kind_for_fastapi(func: Callable[..., object]) -> Kind:
     """Return the kind of `func` in FastAPI's view, which looks through `__wrapped__`, too."""
     outer = kind(func)
     if outer is not Kind.FUNCTION:
@@ -152,7 +152,7 @@ def kind_for_fastapi(func: Callable[..., Any]) -> Kind:
     return kind(inspect.unwrap(func))
 
 
-def _class_name(func: Any) -> str | None:
+def _class_name(func: object) -> str | None:
     """Return the module and qualified name of the class in which a function was written."""
     if not inspect.isfunction(func):
         return None
@@ -160,7 +160,7 @@ def _class_name(func: Any) -> str | None:
     return None if not head or head.endswith("<locals>") else f"{func.__module__}.{head}"
 
 
-def _descriptor(cls: type, func: Any) -> Any:
+def _descriptor(cls: type, func: object) -> object:
     """Return the `staticmethod` or `classmethod` that holds `func` in the class, else `func`."""
     for value in vars(cls).values():
         if isinstance(value, (staticmethod, classmethod)) and value.__func__ is func:
@@ -174,13 +174,15 @@ def _is_injected(parameter: inspect.Parameter) -> bool:
     return any(isinstance(each, params.Depends) for each in (parameter.default, *metadata))
 
 
-def _name_if_keyword(func: Any) -> str | None:
+def _name_if_keyword(func: object) -> str | None:
     """Return the name of the first parameter if a wrapper is to get it by keyword, else `None`.
 
     FastAPI passes keywords only. A decorator that takes `(*args, **kwargs)` and looks for the
     request by its position, as that of slowapi does, would take `self` for an argument.
     """
-    code = code_of(func) if inspect.isfunction(func) and hasattr(func, "__wrapped__") else None
+    if not inspect.isfunction(func) or not hasattr(func, "__wrapped__"):
+        return None
+    code = code_of(func)
     takes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     if code is None or code.co_argcount or code.co_flags & takes_all != takes_all:
         return None
@@ -188,6 +190,6 @@ def _name_if_keyword(func: Any) -> str | None:
     return first.name if first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
-def _parameters(func: Callable[..., Any], *, skip_first: bool) -> list[str]:
+def _parameters(func: Callable[..., object], *, skip_first: bool) -> list[str]:
     parameters = list(inspect.signature(func).parameters.values())[1 if skip_first else 0 :]
     return [each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY]

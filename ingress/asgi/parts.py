@@ -18,10 +18,12 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.endpoints import HTTPEndpoint
+from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Host, Mount, Router, WebSocketRoute
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
-from ingress.asgi.compat import base_app
+from ingress.asgi.compat import Dependant, ServedRoute, base_app
 from ingress.asgi.compiled import CompiledRoute
 from ingress.asgi.dependencies import Lifted
 from ingress.asgi.methods import GENERATORS, Target, kind_for_fastapi
@@ -40,13 +42,13 @@ class Part:
     """
 
     what: str
-    func: Callable[..., Any]
+    func: Callable[..., object]
     role: Role
     at_once: int | None = None
     is_compiled: bool | None = None
 
 
-def app_parts(app: Any, router: Router, targets: Iterable[Target]) -> list[Part]:
+def app_parts(app: ASGIApp, router: Router, targets: Iterable[Target]) -> list[Part]:
     """Return the parts of an app whose routes are bound in `router`, in the order of a request.
 
     `targets` are the functions that a replica makes plans for.
@@ -62,9 +64,11 @@ class _Routes:
 
     def __init__(self, targets: Iterable[Target]) -> None:
         self._planned = {id(target.func) for target in targets}
-        self._seen: set[Any] = set()
+        self._seen: set[tuple[object, bool]] = set()
 
-    def parts(self, app: Any, routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[Part]:
+    def parts(
+        self, app: Starlette | Router, routes: Sequence[BaseRoute], prefix: str = ""
+    ) -> Iterator[Part]:
         """Yield all parts but the lifespan, which Starlette does not run for a mounted app."""
         for middleware in getattr(app, "user_middleware", ()):
             yield from _middleware_parts(middleware)
@@ -74,7 +78,7 @@ class _Routes:
             if not _is_frameworks(handler):
                 yield Part("error handler", handler, Role.FRAMEWORK)
 
-    def _route(self, served: Any, prefix: str) -> Iterator[Part]:
+    def _route(self, served: ServedRoute, prefix: str) -> Iterator[Part]:
         original = getattr(served, "original_route", served)
         if isinstance(original, (Mount, Host)):
             yield from self._mounted(original, prefix)
@@ -100,11 +104,11 @@ class _Routes:
         if (dependant := getattr(served, "dependant", None)) is not None:
             yield from self._dependencies(dependant)
 
-    def _dependencies(self, dependant: Any) -> Iterator[Part]:
+    def _dependencies(self, dependant: Dependant) -> Iterator[Part]:
         """Yield the dependencies in the order of their calls, innermost first, each once an app."""
         for each in dependant.dependencies:
             yield from self._dependencies(each)
-            call = each.call
+            call: Any = each.call
             is_lifted = isinstance(call, Lifted)
             # A mounted app calls the original of a lifted dependency; both are equal.
             is_hashable = getattr(type(call), "__hash__", None) is not None
@@ -122,7 +126,7 @@ class _Routes:
             if kind(func) in GENERATORS:
                 yield Part("teardown", func, role)
 
-    def _mounted(self, mount: Any, prefix: str) -> Iterator[Part]:
+    def _mounted(self, mount: Mount | Host, prefix: str) -> Iterator[Part]:
         where = prefix + getattr(mount, "path", "") + getattr(mount, "host", "")
         app = base_app(mount) if isinstance(mount, Mount) else mount.app
         if isinstance(app, (Starlette, Router)):
@@ -133,16 +137,16 @@ class _Routes:
             yield Part(f"mount {where}", app, Role.ASGI)
 
 
-def _middleware_parts(middleware: Any) -> Iterator[Part]:
+def _middleware_parts(middleware: Middleware) -> Iterator[Part]:
     cls: Any = middleware.cls
-    func = middleware.kwargs.get("dispatch") or getattr(cls, "dispatch", None)
+    func: Any = middleware.kwargs.get("dispatch") or getattr(cls, "dispatch", None)
     if func is None:  # a middleware class, or a factory
         func = cls.__call__ if inspect.isclass(cls) else cls
     if not _is_frameworks(func):
         yield Part("middleware", func, Role.ASGI)
 
 
-def _lifespan_parts(context: Any) -> Iterator[Part]:
+def _lifespan_parts(context: Callable[..., object]) -> Iterator[Part]:
     """Yield the parts of a lifespan; FastAPI nests those of included routers in its own."""
     func = inspect.unwrap(context)
     if not _is_frameworks(func) and not _is_frameworks(type(context)):
@@ -160,6 +164,6 @@ def _lifespan_parts(context: Any) -> Iterator[Part]:
                     yield Part(what, handler, Role.ASGI)
 
 
-def _is_frameworks(value: Any) -> bool:
+def _is_frameworks(value: object) -> bool:
     module = getattr(value, "__module__", None) or ""
     return module.partition(".")[0] in _FRAMEWORKS

@@ -7,13 +7,13 @@ header parameters and header models    are read from the headers that came: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 
-from ingress.asgi.compat import read_parameters_by
+from ingress.asgi.compat import ModelField, read_parameters_by
 from ingress.asgi.compat import request_params_to_args as read_parameters
 
 Pair = tuple[bytes, bytes]
@@ -51,7 +51,11 @@ def as_received(headers: Headers) -> Headers:
 
 
 @wraps(read_parameters)
-def request_params_to_args(fields: Sequence[Any], received_params: Any, **options: Any) -> Any:
+def request_params_to_args(
+    fields: Sequence[ModelField],
+    received_params: Mapping[str, object] | QueryParams | Headers,
+    **options: Any,
+) -> tuple[dict[str, object], list[object]]:
     """Read parameters as FastAPI does, headers from those that came. Options are of its version."""
     if isinstance(received_params, Headers):
         received_params = as_received(received_params)

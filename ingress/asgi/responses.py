@@ -22,7 +22,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from math import ceil
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fastapi.encoders import jsonable_encoder
 from starlette.exceptions import HTTPException
@@ -34,11 +34,18 @@ from ingress.exceptions import RayServeException
 from ingress.execution.execution import ThreadPool, call_inline
 from ingress.execution.other_loop import OTHER_LOOP, is_noted
 
+T = TypeVar("T")
 _TEXT = b"text/plain; charset=utf-8"
 
 
+class Closable(Protocol):
+    """A generator or another iterator that holds resources until it is closed."""
+
+    def close(self) -> None: ...
+
+
 async def send_value(
-    value: Any, pool: ThreadPool, scope: Scope, receive: Receive, send: Send
+    value: object, pool: ThreadPool, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Send the response for a complete value. Raises `TypeError` if it cannot be JSON."""
     if isinstance(value, Response):
@@ -60,7 +67,9 @@ async def send_value(
     await send({"type": "http.response.body", "body": body})
 
 
-def take_over_stream(response: Any, pool: ThreadPool, opened: Sequence[Any] | None = None) -> None:
+def take_over_stream(
+    response: Any, pool: ThreadPool, opened: Sequence[Closable] | None = None
+) -> None:
     """Make a streaming response iterate in one worker thread, and close its iterator.
 
     Starlette takes each chunk of a sync iterator in another of AnyIO's threads, which costs a
@@ -90,7 +99,7 @@ def take_over_stream(response: Any, pool: ThreadPool, opened: Sequence[Any] | No
     response.stream_response = stream_and_close  # type: ignore[method-assign]
 
 
-def _closing(items: Iterable[Any], opened: Sequence[Any]) -> Iterator[Any]:
+def _closing(items: Iterable[T], opened: Sequence[Closable]) -> Iterator[T]:
     """Yield items, and close at the end, in this thread, what the iterator has opened.
 
     FastAPI's does not close the endpoint's generator. Until Python 3.12 that was dropped when the
@@ -103,7 +112,7 @@ def _closing(items: Iterable[Any], opened: Sequence[Any]) -> Iterator[Any]:
             each.close()
 
 
-async def send_stream(items: AsyncGenerator[Any, None], send: Send) -> None:
+async def send_stream(items: AsyncGenerator[object, None], send: Send) -> None:
     """Send each item of a generator as soon as it is yielded, and close the generator.
 
     An error before the first item is raised before the response starts, so it becomes a 500.
@@ -126,7 +135,7 @@ def _body(chunk: bytes) -> Message:
     return {"type": "http.response.body", "body": chunk, "more_body": True}
 
 
-def _chunk(item: Any, *, is_text: bool) -> bytes:
+def _chunk(item: object, *, is_text: bool) -> bytes:
     if not is_text:
         return _to_json(item).encode() + b"\n"
     if isinstance(item, bytes):
@@ -194,13 +203,13 @@ async def send_refusal(error: RayServeException, request_id: str, send: Send) ->
     await send({"type": "http.response.body", "body": body})
 
 
-def _to_json(value: Any) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(jsonable_encoder(value, custom_encoder=_encoders()), separators=(",", ":"))
 
 
-def _encoders() -> dict[Any, Callable[[Any], Any]]:
+def _encoders() -> dict[type, Callable[[Any], object]]:
     """Return the encoders that Ray adds to FastAPI's, for libraries that are imported already."""
-    encoders: dict[Any, Callable[[Any], Any]] = {Exception: str}
+    encoders: dict[type, Callable[[Any], object]] = {Exception: str}
     if numpy := sys.modules.get("numpy"):
         encoders[numpy.ndarray] = encoders[numpy.generic] = lambda array: array.tolist()
     if pandas := sys.modules.get("pandas"):

@@ -16,17 +16,21 @@ from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
+from starlette.types import ASGIApp
 
 from ingress.asgi.compat import (
+    CompilableRoute,
     Default,
+    Included,
     IncludedRouter,
+    ServedRoute,
     base_app,
     check_kind,
     effective_context,
@@ -50,6 +54,8 @@ from ingress.calls.tracing import TRACING, trace_begin
 from ingress.context import REPLICA
 from ingress.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
 
+R = TypeVar("R", bound=APIRoute | APIWebSocketRoute)
+
 
 @dataclass(frozen=True, slots=True)
 class RouteInfo:
@@ -60,7 +66,7 @@ class RouteInfo:
     name: str
     kind: Kind
     is_websocket: bool
-    func: Callable[..., Any]
+    func: Callable[..., object]
 
 
 class RouteTree:
@@ -73,11 +79,11 @@ class RouteTree:
 
     def __init__(self, methods: Methods) -> None:
         self.methods = methods
-        self.foreign: list[Callable[..., Any]] = []
+        self.foreign: list[Callable[..., object]] = []
         self.endpoints: set[int] = set()
         self._dependencies = Dependencies(methods)
         self._routers: dict[int, Router] = {}
-        self._targets: dict[Callable[..., Any], Target] = {}
+        self._targets: dict[Callable[..., object], Target] = {}
 
     @property
     def targets(self) -> list[Target]:
@@ -93,7 +99,7 @@ class RouteTree:
             if (dependant := getattr(served, "dependant", None)) is not None:
                 self._dependencies.lift(dependant)
             route = api_route(served)
-            if getattr(route, "app", None) is not None:
+            if route is not None and getattr(route, "app", None) is not None:
                 with suppress(Unfit):
                     route.app = CompiledRoute(route)
         return cloned
@@ -108,11 +114,12 @@ class RouteTree:
             known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
         return known
 
-    def _route(self, route: Any, router: Any) -> Any:
+    def _route(self, route: BaseRoute, router: Router) -> BaseRoute | None:
         if IncludedRouter is not None and isinstance(route, IncludedRouter):
             inner = self._router(route.original_router)
             context = dataclasses.replace(route.include_context, included_router=inner)
-            return IncludedRouter(original_router=inner, include_context=context)
+            node: BaseRoute = IncludedRouter(original_router=inner, include_context=context)
+            return node
         if isinstance(route, Mount):
             return guarded_mount(route)
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
@@ -133,7 +140,7 @@ class RouteTree:
         return rebuilt(route, wrapper(route.endpoint, target, _streams(route, target.func)))
 
 
-def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) -> Any:
+def wrapper(original: Callable[..., object], target: Target, streams: Kind | None) -> Any:
     """Return the endpoint that FastAPI sees in place of `original`; a generator if it `streams`.
 
     The endpoint has no `__wrapped__`, because FastAPI would use the wrapped function instead.
@@ -179,7 +186,7 @@ def wrapper(original: Callable[..., Any], target: Target, streams: Kind | None) 
     return endpoint
 
 
-def signature(original: Callable[..., Any], *, takes_self: bool) -> inspect.Signature:
+def signature(original: Callable[..., object], *, takes_self: bool) -> inspect.Signature:
     """Return the signature as FastAPI finds it, with the annotations resolved."""
     parameters = list(get_typed_signature(original).parameters.values())
     returned = inspect.signature(original).return_annotation
@@ -188,7 +195,7 @@ def signature(original: Callable[..., Any], *, takes_self: bool) -> inspect.Sign
     return inspect.Signature(parameters[1 if takes_self else 0 :], return_annotation=returned)
 
 
-def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
+def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
     """Return a route of the same class and configuration with another endpoint.
 
     A route keeps each parameter of its constructor in an attribute of the same name.
@@ -196,10 +203,11 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
     base = APIRoute if isinstance(route, APIRoute) else APIWebSocketRoute
     configured = vars(route)
     options = {name: configured[name] for name in _options(base) if name in configured} | given
-    if base is APIRoute:
+    if isinstance(route, APIRoute):
+        unique_id = route.unique_id
         # The id names the models of body and response in the schema. It is kept from the declared
         # route; made again it could differ, because a set of methods has no order.
-        options |= {"operation_id": None, "generate_unique_id_function": lambda _: route.unique_id}
+        options |= {"operation_id": None, "generate_unique_id_function": lambda _: unique_id}
         if not configured.get("form_limits"):
             options.pop("form_limits", None)  # as in FastAPI: a custom route class may lack it
         if configured.get("stream_item_type") is not None:
@@ -208,7 +216,7 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
     cls: Any = type(route)
     if kind(endpoint) in GENERATORS:
         cls = _closing(cls)
-    clone = cls(route.path, endpoint, **options)
+    clone: R = cls(route.path, endpoint, **options)
     for name in ("methods", "operation_id", "generate_unique_id_function"):
         if name in configured:
             setattr(clone, name, configured[name])
@@ -217,7 +225,7 @@ def rebuilt(route: Any, endpoint: Callable[..., Any], **given: Any) -> Any:
     return clone
 
 
-def rebased(stack: Any, end: Any, new_end: Any) -> Any:
+def rebased(stack: Any, end: ASGIApp, new_end: ASGIApp) -> Any:
     """Return a copy of a chain of middlewares with another end and guards in between."""
     if stack == end:
         return new_end
@@ -236,7 +244,7 @@ def guarded_mount(mount: Mount) -> Mount:
     The replicas share that app. Two replicas may build its middleware stack at the same time, and
     either stack is right.
     """
-    app: Any = base_app(mount)
+    app = base_app(mount)
     if isinstance(app, Starlette):
         app = copy.copy(app)
         app.user_middleware = guarded(app.user_middleware)
@@ -259,26 +267,26 @@ def routers(router: Router, known: dict[int, Router] | None = None) -> list[Rout
         found[id(router)] = router
         for route in list(router.routes):
             if IncludedRouter is not None and isinstance(route, IncludedRouter):
-                included: Any = route
+                included: Included = route
                 routers(included.original_router, found)
-            elif isinstance(route, Mount) and isinstance(base_app(route), Starlette):
-                routers(base_app(route).router, found)
+            elif isinstance(route, Mount) and isinstance(app := base_app(route), Starlette):
+                routers(app.router, found)
     return list(found.values())
 
 
-def served_routes(routes: Sequence[BaseRoute]) -> Iterator[Any]:
+def served_routes(routes: Sequence[BaseRoute]) -> Iterator[ServedRoute]:
     """Yield the routes as served, with the prefix and dependencies of each include applied."""
     for served in iter_route_contexts(routes):
         # FastAPI 0.137 wraps an included route that is not an `APIRoute` once more.
         yield getattr(served, "starlette_route", None) or served
 
 
-def api_route(served: Any) -> Any:
+def api_route(served: ServedRoute) -> CompilableRoute | None:
     """Return the object whose `app` answers an `APIRoute`; `None` for another kind of route.
 
     FastAPI keeps the app of an included route apart from the route.
     """
-    route = effective_context(served) or getattr(served, "route", served)
+    route: Any = effective_context(served) or getattr(served, "route", served)
     return route if isinstance(getattr(route, "original_route", route), APIRoute) else None
 
 
@@ -304,7 +312,7 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
     for route in routes:
         check_kind(route)
         if IncludedRouter is not None and isinstance(route, IncludedRouter):
-            included: Any = route
+            included: Included = route
             check_routes(included.original_router.routes, methods, mounted_at=mounted_at)
         elif isinstance(route, (Mount, Host)):
             where = mounted_at + getattr(route, "path", getattr(route, "host", ""))
@@ -346,7 +354,7 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
             methods.check(route.endpoint)
 
 
-def _streams(route: Any, func: Callable[..., Any]) -> Kind | None:
+def _streams(route: APIRoute, func: Callable[..., object]) -> Kind | None:
     """Return the kind of generator that FastAPI is to see, `None` for an ordinary endpoint."""
     # A FastAPI without streaming endpoints takes the generator for an ordinary result.
     if not hasattr(route, "is_json_stream") or kind_for_fastapi(func) not in GENERATORS:
@@ -363,7 +371,7 @@ _OPENED: ContextVar[list[Any]] = ContextVar("ingress_opened")
 
 
 @cache
-def _closing(base: Any) -> Any:
+def _closing(base: Any) -> type[APIRoute]:
     """Return a route class that closes the generator of its endpoint when the request ends.
 
     FastAPI leaves the generator to the garbage collector, between two generators or tasks of its
@@ -373,7 +381,7 @@ def _closing(base: Any) -> Any:
     class StreamingRoute(base):  # type: ignore[misc]
         __ingress_base__ = base
 
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
             handler = super().get_route_handler()
             func = self.endpoint.__ingress_func__
 
@@ -392,7 +400,7 @@ def _closing(base: Any) -> Any:
     return StreamingRoute
 
 
-async def _close(streams: list[Any]) -> None:
+async def _close(streams: Sequence[object]) -> None:
     for stream in streams:
         if isinstance(stream, AsyncGenerator):
             await stream.aclose()
@@ -403,7 +411,7 @@ def _options(base: type) -> list[str]:
     return [name for name in parameters if name not in ("path", "endpoint")]
 
 
-def _point_errors_at(endpoint: Callable[..., Any], original: Callable[..., Any]) -> None:
+def _point_errors_at(endpoint: Callable[..., object], original: Callable[..., object]) -> None:
     """Make FastAPI's validation errors name the user's file and line, not the wrapper's.
 
     FastAPI caches the context of an endpoint by its `id`, even after the endpoint is gone. So the

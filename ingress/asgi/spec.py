@@ -48,7 +48,7 @@ class IngressSpec:
     Either `app` or `builder` is set; neither for a class that builds its app itself.
     """
 
-    app: Any = None
+    app: ASGIApp | APIRouter | None = None
     builder: Callable[[], ASGIApp] | None = None
 
     def bind(self, cls: type) -> BoundApp:
@@ -58,9 +58,9 @@ class IngressSpec:
         app = self.app
         if isinstance(app, APIRouter):
             # Included now, not at decoration: older FastAPIs copy the existing routes.
-            app = fastapi.FastAPI()  # looked up now: a tracer may have replaced the class
-            app.include_router(self.app)
-            return BoundApp(cls, None, BoundRoutes(app, cls, self.app))
+            whole = fastapi.FastAPI()  # looked up now: a tracer may have replaced the class
+            whole.include_router(app)
+            return BoundApp(cls, None, BoundRoutes(whole, cls, app))
         return BoundApp(cls, None, BoundRoutes(app, cls))
 
 
@@ -177,7 +177,7 @@ def _class_without_methods(module: str) -> type[Any]:
     return ASGIIngressDeployment
 
 
-def _spec(app: Any) -> IngressSpec:
+def _spec(app: object) -> IngressSpec:
     if app is None or isinstance(app, (FastAPI, APIRouter)):
         return IngressSpec(app)
     if callable(app):
@@ -192,7 +192,7 @@ def _spec(app: Any) -> IngressSpec:
     )
 
 
-def _is_builder(app: Callable[..., Any]) -> bool:
+def _is_builder(app: Callable[..., object]) -> bool:
     """Return whether `app` is a sync function that needs no arguments and takes no `*args`."""
     if not (inspect.isroutine(app) or isinstance(app, partial)) or kind(app).is_async:
         return False
@@ -203,7 +203,7 @@ def _is_builder(app: Callable[..., Any]) -> bool:
     return _accepts(app, 0) and not takes_any
 
 
-def _accepts(app: Callable[..., Any], count: int) -> bool:
+def _accepts(app: Callable[..., object], count: int) -> bool:
     try:
         inspect.signature(app).bind(*range(count))
     except TypeError:
@@ -213,7 +213,7 @@ def _accepts(app: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _check_class(cls: Any, spec: IngressSpec) -> None:
+def _check_class(cls: object, spec: IngressSpec) -> None:
     if hasattr(cls, "func_or_class"):
         raise _wrong_order(cls)
     if not inspect.isclass(cls):
@@ -232,7 +232,7 @@ def _check_class(cls: Any, spec: IngressSpec) -> None:
         check_routes(spec.app.routes, Methods(cls))
 
 
-def _wrong_order(deployment: Any) -> TypeError:
+def _wrong_order(deployment: object) -> TypeError:
     name = getattr(deployment, "name", "MyDeployment")
     return TypeError(
         f"'{name}' is a deployment already; put @serve.deployment above @serve.ingress:\n"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, closing
 from functools import cache, partial
 from typing import Any
@@ -26,6 +26,7 @@ from starlette.types import Message, Scope, Send
 from ingress.asgi.chunks import Chunks
 from ingress.asgi.compat import (
     STACKS,
+    CompilableRoute,
     get_dependant,
     normalize_non_finite_floats,
     ping_interval_s,
@@ -45,17 +46,19 @@ from ingress.context import REPLICA
 from ingress.execution.execution import ExecutionMode, ExecutionPlan, kind
 
 
-def is_stream(route: Any) -> bool:
+def is_stream(route: CompilableRoute) -> bool:
     """Return whether FastAPI streams the items of a route's endpoint as JSON lines or events."""
     return getattr(route, "is_sse_stream", False) or getattr(route, "is_json_stream", False)
 
 
-async def values_for_stream(**values: Any) -> dict[str, Any]:
+async def values_for_stream(**values: object) -> dict[str, object]:
     """Return the endpoint's arguments: the last step of a stream, whose response calls it."""
     return values
 
 
-def stream_renderer(route: Any, steps: Steps) -> Any:
+def stream_renderer(
+    route: CompilableRoute, steps: Steps
+) -> Callable[[Scope, dict[str, object], Shared | None], Awaitable[Response]]:
     """Return a function from an endpoint's arguments to its response, as FastAPI makes it."""
     func: Any = getattr(route.dependant.call, "__ingress_func__", None)
     # Not a `def` that returns a generator: FastAPI calls it before there is a response.
@@ -65,7 +68,7 @@ def stream_renderer(route: Any, steps: Steps) -> Any:
     has_status = _has_status()
     encode = _event_encoder(route, steps) if is_events else _line_encoder(route, steps)
 
-    async def render(scope: Scope, values: Any, shared: Shared | None) -> Response:
+    async def render(scope: Scope, values: dict[str, object], shared: Shared | None) -> Response:
         given = response_arguments(shared, route.status_code)
         if not has_status:
             given.pop("status_code", None)
@@ -78,7 +81,7 @@ def stream_renderer(route: Any, steps: Steps) -> Any:
 
 
 async def _chunks(
-    plan: ExecutionPlan, values: dict[str, Any], encode: Callable[[Any], bytes]
+    plan: ExecutionPlan, values: dict[str, object], encode: Callable[[Any], bytes]
 ) -> AsyncGenerator[bytes, None]:
     """Yield the items of an endpoint as bytes; close the generator where it ran."""
     if plan.mode is ExecutionMode.EVENT_LOOP:
@@ -194,12 +197,12 @@ class _KeepAlive:
 # Bytes.
 
 
-def _line_encoder(route: Any, steps: Steps) -> Encoder:
+def _line_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
     to_json = _json_encoder(route, steps)
     return lambda scope, item: to_json(scope, item) + b"\n"
 
 
-def _event_encoder(route: Any, steps: Steps) -> Encoder:
+def _event_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
     to_json = _json_encoder(route, steps)
     event_class = routing.ServerSentEvent
     to_event: Callable[..., bytes] = routing.format_sse_event
@@ -220,18 +223,18 @@ def _event_encoder(route: Any, steps: Steps) -> Encoder:
     return encode
 
 
-def _json_encoder(route: Any, steps: Steps) -> Encoder:
+def _json_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
     if route.stream_item_field:
         return field_encoder(route.stream_item_field, route, steps)
     return lambda scope, item: _to_json(item).encode()
 
 
-def _to_json(value: Any) -> str:
+def _to_json(value: object) -> str:
     data = value if is_json(value) else jsonable_encoder(value)
     return json.dumps(data if _finite is None else _finite(data))
 
 
-_finite: Any = normalize_non_finite_floats
+_finite = normalize_non_finite_floats
 """Replaces numbers that JSON lacks by `null`. An older FastAPI writes them as they are."""
 
 
@@ -243,7 +246,7 @@ def _has_status() -> bool:
         yield
 
     dependant = get_dependant(path="/", call=items)
-    handler: Any = routing.get_request_handler(dependant, status_code=201, is_json_stream=True)
+    handler = routing.get_request_handler(dependant, status_code=201, is_json_stream=True)
     stacks = dict.fromkeys(STACKS, AsyncExitStack())
     scope = {"type": "http", "method": "GET", "query_string": b"", "headers": [], **stacks}
     try:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ingress.asgi.compat import ServedRoute
 from ingress.asgi.left_over import classes_of
 from ingress.asgi.methods import Methods
 from ingress.asgi.routes import served_routes
@@ -42,7 +45,7 @@ def refusal(app: Any, scope: Scope) -> ASGIApp | None:
     return None
 
 
-def hide_self(app: Any, cls: type) -> None:
+def hide_self(app: Starlette, cls: type) -> None:
     """Take `self` out of the query parameters of the class's methods in the user's app.
 
     Extensions make clients, tools and documents from `app.routes`, long before there is a replica.
@@ -57,7 +60,7 @@ def hide_self(app: Any, cls: type) -> None:
             ]
 
 
-def _endpoint(served: Any) -> Any:
+def _endpoint(served: ServedRoute) -> Callable[..., object] | None:
     return getattr(served, "endpoint", None)
 
 
@@ -73,9 +76,9 @@ def _answering(told: str) -> ASGIApp:
     return answer
 
 
-def _told(app: Any, cls: type) -> str:
-    here = sys.modules.get(cls.__module__)
-    modules = [here, *list(sys.modules.values())]
+def _told(app: Starlette, cls: type) -> str:
+    names = (cls.__module__, *sys.modules)
+    modules = [sys.modules[name] for name in names if name in sys.modules]
     this = _name(modules, lambda value: value is app) or "This app"
     target = _name(modules, lambda value: _is_application_of(value, cls))
     if target is None:
@@ -88,7 +91,7 @@ def _told(app: Any, cls: type) -> str:
     return f"{this} is served without its deployment {cls.__name__}, which has its methods. {fix}"
 
 
-def _name(modules: Iterable[Any], is_it: Any) -> str | None:
+def _name(modules: Iterable[ModuleType], is_it: Callable[[object], bool]) -> str | None:
     """Return MODULE:NAME of the first value that `is_it` accepts."""
     for module in modules:
         for name, value in list(getattr(module, "__dict__", {}).items()):

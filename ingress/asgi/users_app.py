@@ -30,7 +30,7 @@ _OF_ALL = "dependency_overrides"
 """The attribute that no clone has to itself: tests set it from outside, for all replicas."""
 
 _USERS_APP = "_ingress_users_app"
-_SHOWN: ContextVar[Any] = ContextVar("ingress_shown")
+_SHOWN: ContextVar[Starlette] = ContextVar("ingress_shown")
 
 
 class UsersApp:
@@ -51,7 +51,7 @@ class UsersApp:
             f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         clone = None if name == _OF_ALL else _clone_of(self)
         if clone is not None:
             setattr(clone, name, value)
@@ -66,7 +66,7 @@ class UsersApp:
             super().__delattr__(name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app: Any = _clone_of(self) or refusal(self, scope) or super().__call__  # type: ignore[misc]
+        app = _clone_of(self) or refusal(self, scope) or super().__call__  # type: ignore[misc]
         await app(scope, receive, send)
 
 
@@ -78,8 +78,9 @@ def show_clones(app: Starlette) -> None:
     base = class_of(app)
     shown = {name: _shown(name) for name in vars(app) if name != _OF_ALL}
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made: Any = type(base.__name__, (UsersApp, base), {**names, **shown, "_ingress_class": base})
-    app.__class__ = made
+    app.__class__ = type(
+        base.__name__, (UsersApp, base), {**names, **shown, "_ingress_class": base}
+    )
 
 
 def class_of(app: Starlette) -> type[Starlette]:
@@ -103,7 +104,7 @@ def showing(clone: Starlette) -> Iterator[None]:
         _SHOWN.reset(token)
 
 
-def _clone_of(app: Any) -> Any:
+def _clone_of(app: object) -> Starlette | None:
     """Return the clone of the current replica; `None` outside, and for another deployment's app."""
     clone = _SHOWN.get(None)
     if clone is None:
@@ -115,16 +116,16 @@ def _clone_of(app: Any) -> Any:
 def _shown(name: str) -> property:
     """Return a property, because it is found before the attribute of the same name."""
 
-    def get(app: Any) -> Any:
+    def get(app: UsersApp) -> Any:
         clone = _clone_of(app)
         values = vars(app if clone is None else clone)
         # If it was deleted, the class may have an attribute of that name.
         return values[name] if name in values else getattr(super(UsersApp, app), name)
 
-    def put(app: Any, value: Any) -> None:
+    def put(app: UsersApp, value: object) -> None:
         vars(app)[name] = value
 
-    def delete(app: Any) -> None:
+    def delete(app: UsersApp) -> None:
         vars(app).pop(name)
 
     return property(get, put, delete)
