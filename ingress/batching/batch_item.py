@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import weakref
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,17 @@ class Item:
     span. `is_over` says that the item was answered, or that its caller has left.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     group: tuple[str, int, frozenset[str]]
     call: Call | None
     ready: asyncio.Future[None]
     channel: Channel | None
-    span: Any = None
+    span: object = None
     value: Any = None
     error: BaseException | None = None
     is_over: bool = False
-    dropped: weakref.ref[Any] | None = None
+    dropped: weakref.ref[AsyncGenerator[Any, None]] | None = None
 
     @property
     def has_left(self) -> bool:
@@ -46,7 +47,7 @@ class Item:
         return self.group[0]
 
     @property
-    def first(self) -> Any:
+    def first(self) -> object:
         """The value of the first parameter, `None` if there is none."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
 
@@ -54,7 +55,7 @@ class Item:
         if not self.ready.done():
             self.ready.set_result(None)
 
-    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+    def settle(self, value: object = None, error: BaseException | None = None) -> None:
         """Give the caller its answer, or end its stream. The first call counts."""
         if self.is_over:
             return
@@ -66,7 +67,7 @@ class Item:
             self.channel.finish(error)
         self.begin()
 
-    async def put(self, value: Any) -> None:
+    async def put(self, value: object) -> None:
         """Give the caller the next part of its stream; wait while it is too far behind."""
         assert self.channel is not None
         try:
@@ -95,11 +96,10 @@ def _copy(error: Exception) -> BaseException:
 
 
 def _copied(error: Exception) -> BaseException:
-    made: Any = copy.copy(error)
+    made = copy.copy(error)
     if type(made) is not type(error):
         return error
     made.args = error.args  # a constructor may have changed its arguments
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
-    copied: BaseException = made.with_traceback(error.__traceback__)
-    return copied
+    return made.with_traceback(error.__traceback__)

@@ -86,7 +86,7 @@ class BatchQueue:
     def __init__(
         self,
         handler: Handler,
-        instance: Any,
+        instance: object,
         replica: ReplicaRuntime | None,
         loop: asyncio.AbstractEventLoop,
         limits: Callable[[], Limits],
@@ -304,7 +304,9 @@ class BatchQueue:
         task.add_done_callback(self._ended, context=self._context)
 
     async def _run(self, items: list[Item], batch: Call) -> None:
-        args = [list(values) for values in zip(*(item.args for item in items), strict=True)]
+        args: list[object] = [
+            list(values) for values in zip(*(item.args for item in items), strict=True)
+        ]
         kwargs = {name: [item.kwargs[name] for item in items] for name in items[0].kwargs}
         if self._instance is not NO_INSTANCE:
             args.insert(0, self._instance)
@@ -333,7 +335,9 @@ class BatchQueue:
                 end_wait(batch, member)
             del items  # an error's traceback holds this frame, which must not hold the error too
 
-    async def _stream(self, items: list[Item], args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def _stream(
+        self, items: list[Item], args: list[object], kwargs: dict[str, list[object]]
+    ) -> None:
         """Hand the generator's results to the callers, at the pace of the slowest that listens.
 
         Each caller may be behind by as much as a `Channel` holds.
@@ -357,7 +361,7 @@ class BatchQueue:
         for item in items:
             item.settle()
 
-    def _split(self, result: Any, count: int) -> list[Any]:
+    def _split(self, result: Any, count: int) -> list[object]:
         """Return each caller's part of the result. Raises if there is not one for each."""
         return execution.call_inline(_as_list, result, count, self._handler.name)
 
@@ -406,7 +410,7 @@ def _latest_deadline(calls: list[Call | None]) -> float | None:
     return max(known) if len(known) == len(deadlines) else None
 
 
-def _size_of(size_fn: Callable[[list[Any]], int], values: list[Any]) -> float:
+def _size_of(size_fn: Callable[[list[Any]], int], values: list[object]) -> float:
     size = size_fn(values)
     try:
         return float(size)
@@ -414,7 +418,7 @@ def _size_of(size_fn: Callable[[list[Any]], int], values: list[Any]) -> float:
         raise TypeError(f"batch_size_fn must return a number, got {size!r}") from None
 
 
-def _as_list(result: Any, count: int, name: str) -> list[Any]:
+def _as_list(result: Any, count: int, name: str) -> list[object]:
     problem = "Batched function doesn't preserve batch size. The input list has length"
     is_list = hasattr(result, "__getitem__") and hasattr(result, "__len__")
     if not is_list or isinstance(result, str | bytes | bytearray | Mapping):

@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial, wraps
 from numbers import Integral, Real
+from types import FunctionType
 from typing import Any, Never, overload
 
 from ingress.base.unsupported import refuse
@@ -38,7 +39,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @overload
-def batch(_func: Callable[..., Any], /) -> Any: ...
+def batch(_func: Callable[..., object], /) -> Any: ...
 
 
 @overload
@@ -51,11 +52,11 @@ def batch(
     batch_size_fn: Callable[[list[Any]], int] | None = None,
     *,
     per_item_errors: bool = False,
-) -> Callable[[Callable[..., Any]], Any]: ...
+) -> Callable[[Callable[..., object]], Any]: ...
 
 
 def batch(
-    _func: Callable[..., Any] | None = None,
+    _func: Callable[..., object] | None = None,
     /,
     max_batch_size: int = 10,
     batch_wait_timeout_s: float = 0.01,
@@ -119,7 +120,7 @@ def batch(
     return decorate if _func is None else decorate(_func)
 
 
-def warn_of_capacity(deployment: str, func_or_class: Any, max_ongoing: int) -> None:
+def warn_of_capacity(deployment: str, func_or_class: type | FunctionType, max_ongoing: int) -> None:
     """Log a warning for each batched method whose batches a replica can never fill."""
     owners = func_or_class.__mro__[::-1] if inspect.isclass(func_or_class) else ()
     members = {name: value for owner in owners for name, value in vars(owner).items()}
@@ -160,7 +161,7 @@ class Batcher:
         if self._handler.streams:
 
             @wraps(func)
-            def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            def stream(*args: object, **kwargs: object) -> AsyncGenerator[Any, None]:
                 return self.stream(args, kwargs)
 
             wrapper = stream
@@ -168,7 +169,7 @@ class Batcher:
         else:
 
             @wraps(func)
-            async def call(*args: Any, **kwargs: Any) -> Any:
+            async def call(*args: object, **kwargs: object) -> Any:
                 return await self.call(args, kwargs)
 
             wrapper = call
@@ -209,7 +210,7 @@ class Batcher:
             else:
                 replica.batch_limits[self] = limits
 
-    async def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Return the caller's own part of the result of its batch."""
         item, queue = self._submit(args, kwargs, None)
         try:
@@ -224,7 +225,9 @@ class Batcher:
                 del item  # the traceback holds this frame, which must not hold the error too
         return item.value
 
-    def stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    def stream(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> AsyncGenerator[Any, None]:
         """Return the stream of the caller's own parts of the results of its batch.
 
         The call is queued at once, so that streams that are iterated one after another share a
@@ -242,7 +245,7 @@ class Batcher:
         return items
 
     async def _stream_later(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> AsyncGenerator[Any, None]:
         async with aclosing(self.stream(args, kwargs)) as items:
             async for item in items:
@@ -266,10 +269,10 @@ class Batcher:
             queue.leave(item)
 
     def _submit(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], channel: Channel | None
+        self, args: tuple[object, ...], kwargs: dict[str, object], channel: Channel | None
     ) -> tuple[Item, BatchQueue]:
         """Put a call into its queue. Raises `TypeError` for wrong arguments."""
-        instance: Any = NO_INSTANCE
+        instance: object = NO_INSTANCE
         if self._has_receiver and args:
             instance, *rest = args
             args = tuple(rest)
@@ -329,7 +332,7 @@ class Batcher:
             )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     if isinstance(value, bool):
         return False
     return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())

@@ -12,26 +12,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 CONTAINERS = (dict, list, tuple, set, frozenset)
 _WHOLE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
 
-def replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+def replaced(value: T, kind: type[K], replace: Callable[[K], object]) -> T:
     """Return `value` with `replace(each)` in the place of each instance of `kind` in it.
 
     What holds none is returned as it is. Raises `ValueError` for a container that holds one and
     contains itself, `TypeError` for an object that holds one and cannot be copied.
     """
-    return _Replacement(kind, replace, _holders(value, kind)).of(value)
+    whole: T = _Replacement(kind, replace, _holders(value, kind)).of(value)
+    return whole
 
 
-class _Replacement:
+class _Replacement(Generic[K]):
     """One pass over arguments. Each object that holds an instance of `kind` is copied once."""
 
-    def __init__(self, kind: type, replace: Callable[[Any], Any], holders: set[int]) -> None:
+    def __init__(self, kind: type[K], replace: Callable[[K], object], holders: set[int]) -> None:
         self._kind, self._replace, self._holders = kind, replace, holders
         self._copies: dict[int, Any] = {}
 
@@ -61,10 +65,12 @@ class _Replacement:
             return type(value)._make(made)
         return next(kind for kind in CONTAINERS if isinstance(value, kind))(made)
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: T) -> T:
         if id(value) in self._copies:
-            return self._copies[id(value)]
-        made = self._copies[id(value)] = _new_like(value)
+            known: T = self._copies[id(value)]
+            return known
+        made: T = _new_like(value)
+        self._copies[id(value)] = made
         attributes = _dict_of(value)
         if attributes:
             values = {name: self.of(each) for name, each in attributes.items()}
@@ -74,12 +80,12 @@ class _Replacement:
         return made
 
 
-def _holders(root: Any, kind: type) -> set[int]:
+def _holders(root: object, kind: type) -> set[int]:
     """Return the ids of the objects and containers from which an instance of `kind` is reached."""
     parents: dict[int, list[int]] = {}
-    seen: dict[int, Any] = {id(root): root}
+    seen: dict[int, object] = {id(root): root}
     holders: set[int] = set()
-    waiting = [root]
+    waiting: list[object] = [root]
     while waiting:
         value = waiting.pop()
         for part in _parts(value):
@@ -100,7 +106,7 @@ def _holders(root: Any, kind: type) -> set[int]:
     return holders
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Iterator[object]:
     cls = type(value)
     if issubclass(cls, dict):
         yield from list(value.values())
@@ -118,7 +124,7 @@ def _is_looked_into(cls: type) -> bool:
     return not any(isinstance(each, FunctionType) for each in (cls.__reduce__, cls.__reduce_ex__))
 
 
-def _dict_of(value: Any) -> dict[str, Any]:
+def _dict_of(value: object) -> dict[str, object]:
     """Return the instance's own attributes; an empty dict if it has no place for any."""
     try:
         found = object.__getattribute__(value, "__dict__")
@@ -127,7 +133,7 @@ def _dict_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _slots_of(value: Any) -> Iterator[tuple[MemberDescriptorType, Any]]:
+def _slots_of(value: object) -> Iterator[tuple[MemberDescriptorType, object]]:
     for cls in type(value).__mro__:
         if "__slots__" not in vars(cls):
             continue
@@ -140,7 +146,7 @@ def _slots_of(value: Any) -> Iterator[tuple[MemberDescriptorType, Any]]:
                 yield slot, found
 
 
-def _new_like(value: Any) -> Any:
+def _new_like(value: T) -> T:
     cls = type(value)
     try:
         return object.__new__(cls)

@@ -19,11 +19,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-from ingress.asgi import BoundApp
+from ingress.asgi import BoundApp, IngressSpec
 from ingress.config import LoggingConfig, options_not_acted_on
 from ingress.declaration.arguments import replaced
 from ingress.declaration.declaration import Application, Deployment
@@ -48,8 +48,8 @@ class BuiltDeployment:
 
     name: str
     deployment: Deployment
-    init_args: tuple[Any, ...]
-    init_kwargs: dict[str, Any]
+    init_args: tuple[object, ...]
+    init_kwargs: dict[str, object]
 
     @property
     def is_asgi(self) -> bool:
@@ -62,8 +62,9 @@ class BuiltDeployment:
 
         `None` if the class has no app. Raises `TypeError` or `RayServeException` for bad routes.
         """
-        cls: Any = self.deployment.func_or_class
-        return cls.__ingress_spec__.bind(cls) if self.is_asgi else None
+        cls = self.deployment.func_or_class
+        spec: IngressSpec | None = getattr(cls, "__ingress_spec__", None)
+        return spec.bind(cls) if spec is not None and isinstance(cls, type) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,18 +144,17 @@ def with_options(
 
 
 def fill(
-    args: tuple[Any, ...], kwargs: dict[str, Any], make_handle: Callable[[str], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object], make_handle: Callable[[str], object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments with `make_handle(deployment_name)` in place of each slot.
 
     Containers and objects with a slot are copied; all others are the user's own.
     """
 
-    def handle(slot: HandleSlot) -> Any:
+    def handle(slot: HandleSlot) -> object:
         return make_handle(slot.deployment_name)
 
-    filled: tuple[tuple[Any, ...], dict[str, Any]] = replaced((args, kwargs), HandleSlot, handle)
-    return filled
+    return replaced((args, kwargs), HandleSlot, handle)
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ def _warn_of_options_not_acted_on(built: BuiltApplication) -> None:
             )
 
 
-def place_of(func_or_class: Any) -> tuple[str, int]:
+def place_of(func_or_class: type | FunctionType) -> tuple[str, int]:
     """Return file and line of a class or function."""
     try:
         file = inspect.getsourcefile(func_or_class) or inspect.getfile(func_or_class)

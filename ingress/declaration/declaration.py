@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
 
 from fastapi import FastAPI
@@ -33,7 +34,7 @@ class ApplicationHost(Protocol):
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, None]:
+    ) -> Coroutine[None, None, None]:
         """Answer one connection; start the application first if it does not run."""
 
     async def start(self, application: Application) -> str:
@@ -51,7 +52,7 @@ class Deployment:
     """A class or function with deployment options; `.bind(...)` makes an `Application` of it."""
 
     name: str
-    func_or_class: Callable[..., Any]
+    func_or_class: type | FunctionType
     config: DeploymentConfig
 
     def options(self, **options: Unpack[DeploymentOptions]) -> Deployment:
@@ -88,7 +89,7 @@ class Deployment:
             f"Deployments cannot be constructed directly; use {self.name}.bind(...) and run that"
         )
 
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+    def __mro_entries__(self, bases: tuple[object, ...]) -> NoReturn:
         # Python calls this for a base that is not a class.
         raise TypeError(
             f"{self.name} is a deployment, not a class; subclass the class, then decorate: "
@@ -107,13 +108,13 @@ class Application:
     _host: ClassVar[ApplicationHost]
 
     deployment: Deployment
-    init_args: tuple[Any, ...]
-    init_kwargs: dict[str, Any]
+    init_args: tuple[object, ...]
+    init_kwargs: dict[str, object]
     # The host's data on this application; here, because the host reads it at every request.
     _hosted: Any = field(default=None, init=False)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:
+    def __class__(self) -> type:
         """`Application`; for `fastapi run --app` it is `FastAPI`.
 
         That command serves any ASGI app, but takes only what is a `FastAPI` to its `isinstance`.
@@ -134,7 +135,7 @@ class Application:
         """Stop an application that its first request started, as under `parent.mount`."""
         await type(self)._host.close(self)
 
-    def lifespan(self, parent: Any = None) -> AbstractAsyncContextManager[None]:
+    def lifespan(self, parent: object = None) -> AbstractAsyncContextManager[None]:
         """Run the application while a parent app runs: `FastAPI(lifespan=application.lifespan)`."""
         return type(self)._host.lifespan(self)
 
@@ -161,14 +162,16 @@ class Application:
 
 
 @overload
-def deployment(func_or_class: Callable[..., Any], /) -> Deployment: ...
+def deployment(func_or_class: Callable[..., object], /) -> Deployment: ...
 @overload
 def deployment(
     name: str = "", /, **options: Unpack[DeploymentOptions]
-) -> Callable[[Callable[..., Any]], Deployment]: ...
+) -> Callable[[Callable[..., object]], Deployment]: ...
 def deployment(
-    func_or_class: Callable[..., Any] | str | None = None, /, **options: Unpack[DeploymentOptions]
-) -> Deployment | Callable[[Callable[..., Any]], Deployment]:
+    func_or_class: Callable[..., object] | str | None = None,
+    /,
+    **options: Unpack[DeploymentOptions],
+) -> Deployment | Callable[[Callable[..., object]], Deployment]:
     """Declare a class or a function as a deployment, bare or with options.
 
     The default of `name` is the name of the class or function. A string in the place of the class
@@ -188,7 +191,7 @@ def deployment(
     name = _valid_name(given.pop("name")) if "name" in given else None
     config = DeploymentConfig(**given)
 
-    def declare(func_or_class: Callable[..., Any]) -> Deployment:
+    def declare(func_or_class: Callable[..., object]) -> Deployment:
         if not inspect.isclass(func_or_class) and not inspect.isfunction(func_or_class):
             raise TypeError(
                 "`@serve.deployment` must be called on a class or function, got "
@@ -199,7 +202,7 @@ def deployment(
     return declare if func_or_class is None else declare(func_or_class)
 
 
-def _valid_name(name: Any) -> str:
+def _valid_name(name: object) -> str:
     rule = f"a deployment's name must be a non-empty string without '#', got {name!r}"
     if not isinstance(name, str):
         raise TypeError(f"{rule} of type {type(name).__name__}; give a string")
@@ -209,7 +212,7 @@ def _valid_name(name: Any) -> str:
 
 
 def _check_arguments(
-    deployment: Deployment, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+    deployment: Deployment, cls: type, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Raise `TypeError` if the constructor does not take these arguments."""
     try:
@@ -237,6 +240,6 @@ def _check_arguments(
     )
 
 
-def _call(deployment: Deployment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _call(deployment: Deployment, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
     shown = [*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in kwargs.items())]
     return f"{deployment.name}.bind({', '.join(shown)})"

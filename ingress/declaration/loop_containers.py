@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 from ingress.execution.execution import Kind, kind
 
-Makes = Callable[[Any], bool]
+Makes = Callable[[object], bool]
 """Returns whether a class or function makes an object of one loop."""
 
 _FILLERS = frozenset(
@@ -31,7 +30,7 @@ _KEYS = frozenset(
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-def is_async_generator(value: Any) -> bool:
+def is_async_generator(value: object) -> bool:
     """Return whether a value is an `async def` function with `yield`."""
     return isinstance(value, FunctionType) and kind(value) is Kind.ASYNC_GENERATOR
 
@@ -171,11 +170,11 @@ class _Scope:
             return next(filter(None, map(self._maker, values)), "")
         return ""
 
-    def _value(self, path: tuple[str, ...]) -> Any:
+    def _value(self, path: tuple[str, ...]) -> object:
         """Return the class or function that a global, or an attribute of a module, is."""
         if not path or path[0] in self._locals:
             return None
-        value = self._function.__globals__.get(path[0])
+        value: object = self._function.__globals__.get(path[0])
         for name in path[1:]:
             value = vars(value).get(name) if isinstance(value, ModuleType | type) else None
         return value

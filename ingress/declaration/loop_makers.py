@@ -64,7 +64,7 @@ def is_in_library(file: str) -> bool:
     return is_library(file) or is_library(str(Path(file).resolve()))
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Return the type of an object that belongs to a loop, as a user knows it, "" for others."""
     for cls in type(value).__mro__:
         if _is_listed(_CLASSES, cls.__name__, cls.__module__):
@@ -139,7 +139,7 @@ def kept_in(cls: type, known: Known) -> Iterator[tuple[str, str]]:
                 yield each.path[1], each.kind
 
 
-def stored_by(function: Any) -> set[str]:
+def stored_by(function: object) -> set[str]:
     """Return the attributes that a function sets, of any object."""
     code = getattr(function, "__code__", None)
     instructions = dis.get_instructions(code) if code is not None else ()
@@ -185,7 +185,7 @@ def _makers(function: FunctionType, known: Known) -> Iterator[str]:
             yield key
 
 
-def maker_in(factory: Any, known: Known) -> str:
+def maker_in(factory: object, known: Known) -> str:
     """Return the maker that a factory is, or that a function names; "" if there is none."""
     if isinstance(factory, FunctionType):
         return next(_makers(factory, known), "")
@@ -198,7 +198,7 @@ def name_of(value: Any) -> str:
     return f"{str(known.__module__).partition('.')[0]}.{known.__qualname__.partition('.')[0]}"
 
 
-def is_maker(value: Any, known: Known) -> bool:
+def is_maker(value: object, known: Known) -> bool:
     """Return whether a class or function makes an object of one loop."""
     if not isinstance(value, type):
         name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "")

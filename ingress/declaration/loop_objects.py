@@ -27,6 +27,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 from starlette.datastructures import State
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
 from ingress.declaration.assignments import place_of, shown
 from ingress.declaration.build import BuiltDeployment
@@ -85,7 +87,7 @@ class LoopObject:
 
 def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
     """Yield the objects that belong to one event loop and that the deployment's code reaches."""
-    target: Any = built.deployment.func_or_class
+    target = built.deployment.func_or_class
     yield from _Walk(target).found(built)
 
 
@@ -107,26 +109,27 @@ class _Name:
 class _Walk:
     """One walk over everything that a deployment's code names."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: type | FunctionType) -> None:
         self._package = str(getattr(target, "__module__", "")).partition(".")[0]
         # By id, with the object itself: another one may not get the same id meanwhile.
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         self._told: set[tuple[str, str]] = set()
         self._kept: dict[type, list[tuple[str, str]]] = {}
         self._filled: dict[type, list[tuple[str, str]]] = {}
         self._known: Known = {}
-        self._state: dict[str, Any] = {}  # of the app, as all its replicas have it
+        self._state: dict[str, object] = {}  # of the app, as all its replicas have it
         self._app = _Name("", "app")
 
     def found(self, built: BuiltDeployment) -> Iterator[LoopObject]:
-        target: Any = built.deployment.func_or_class
+        target = built.deployment.func_or_class
         name = _Name(target.__module__, target.__qualname__)
-        waiting: deque[tuple[Any, _Name, int]] = deque([(target, name, 0)])
-        given: dict[Any, Any] = {**dict(enumerate(built.init_args)), **built.init_kwargs}
-        call = _Name(target.__module__, f"{built.name}.bind")
-        waiting += [
-            (value, _Name(call.module, f"{call.text}({key})"), 0) for key, value in given.items()
+        waiting: deque[tuple[object, _Name, int]] = deque([(target, name, 0)])
+        given: list[tuple[int | str, object]] = [
+            *enumerate(built.init_args),
+            *built.init_kwargs.items(),
         ]
+        call = _Name(target.__module__, f"{built.name}.bind")
+        waiting += [(value, _Name(call.module, f"{call.text}({key})"), 0) for key, value in given]
         spec = getattr(target, "__ingress_spec__", None)
         if spec is not None and spec.app is not None:  # no builder, which makes it later
             self._seen[id(spec.app)] = spec.app  # its parts have names of their own
@@ -153,7 +156,7 @@ class _Walk:
                 yield from self._tell(found, maker)
             waiting += self._parts(value, name, depth)
 
-    def _made(self, value: Any, name: _Name) -> Iterator[tuple[_Name, str]]:
+    def _made(self, value: object, name: _Name) -> Iterator[tuple[_Name, str]]:
         """Yield the objects and containers that code will set or fill, with their makers."""
         function = _function_of(value)
         if function is not None:
@@ -205,7 +208,7 @@ class _Walk:
             self._told.add((found.name, found.place))
             yield found
 
-    def _kept_by(self, value: Any) -> list[tuple[str, str]]:
+    def _kept_by(self, value: object) -> list[tuple[str, str]]:
         """Return the attributes that methods of the object will set, with the makers."""
         cls = type(value)
         if cls not in self._kept:  # a list may have thousands of instances of one class
@@ -217,7 +220,7 @@ class _Walk:
             kept = [each for each in kept if there.get(each[0]) is None]
         return [*kept, *self._filled[cls]]
 
-    def _is_opaque(self, app: Any) -> bool:
+    def _is_opaque(self, app: object) -> bool:
         """Return whether an app that is mounted is a library's, whose state is not known."""
         package = name_of(app).partition(".")[0]
         return package not in _LOOPLESS and not self._is_users(_function_or_type(app).__module__)
@@ -234,7 +237,7 @@ class _Walk:
         file = getattr(sys.modules.get(module), "__file__", None)
         return file is not None and not is_in_library(file)
 
-    def _parts(self, value: Any, name: _Name, depth: int) -> Iterator[tuple[Any, _Name, int]]:
+    def _parts(self, value: object, name: _Name, depth: int) -> Iterator[tuple[object, _Name, int]]:
         """Yield what `value` names, contains or consists of."""
         if isinstance(value, FunctionType):
             yield from self._parts_of_function(value, depth)
@@ -268,7 +271,7 @@ class _Walk:
 
     def _parts_of_function(
         self, function: FunctionType, depth: int
-    ) -> Iterator[tuple[Any, _Name, int]]:
+    ) -> Iterator[tuple[object, _Name, int]]:
         label = _label(function)
         own = _Name(function.__module__, function.__qualname__, label)
         cells = function.__closure__ or ()
@@ -296,7 +299,7 @@ class _Walk:
                     yield vars(value)[attribute], _Name(value.__name__, attribute, label), 0
 
 
-def _global_name(value: Any, name: _Name) -> _Name | None:
+def _global_name(value: object, name: _Name) -> _Name | None:
     """Return the name of the global that is this very object, in the module of `name`."""
     variables = vars(sys.modules[name.module]) if name.module in sys.modules else {}
     key = next((key for key, each in [*variables.items()] if each is value), None)
@@ -309,11 +312,11 @@ def _label(function: FunctionType) -> str:
     return f"{function.__qualname__} ({shown(code.co_filename)}:{code.co_firstlineno})"
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "ingress"
 
 
-def _function_of(value: Any) -> FunctionType | None:
+def _function_of(value: object) -> FunctionType | None:
     """Return the function of a method, a cache or a decorator's object."""
     if isinstance(value, MethodType | staticmethod | classmethod):
         value = value.__func__
@@ -322,7 +325,7 @@ def _function_of(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _function_or_type(value: Any) -> Any:
+def _function_or_type(value: object) -> FunctionType | type:
     return _function_of(value) or type(value)
 
 
@@ -334,7 +337,7 @@ def _some(values: Iterable[T]) -> list[T]:
         return []
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes that an instance has itself, without a line of its code."""
     try:
         own = object.__getattribute__(value, "__dict__")
@@ -353,12 +356,12 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                     continue
 
 
-def _dependency(value: Any) -> Any:
+def _dependency(value: object) -> object:
     """Return the callable of a `Depends(...)`, and any other value itself."""
     return getattr(value, "dependency", None) or value if hasattr(value, "use_cache") else value
 
 
-def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, Any]]:
+def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:
     """Yield the user's callables and objects in an app or router of Starlette or FastAPI.
 
     An app of another kind, as `mount` may be, is yielded itself.
@@ -394,10 +397,10 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, Any]]:
                 yield from _parts_of_app(inner, getattr(route, "path", ""))
 
 
-def _mounted(route: Any) -> Any:
+def _mounted(route: BaseRoute) -> ASGIApp | None:
     """Return the app of a `Mount` or `Host`; a route of an endpoint has none."""
     return None if hasattr(route, "endpoint") else getattr(route, "app", None)
 
 
-def _is_starlettes(app: Any) -> bool:
+def _is_starlettes(app: object) -> bool:
     return name_of(app).partition(".")[0] in ("starlette", "fastapi")

@@ -23,7 +23,7 @@ def load(
     app_dir: Path | None = None,
     *,
     is_factory: bool = False,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> Application:
     """Import the application `MODULE:APP`, from `app_dir` first if that is given.
 
@@ -85,11 +85,11 @@ def load(
     )
 
 
-def _is_builder(found: Any) -> bool:
+def _is_builder(found: object) -> bool:
     return isfunction(found) and len(signature(found).parameters) == 1
 
 
-def built_with(target: str, builder: Any, arguments: Mapping[str, Any]) -> Any:
+def built_with(target: str, builder: Any, arguments: Mapping[str, object]) -> Any:
     """Return the result of a builder: a function with one parameter, the arguments.
 
     The parameter is a dict, or the pydantic model of its annotation. Source: Ray 2.60.0,
@@ -107,7 +107,7 @@ def built_with(target: str, builder: Any, arguments: Mapping[str, Any]) -> Any:
             "parameter, the dict of its arguments"
         )
     try:
-        kind: Any = get_type_hints(builder).get(parameters[0].name)
+        kind: object = get_type_hints(builder).get(parameters[0].name)
     except NameError:  # an annotation for type checkers only
         kind = None
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
@@ -125,7 +125,7 @@ def built_with(target: str, builder: Any, arguments: Mapping[str, Any]) -> Any:
     return builder(model)
 
 
-def _made(target: str, factory: Any) -> Any:
+def _made(target: str, factory: Any) -> object:
     if isinstance(factory, Application):
         raise NotAnApplication(f"{target!r} is an application, not a factory; leave out --factory")
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ingress.exceptions import RayServeException
 
 
-def check_names(name: Any, prefix: Any) -> None:
+def check_names(name: object, prefix: object) -> None:
     """Raise `RayServeException` or `ValueError`, with Ray's message, for invalid names."""
     if not isinstance(name, str) or not name:
         raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
     check_prefix(prefix)
 
 
-def check_prefix(prefix: Any) -> None:
+def check_prefix(prefix: object) -> None:
     """Raise `ValueError`, with Ray's message, for an invalid route prefix."""
     if prefix is None:
         return

@@ -10,7 +10,6 @@ Other engines, `ingress build`, `explain` and `check` take these options as they
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ingress.config import DeploymentConfig, RequestRouterConfig
 from ingress.declaration.build import BuiltApplication, BuiltDeployment, build, place_of
@@ -78,7 +77,7 @@ def check_count(name: str, config: DeploymentConfig) -> None:
     )
 
 
-def for_a_cluster(config: DeploymentConfig) -> dict[str, tuple[Any, str]]:
+def for_a_cluster(config: DeploymentConfig) -> dict[str, tuple[object, str]]:
     """Return the options with values that only a cluster acts on: value and reason by name."""
     found = {
         name: (getattr(config, name), reason)
@@ -93,7 +92,7 @@ def for_a_cluster(config: DeploymentConfig) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def without_cluster_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_cluster_options(options: Mapping[str, object]) -> dict[str, object]:
     """Return options of a file as one process takes them: those of `CLUSTER_ONLY` are `None`."""
     taken = {name: None if name in CLUSTER_ONLY else value for name, value in options.items()}
     routing = taken.get("request_router_config")

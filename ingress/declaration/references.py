@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
 
 from ingress.declaration.declaration import Application, Deployment
 
 
-def names_of(module: ModuleType, target: Any) -> Iterator[str]:
+def names_of(module: ModuleType, target: type | FunctionType) -> Iterator[str]:
     """Yield the names under which a module has a class or function, its own first."""
     if found_in(module, target.__qualname__) is target:
         yield target.__qualname__
@@ -19,15 +18,15 @@ def names_of(module: ModuleType, target: Any) -> Iterator[str]:
             yield name
 
 
-def found_in(module: ModuleType, name: str) -> Any:
+def found_in(module: ModuleType, name: str) -> type | FunctionType | None:
     """Return the class or function of that name; `None` if the module has none."""
-    found: Any = module
+    found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
     return _behind(found)
 
 
-def _behind(found: Any) -> Any:
+def _behind(found: object) -> type | FunctionType | None:
     """Return the class or function of a deployment or application, or the object if it is one."""
     if isinstance(found, Application):
         found = found.deployment

@@ -53,7 +53,7 @@ class ByPath:
         target = found_in(module, self.name)
         if target is None:
             raise ImportError(f"{self.main or self.module!r} has no {self.name!r} in a child")
-        return target  # type: ignore[no-any-return]
+        return target
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class ByPath:
                 f"module {self.module!r} of the workers has no {self.name!r}; give the "
                 "workers the same version of the module"
             )
-        return target  # type: ignore[no-any-return]
+        return target
 
 
 @dataclass(frozen=True, slots=True)
