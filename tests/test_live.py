@@ -272,9 +272,9 @@ def test_the_observer_looks_for_the_rates_by_itself_and_ends(place: Place) -> No
     port = served(application(place))
     looked = Latch(timeout_s=PATIENCE_S)
 
-    def ask(what: str) -> Any:
+    def ask(what: str, argument: float = 0.0) -> Any:
         looked.count_down()
-        return parts_of(local_engine(), what)
+        return parts_of(local_engine(), what, argument)
 
     observer = Observer(ask)
     observer.start()
@@ -367,7 +367,10 @@ def test_the_rates_are_those_of_the_last_minute() -> None:
     assert rates["app", "D", ""] == rates["app", "D", "/x"]
     assert rates["app", "D", "/x"]["rate"] == 2.0
     assert rates["app", "D", "/x"]["errors"] == 0.2
-    assert rates["app", "D", "/x"]["p50"] < 1 < 500 < rates["app", "D", "/x"]["p95"] <= 1000
+    p50, p95 = rates["app", "D", "/x"]["p50"], rates["app", "D", "/x"]["p95"]
+    assert p50 is not None
+    assert p95 is not None
+    assert p50 < 1 < 500 < p95 <= 1000
     points = history.series(("app", "D", "/x"))["points"]
     assert len(points) == 39
     assert {(each["rate"], each["queued"]) for each in points} == {(2.0, 3)}

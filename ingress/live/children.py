@@ -6,18 +6,21 @@ knows: its calls, and how long the loop has stood.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
 
+from ingress.live.documents import ReplicaNow
 from ingress.live.running import STOOD_S, Running
 from ingress.processes.replica import ProcessReplica
 from ingress.replicas.replica import Replica
 
+logger = logging.getLogger("ingress")
+
 ANSWER_S = 0.3  # for the answers of all children together
 
-Answers = list[Callable[..., Any] | None]
+Answers = list[Callable[[float], ReplicaNow | None] | None]
 
 _RUNNING = Running()
 _LOOKING = threading.Lock()  # `_RUNNING` is for one thread at a time
@@ -28,7 +31,7 @@ def ask(replicas: Sequence[Replica]) -> Answers:
     return [_asked(each) for each in replicas]
 
 
-def _asked(replica: Replica) -> Callable[..., Any] | None:
+def _asked(replica: Replica) -> Callable[[float], ReplicaNow | None] | None:
     if not isinstance(replica, ProcessReplica) or replica.is_ending or replica.stood_s > STOOD_S:
         return None
     try:
@@ -37,19 +40,20 @@ def _asked(replica: Replica) -> Callable[..., Any] | None:
         return None
 
 
-def _seen_there(replica: Replica) -> dict[str, Any]:
+def _seen_there(replica: Replica) -> ReplicaNow:
     """Return what runs on a replica, in its child process."""
     with _LOOKING:
         return _RUNNING.look([replica], {})[0]
 
 
-def add(seen: Sequence[dict[str, Any]], answers: Answers) -> None:
+def add(seen: Sequence[ReplicaNow], answers: Answers) -> None:
     """Add the answers of children to what the server's process has seen of their replicas."""
     deadline = monotonic() + ANSWER_S
     for here, answer in zip(seen, answers, strict=True):
         try:
             there = None if answer is None else answer(max(0.0, deadline - monotonic()))
         except Exception:  # late, or it has ended
+            logger.debug("the child of %s does not answer", here["replica"], exc_info=True)
             continue
         if there is not None:
             here["loop"] = {**there["loop"], "stands_ms": here["loop"]["stands_ms"]}

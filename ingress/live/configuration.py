@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from ingress.base.options import plain
 from ingress.base.settings import SYNC_IN_THREADPOOL, Settings, environment
@@ -12,6 +12,7 @@ from ingress.config_file.origins import HTTP_VARIABLES, SETTINGS, http_default, 
 from ingress.control.running import RunningApplication
 from ingress.http.server_options import ServerOptions
 from ingress.inspection.explain import rows_of
+from ingress.live.documents import Configuration, Move, Option
 
 
 class HTTPSide(Protocol):
@@ -26,7 +27,7 @@ class HTTPSide(Protocol):
 
 def configuration_of(
     applications: Iterable[RunningApplication], settings: Settings, http: HTTPSide
-) -> dict[str, Any]:
+) -> Configuration:
     """Return the configuration of running applications. It reads the users' source files.
 
     The origins are those of `config_file.origins`, and "ingress scale".
@@ -43,7 +44,7 @@ def configuration_of(
     }
 
 
-def _moves(application: RunningApplication, settings: Settings) -> Iterator[dict[str, str]]:
+def _moves(application: RunningApplication, settings: Settings) -> Iterator[Move]:
     flag = int(settings.run_sync_in_threadpool)
     built = [each.built for each in list(application.deployments.values())]
     for row in rows_of(built, settings) if built else ():
@@ -58,7 +59,7 @@ def _moves(application: RunningApplication, settings: Settings) -> Iterator[dict
             }
 
 
-def _options(application: RunningApplication) -> Iterator[dict[str, Any]]:
+def _options(application: RunningApplication) -> Iterator[Option]:
     """Yield the options of each deployment: those that are set come first."""
     for name, deployment in list(application.deployments.items()):
         config = deployment.config
@@ -71,7 +72,7 @@ def _options(application: RunningApplication) -> Iterator[dict[str, Any]]:
             }
 
 
-def _http(http: HTTPSide, settings: Settings) -> Iterator[dict[str, Any]]:
+def _http(http: HTTPSide, settings: Settings) -> Iterator[Option]:
     command_line, from_code = http.command_line, http.options.model_fields_set
     for name in HTTPOptions.model_fields:
         if name == "location":
@@ -87,7 +88,7 @@ def _http(http: HTTPSide, settings: Settings) -> Iterator[dict[str, Any]]:
         yield {"where": f"http_options.{name}", "value": shown(name, value), "origin": origin}
 
 
-def _variables(settings: Settings, command_line: ServerOptions) -> Iterator[dict[str, Any]]:
+def _variables(settings: Settings, command_line: ServerOptions) -> Iterator[Option]:
     """Yield the settings of the process by the variables that set them."""
     values = {each: value_of(each, settings) for each in SETTINGS}
     for name, value in {**values, **settings.native_threads}.items():

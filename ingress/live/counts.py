@@ -8,17 +8,11 @@ is replaced begins at 0, so `history` compares each replica with itself.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from ingress.control.running import RunningApplication
+from ingress.live.documents import Counters, Deployment, Sums
 from ingress.replicas.replica import Replica
 from ingress.replicas.router import Router
-
-Sums = tuple[int, int, float, tuple[int, ...]]
-"""Calls that have ended, those of them that failed, their duration in ms, and its buckets."""
-
-Deployment = tuple[str, str]
-"""An application and one of its deployments."""
 
 
 def _of_requests(router: Router) -> dict[tuple[str, str], Sums]:
@@ -48,9 +42,9 @@ def _of_calls(replicas: Iterable[Replica]) -> dict[tuple[str, str], Sums]:
     return found
 
 
-def counts(applications: Iterable[RunningApplication]) -> dict[Deployment, dict[str, Any]]:
+def counts(applications: Iterable[RunningApplication]) -> dict[Deployment, Counters]:
     """Return the counters of each deployment. `routes` is by source and route."""
-    found: dict[Deployment, dict[str, Any]] = {}
+    found: dict[Deployment, Counters] = {}
     for application in applications:
         for name, deployment in list(application.deployments.items()):
             replicas = deployment.replicas

@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from ingress.base.counters import LATENCY_BUCKETS_MS
-from ingress.live.counts import Deployment, Sums
+from ingress.live.documents import Counters, Deployment, Interval, Rates, Recent, Series, Sums
 
 STEP_S = 5.0
 POINTS = 180
@@ -50,13 +49,13 @@ class History:
         self._lock = threading.Lock()
         self._points: deque[Point] = deque(maxlen=POINTS + 1)
         self._now = Point(0.0)
-        self._recent: dict[Deployment, dict[str, list[Any]]] = {}
+        self._recent: dict[Deployment, Recent] = {}
         self._recent_of = self._now
         self._sums: dict[Route, Sums] = {}
         # By process, so that one that is silent for a while is not counted anew.
         self._last: dict[int, dict[tuple[Deployment, str, str], Sums]] = {}
 
-    def add(self, at: float, parts: Iterable[tuple[int, Mapping[Deployment, Any]]]) -> None:
+    def add(self, at: float, parts: Iterable[tuple[int, Mapping[Deployment, Counters]]]) -> None:
         """Take the counters of all processes, each with its id. `at` is monotonic."""
         with self._lock:
             queued: dict[Deployment, int] = {}
@@ -84,7 +83,7 @@ class History:
         for key in ((*name, ""), (*name, route or "/")):
             self._sums[key] = _plus(self._sums.get(key, _NONE), more)
 
-    def window(self) -> tuple[dict[Route, dict[str, Any]], float]:
+    def window(self) -> tuple[dict[Route, Rates], float]:
         """Return the rates of each route over the last minute, and the seconds that they are of."""
         with self._lock:
             now = self._now
@@ -100,7 +99,7 @@ class History:
                 rows[route] = _rates(_minus(sums, before) if before is not sums else _NONE, span_s)
             return rows, span_s
 
-    def recent(self) -> dict[Deployment, dict[str, list[Any]]]:
+    def recent(self) -> dict[Deployment, Recent]:
         """Return the last intervals of each deployment, for small charts."""
         with self._lock:
             if self._recent_of is not self._points[-1]:
@@ -112,11 +111,11 @@ class History:
                 }
             return self._recent
 
-    def series(self, route: Route) -> dict[str, Any]:
+    def series(self, route: Route) -> Series:
         """Return the intervals of one route. `ago_s` is the age of the end of each."""
         with self._lock:
             points, now = list(self._points), self._now
-        rows = [
+        rows: list[Interval] = [
             {
                 "ago_s": round(now.at - after.at, 1),
                 "queued": after.queued.get(route[:2], 0),
@@ -127,13 +126,13 @@ class History:
         return {"step_s": STEP_S, "points": rows}
 
 
-def _between(before: Point, after: Point, route: Route) -> dict[str, Any]:
+def _between(before: Point, after: Point, route: Route) -> Rates:
     more = _minus(after.sums.get(route, _NONE), before.sums.get(route, _NONE))
     return _rates(more, after.at - before.at)
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in ("rate", "p99")}
+def _columns(rows: list[Rates]) -> Recent:
+    return {"rate": [row["rate"] for row in rows], "p99": [row["p99"] for row in rows]}
 
 
 def _plus(one: Sums, other: Sums) -> Sums:
@@ -146,7 +145,7 @@ def _minus(one: Sums, other: Sums) -> Sums:
     return one[0] - other[0], one[1] - other[1], one[2] - other[2], buckets
 
 
-def _rates(sums: Sums, span_s: float) -> dict[str, Any]:
+def _rates(sums: Sums, span_s: float) -> Rates:
     count, errors, total_ms, buckets = sums
     if not count:
         return {"rate": 0.0, "errors": 0.0, "p50": None, "p95": None, "p99": None, "mean": None}

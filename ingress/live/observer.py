@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Self
+from typing import Self
 
+from ingress.live.documents import (
+    Ask,
+    Configuration,
+    Counters,
+    CountPart,
+    Deployment,
+    Series,
+    View,
+)
 from ingress.live.history import STEP_S, History
 from ingress.live.recording import merged_traces
 from ingress.live.view import view_of
 
+logger = logging.getLogger("ingress")
+
 JOIN_S = 1.0
 FRESH_S = 0.4  # a view this old is shown again: two viewers cost as much as one
-
-Ask = Callable[..., tuple[list[dict[str, Any]], Mapping[int, str]]]
-"""`ask(what, argument)` returns the parts of the processes, and the reasons of those without one.
-
-A reason, such as `words.SILENT`, is by process id.
-"""
 
 
 class Observer:
@@ -32,7 +38,7 @@ class Observer:
         self._history = History()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        self._view: dict[str, Any] = {}
+        self._view: View | None = None
         self._viewed_at = 0.0
         self._thread = threading.Thread(target=self._main, name="ingress-history", daemon=True)
 
@@ -59,17 +65,17 @@ class Observer:
                 parts, _ = self._ask("counts")
                 self._history.add(monotonic(), _counts(parts))
             except Exception:  # no process answers, while the server starts or stops
-                pass
+                logger.debug("no process tells its counters", exc_info=True)
             self._is_over.wait(STEP_S)
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> View:
         """Return the state of the server, at most `FRESH_S` old."""
         with self._lock:
-            if self._view and monotonic() - self._viewed_at < FRESH_S:
+            if self._view is not None and monotonic() - self._viewed_at < FRESH_S:
                 return self._view
         return self.look()
 
-    def look(self) -> dict[str, Any]:
+    def look(self) -> View:
         """Return the state of the server now."""
         with self._lock:
             parts, absent = self._ask("part")
@@ -80,10 +86,11 @@ class Observer:
             self._viewed_at = monotonic()
             return self._view
 
-    def configuration(self) -> dict[str, Any]:
+    def configuration(self) -> Configuration:
         """Return the options, and the callables that the flag would move, of one process."""
         parts, _ = self._ask("configuration")
-        return parts[0] if parts else {"flag": None, "moves": [], "options": []}
+        first: Configuration | None = next(iter(parts), None)
+        return {"flag": None, "moves": [], "options": []} if first is None else first
 
     def record(self, seconds: float) -> tuple[str | None, list[str]]:
         """Return a recording of all processes, and why some are missing in it. It blocks.
@@ -96,10 +103,10 @@ class Observer:
             raise TimeoutError(f"no process has recorded: {', '.join(missing) or 'none serves'}")
         return merged_traces(parts), missing
 
-    def series(self, application: str, deployment: str, route: str) -> dict[str, Any]:
+    def series(self, application: str, deployment: str, route: str) -> Series:
         """Return the last 15 minutes of a route, or of all routes of a deployment."""
         return self._history.series((application, deployment, route))
 
 
-def _counts(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, Any]]:
+def _counts(parts: Sequence[CountPart]) -> list[tuple[int, dict[Deployment, Counters]]]:
     return [(part["pid"], part["counts"]) for part in parts]

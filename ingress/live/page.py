@@ -16,7 +16,6 @@ from base64 import b64encode
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -75,7 +74,7 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
     ]
 
 
-def _json(value: Any) -> Response:
+def _json(value: object) -> Response:
     """Return JSON in ASCII, which may have half a surrogate pair, as a route's template may."""
     return Response(json.dumps(value), media_type="application/json")
 

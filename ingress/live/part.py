@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from ingress.base.settings import Settings
 from ingress.calls.notable import NOTABLE
@@ -13,6 +13,7 @@ from ingress.control.running import RunningApplication
 from ingress.live import children
 from ingress.live.configuration import HTTPSide, configuration_of
 from ingress.live.counts import counts
+from ingress.live.documents import ConfigurationPart, CountPart, Links, Part, Recording
 from ingress.live.recording import record
 from ingress.live.running import Running
 from ingress.replicas.replica import Replica
@@ -41,17 +42,17 @@ class Server(Protocol):
 
 def parts_of(
     server: Server, what: str, argument: float = 0.0
-) -> tuple[list[dict[str, Any]], dict[int, str]]:
+) -> tuple[list[Mapping[str, object]], dict[int, str]]:
     """Return the state of this process as its `Observer` asks for it: no process is absent."""
     return [WHAT[what](server, argument)], {}
 
 
-def count_part(server: Server, argument: float = 0.0) -> dict[str, Any]:
+def count_part(server: Server, argument: float = 0.0) -> CountPart:
     """Return the counters of this process, and nothing else: cheap."""
     return {"pid": os.getpid(), "counts": counts(list(server.applications.values()))}
 
 
-def part(server: Server, argument: float = 0.0) -> dict[str, Any]:
+def part(server: Server, argument: float = 0.0) -> Part:
     """Return the state of this process. Callable in any thread."""
     running = dict(server.applications)
     replicas = _replicas(running)
@@ -88,13 +89,13 @@ def part(server: Server, argument: float = 0.0) -> dict[str, Any]:
     }
 
 
-def configuration(server: Server, argument: float = 0.0) -> dict[str, Any]:
+def configuration(server: Server, argument: float = 0.0) -> ConfigurationPart:
     """Return the options of this process, and the callables that the flag would move."""
     applications = list(server.applications.values())
     return {"pid": os.getpid(), **configuration_of(applications, server.settings, server.http)}
 
 
-def recording(server: Server, seconds: float) -> dict[str, Any]:
+def recording(server: Server, seconds: float) -> Recording:
     """Return a recording of some seconds. It blocks."""
     return {"pid": os.getpid(), "trace": record(_replicas(dict(server.applications)), seconds)}
 
@@ -108,7 +109,7 @@ def _replicas(running: Mapping[str, RunningApplication]) -> list[Replica]:
     ]
 
 
-def _links(application: RunningApplication | None) -> dict[str, str | None]:
+def _links(application: RunningApplication | None) -> Links:
     """Return the route prefix of an application, and the path of its documentation."""
     if application is None or application.route_prefix is None:
         return {"route_prefix": None, "docs": None}
@@ -121,7 +122,7 @@ def _links(application: RunningApplication | None) -> dict[str, str | None]:
     }
 
 
-WHAT: Mapping[str, Callable[[Server, float], dict[str, Any]]] = {
+WHAT: Mapping[str, Callable[[Server, float], Mapping[str, object]]] = {
     "part": part,
     "counts": count_part,
     "configuration": configuration,

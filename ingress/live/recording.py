@@ -12,12 +12,12 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from time import monotonic, sleep
-from typing import Any
 
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.calls.notable import NOTABLE, Ended
+from ingress.live.documents import Recording
 from ingress.processes.replica import ProcessReplica
 from ingress.replicas.replica import Replica
 from ingress.timeline.chrome import as_json, merged
@@ -168,7 +168,7 @@ class _Recording:
         )
 
 
-def merged_traces(parts: Sequence[Mapping[str, Any]]) -> str | None:
+def merged_traces(parts: Sequence[Recording]) -> str | None:
     """Return the recordings of several processes as one file."""
     texts = [part["trace"] for part in parts if part["trace"] is not None]
     if len(texts) < 2:

@@ -18,10 +18,20 @@ import threading
 from collections.abc import Iterable, Mapping
 from time import monotonic
 from types import FrameType
-from typing import Any
 
 from ingress.calls.call import CURRENT_CALL, Call
 from ingress.execution.threads import WorkerPool
+from ingress.live.documents import (
+    Line,
+    Loop,
+    LoopRun,
+    Named,
+    ReplicaNow,
+    RunningCall,
+    StallOfLoop,
+    ThreadRun,
+    Threads,
+)
 from ingress.replicas.replica import Replica
 from ingress.watchdog import WATCHDOG, Stall, StallReason
 from ingress.watchdog.clocks import ThreadClocks
@@ -56,7 +66,7 @@ class Running:
 
     def look(
         self, replicas: Iterable[Replica], deployed_at_s: Mapping[str, float]
-    ) -> list[dict[str, Any]]:
+    ) -> list[ReplicaNow]:
         """Return what runs on each of these replicas, with the stalls since the deployments."""
         replicas = list(replicas)
         now = monotonic()
@@ -114,7 +124,7 @@ class _Look:
         self._now = now
         self._at: dict[Call, tuple[str, Place]] = {}  # the thread and the line of calls that run
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> ReplicaNow:
         replica = self._replica
         lanes = {name: self._pool(pool) for name, pool in replica.pools.by_lane().items()}
         loads = replica.pools.loads()
@@ -145,12 +155,12 @@ class _Look:
             "stalls": [stall_as_json(each) for each in self._stalls[-STALLS:]][::-1],
         }
 
-    def _loop(self) -> dict[str, Any]:
+    def _loop(self) -> Loop:
         """Return the replica's event loop, and the call that runs on it."""
         replica = self._replica
         thread = self._threads.get(self._ident)
         frame = self._frames.get(self._ident)
-        runs: dict[str, Any] | None = None
+        runs: LoopRun | None = None
         if frame is not None:
             _, context = running_task(replica.loop, frame)
             call = None if context is None else context.get(CURRENT_CALL)
@@ -171,10 +181,10 @@ class _Look:
             "runs": runs,
         }
 
-    def _pool(self, pool: WorkerPool) -> dict[str, Any]:
+    def _pool(self, pool: WorkerPool) -> Threads:
         """Return the threads of a lane, or the others, and the calls that run in them."""
         threads, unfinished = pool.threads.at_work()
-        runs = []
+        runs: list[ThreadRun] = []
         for thread in threads:
             frame = self._frames.get(thread.ident or 0)
             if frame is None or is_idle_worker(frame):
@@ -182,13 +192,13 @@ class _Look:
             context = worker_context(frame)
             call = None if context is None else context.get(CURRENT_CALL)
             stack = read(frame, self._replica.context)
-            named: dict[str, Any] = {"request_id": "", "title": "", "ms": None}
+            named: Named = {"request_id": "", "title": "", "ms": None}
             if call is not None:
                 self._at[call] = thread.name, stack.place
                 named = self._named(call)
             if call is not None or stack.is_users:
-                at = {"thread": thread.name, "line": line_of(stack.place)}
-                runs.append({**named, "method": stack.method, **at})
+                line = line_of(stack.place)
+                runs.append({**named, "method": stack.method, "thread": thread.name, "line": line})
         return {
             "limit": pool.threads.limit,
             "alive": len(threads),
@@ -196,7 +206,7 @@ class _Look:
             "runs": runs,
         }
 
-    def _named(self, call: Call) -> dict[str, Any]:
+    def _named(self, call: Call) -> Named:
         members = call.members or ()
         return {
             "request_id": call.metadata.request_id,
@@ -204,7 +214,7 @@ class _Look:
             "ms": round((self._now - call.started_at) * 1e3, 1),
         }
 
-    def _call(self, call: Call, task: asyncio.Future[Any] | None) -> dict[str, Any]:
+    def _call(self, call: Call, task: asyncio.Future[None] | None) -> RunningCall:
         """Return one call: where it runs, or what it awaits."""
         where, place = self._at.get(call, ("", NOWHERE))
         if not where:
@@ -219,7 +229,7 @@ class _Look:
         }
 
 
-def line_of(place: Place) -> dict[str, Any] | None:
+def line_of(place: Place) -> Line | None:
     """Return a line of code with its source; `None` for no line."""
     if not place.file:
         return None
@@ -231,7 +241,7 @@ def line_of(place: Place) -> dict[str, Any] | None:
     }
 
 
-def stall_as_json(stall: Stall) -> dict[str, Any]:
+def stall_as_json(stall: Stall) -> StallOfLoop:
     """Return a stall of an event loop, with its line."""
     return {
         "at": stall.began_at_s,

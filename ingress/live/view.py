@@ -10,10 +10,23 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from time import time
-from typing import Any
 
 from ingress.base.settings import trace_url
-from ingress.live.counts import Deployment
+from ingress.live.documents import (
+    ApplicationPart,
+    ApplicationView,
+    Counters,
+    Deployment,
+    DeploymentPart,
+    DeploymentView,
+    Part,
+    Rates,
+    Recent,
+    ReplicaNow,
+    ReplicaOfServer,
+    RouteView,
+    View,
+)
 from ingress.live.history import Route
 from ingress.live.words import SILENT, all_healthy, problems_of
 
@@ -21,28 +34,37 @@ GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "N
 ROUTES = 500
 ENDED = 50
 
-_NO_RATES = {"rate": 0.0, "errors": 0.0, "p50": None, "p95": None, "p99": None, "mean": None}
+_NO_RATES: Rates = {
+    "rate": 0.0,
+    "errors": 0.0,
+    "p50": None,
+    "p95": None,
+    "p99": None,
+    "mean": None,
+}
 
 
 def view_of(
-    parts: Sequence[Mapping[str, Any]],
+    parts: Sequence[Part],
     absent: Mapping[int, str],
-    rates: Mapping[Route, Mapping[str, Any]],
+    rates: Mapping[Route, Rates],
     span_s: float,
-    recent: Mapping[Deployment, Mapping[str, Any]],
+    recent: Mapping[Deployment, Recent],
     url: str | None = None,
-) -> dict[str, Any]:
+) -> View:
     """Return the view of a server from the parts of its processes.
 
     `absent` has the reason for each process without a part, such as `SILENT`, by id.
     """
-    replicas = [{**each, "process": part["pid"]} for part in parts for each in part["replicas"]]
+    replicas: list[ReplicaOfServer] = [
+        {**each, "process": part["pid"]} for part in parts for each in part["replicas"]
+    ]
     applications = [
         _application(name, parts, replicas, rates, recent)
         for name in dict.fromkeys(name for part in parts for name in part["applications"])
     ]
     problems = problems_of(absent, applications, replicas)
-    routes = [
+    routes: list[RouteView] = [
         {"application": app, "deployment": deployment, "route": route, **each}
         for (app, deployment, route), each in rates.items()
         if route
@@ -74,11 +96,11 @@ def view_of(
 
 def _application(
     name: str,
-    parts: Sequence[Mapping[str, Any]],
-    replicas: Sequence[Mapping[str, Any]],
-    rates: Mapping[Route, Mapping[str, Any]],
-    recent: Mapping[Deployment, Mapping[str, Any]],
-) -> dict[str, Any]:
+    parts: Sequence[Part],
+    replicas: Sequence[ReplicaNow],
+    rates: Mapping[Route, Rates],
+    recent: Mapping[Deployment, Recent],
+) -> ApplicationView:
     found = [part["applications"][name] for part in parts if name in part["applications"]]
     names = dict.fromkeys(each for one in found for each in one["deployments"])
     status = _gravest(found) if len(found) == len(parts) else "DEPLOYING"
@@ -100,8 +122,8 @@ def _application(
                     if (one["application"], one["deployment"], one["state"])
                     == (name, each, "RUNNING")
                 ),
-                rates.get((name, each, ""), {}),
-                recent.get((name, each), {}),
+                rates.get((name, each, ""), _NO_RATES),
+                recent.get((name, each), {"rate": [], "p99": []}),
             )
             for each in names
         ],
@@ -110,12 +132,12 @@ def _application(
 
 def _deployment(
     name: str,
-    found: Sequence[Mapping[str, Any]],
-    counts: Sequence[Mapping[str, Any]],
+    found: Sequence[DeploymentPart],
+    counts: Sequence[Counters],
     slots: int,
-    rates: Mapping[str, Any],
-    recent: Mapping[str, Any],
-) -> dict[str, Any]:
+    rates: Rates,
+    recent: Recent,
+) -> DeploymentView:
     states: Counter[str] = Counter()
     for each in found:
         states.update(each["replica_states"])
@@ -127,17 +149,18 @@ def _deployment(
         "replica_states": dict(states),
         "slots": slots,
         "orphans": sum(each["orphans"] for each in found),
-        **{key: sum(each[key] for each in counts) for key in ("queued", "ongoing", "requests")},
-        **_NO_RATES,
+        "queued": sum(each["queued"] for each in counts),
+        "ongoing": sum(each["ongoing"] for each in counts),
+        "requests": sum(each["requests"] for each in counts),
         **rates,
-        "recent": {"rate": [], "p99": [], **recent},
+        "recent": recent,
     }
 
 
-def _gravest(found: Sequence[Mapping[str, Any]]) -> str:
+def _gravest(found: Sequence[ApplicationPart | DeploymentPart]) -> str:
     statuses = {each["status"] for each in found}
-    return next((each for each in GRAVEST if each in statuses), str(found[0]["status"]))
+    return next((each for each in GRAVEST if each in statuses), found[0]["status"])
 
 
-def _joined(found: Sequence[Mapping[str, Any]]) -> str:
+def _joined(found: Sequence[ApplicationPart | DeploymentPart]) -> str:
     return "; ".join(dict.fromkeys(each["message"] for each in found if each["message"]))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic, thread_time
-from typing import Any
 
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ingress.http import uvicorn_connection
+from ingress.live.documents import View
 
 PAUSE_S = 0.5
 LONGEST_S = 2.0
@@ -30,7 +30,7 @@ class Viewers:
 
     __slots__ = ("_latest", "_look", "_news", "_number", "_task", "count")
 
-    def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, look: Callable[[], View]) -> None:
         self._look = look
         self.count = 0
         self._task: asyncio.Task[None] | None = None
@@ -128,6 +128,6 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _event(value: Mapping[str, object]) -> bytes:
     """Return a server-sent event. JSON has no line break."""
     return b"data: %b\n\n" % json.dumps(value, separators=(",", ":")).encode()

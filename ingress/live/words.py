@@ -8,7 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from time import time
-from typing import Any
+
+from ingress.live.documents import (
+    ApplicationView,
+    DeploymentView,
+    Problem,
+    ReplicaNow,
+    StallOfLoop,
+)
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 SILENT = "does not answer"
@@ -22,15 +29,15 @@ def all_healthy(applications: Iterable[str], deployments: Iterable[str]) -> bool
     return runs and not any(each in BAD for each in deployments)
 
 
-def _problem(level: str, application: str, deployment: str, text: str) -> dict[str, Any]:
+def _problem(level: str, application: str, deployment: str, text: str) -> Problem:
     return {"level": level, "application": application, "deployment": deployment, "text": text}
 
 
 def problems_of(
     absent: Mapping[int, str],
-    applications: Sequence[Mapping[str, Any]],
-    replicas: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
+    applications: Sequence[ApplicationView],
+    replicas: Sequence[ReplicaNow],
+) -> list[Problem]:
     """Return the problems in words, the gravest first."""
     found = [_problem("bad", "", "", f"worker {pid} {reason}") for pid, reason in absent.items()]
     for application in applications:
@@ -49,9 +56,7 @@ def problems_of(
     return sorted(found, key=lambda each: each["level"])
 
 
-def _words(
-    deployment: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, str]]:
+def _words(deployment: DeploymentView, replicas: Sequence[ReplicaNow]) -> list[tuple[str, str]]:
     """Return the level and the text of each problem of one deployment."""
     found: list[tuple[str, str]] = []
     status, message = deployment["status"], deployment["message"]
@@ -78,7 +83,7 @@ def _words(
     return found
 
 
-def _standing(replica: Mapping[str, Any]) -> list[str]:
+def _standing(replica: ReplicaNow) -> list[str]:
     name = f"{replica['deployment']}#{replica['replica']}"
     stands_ms = replica["loop"]["stands_ms"]
     if stands_ms and all(each["is_over"] for each in replica["stalls"]):
@@ -91,7 +96,7 @@ def _standing(replica: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _stalled(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
+def _stalled(replicas: Sequence[ReplicaNow]) -> list[str]:
     now = time()
     recent = [
         stall
@@ -107,7 +112,7 @@ def _stalled(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{text} {longest['ms']:.0f} ms{_at(longest)}"]
 
 
-def _at(stall: Mapping[str, Any]) -> str:
+def _at(stall: StallOfLoop) -> str:
     line = stall["line"]
     if line is None:
         return ""
