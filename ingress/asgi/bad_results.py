@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -30,6 +31,8 @@ from ingress.asgi.methods import GENERATORS
 from ingress.execution.execution import code_of, kind, name_of
 from ingress.execution.mistakes import is_users, last_line
 from ingress.execution.tracebacks import Explanation
+
+logger = logging.getLogger("ingress")
 
 _UNAWAITED = "A DeploymentResponse is not the answer yet: write `await` where the call is made."
 _MOST = 10_000  # parts of a value that are looked at
@@ -57,7 +60,7 @@ def explain(error: BaseException, func: Callable[..., object] | None, scope: Sco
         elif type(error) is TypeError and "'DeploymentResponse'" in str(error):
             error.add_note(_UNAWAITED)  # Python's text names the class, in a line of the user's
     except Exception:  # of user code, which the look at a value may call
-        pass
+        logger.debug("an error of %s is not explained", type(error).__name__, exc_info=True)
 
 
 def endpoint_of(scope: Scope) -> Callable[..., object] | None:
@@ -155,6 +158,7 @@ def _is_json(part: object) -> bool:
     try:
         to_json(part, inf_nan_mode="constants")
     except Exception:
+        logger.debug("%s cannot become JSON", _a(part), exc_info=True)
         return False
     return not (isinstance(part, float) and part - part != 0)
 

@@ -18,6 +18,7 @@ generators stream, and `HTTPException` keeps its status.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -33,6 +34,8 @@ from ingress.asgi.compat import waiting_for_threads
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ThreadPool, call_inline
 from ingress.execution.other_loop import OTHER_LOOP, is_noted
+
+logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
 _TEXT = b"text/plain; charset=utf-8"
@@ -152,7 +155,8 @@ def error_response(error: BaseException) -> Response:
     """Return the response to a failed request; it reveals no internals of the error."""
     try:
         return call_inline(_response_for, error)
-    except Exception:  # raised while the error was read
+    except Exception:
+        logger.debug("%s cannot be read, for its response", type(error).__name__, exc_info=True)
         return Response(b"Internal Server Error", 500)
 
 
@@ -175,6 +179,7 @@ def refusal_of(error: BaseException) -> str | None:
     try:
         return call_inline(_refusal_of, error)
     except Exception:
+        logger.debug("%s cannot be read, for its refusal", type(error).__name__, exc_info=True)
         return None
 
 

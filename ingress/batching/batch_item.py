@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import weakref
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from ingress.calls.call import Call
 from ingress.calls.channel import Channel
 from ingress.exceptions import StreamClosedError
 from ingress.execution import execution
+
+logger = logging.getLogger("ingress")
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +95,7 @@ def _copy(error: Exception) -> BaseException:
     try:
         return execution.call_inline(_copied, error)
     except Exception:
+        logger.debug("%s cannot be copied for each caller", type(error).__name__, exc_info=True)
         return error
 
 

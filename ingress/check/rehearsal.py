@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import logging
 import sys
 import threading
 import traceback
@@ -35,6 +36,8 @@ from ingress.check.write_recording import (
 from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan, Kind, Role
 from ingress.replicas.user_code import MakePlan, UserCode
+
+logger = logging.getLogger("ingress")
 
 THREADS = 8
 ROUNDS = 8
@@ -177,8 +180,8 @@ class RehearsingUserCode(UserCode):
         interval = sys.getswitchinterval()
         try:
             instance.__class__ = traced_class(cls, trace)
-        except Exception:
-            pass  # not recorded: a function, or a class that cannot be subclassed or exchanged
+        except Exception:  # a function, or a class that cannot be subclassed or exchanged
+            logger.debug("the writes of %s are not recorded", cls.__name__, exc_info=True)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
             for _ in range(ROUNDS):

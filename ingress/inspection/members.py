@@ -12,6 +12,7 @@ classes have dozens.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from ingress.batching.batching import Batcher
 from ingress.declaration.build import BuiltDeployment
 from ingress.execution.execution import Role
 from ingress.replicas.user_code import public_methods
+
+logger = logging.getLogger("ingress")
 
 _BOUND = (staticmethod, classmethod)
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -96,6 +99,7 @@ def _returned_class(func: Any) -> Any:
     try:
         return inspect.get_annotations(func, eval_str=True).get("return")
     except Exception:  # an annotation may be any expression, also with undefined names
+        logger.debug("the annotations of %r cannot be read", func, exc_info=True)
         return None
 
 

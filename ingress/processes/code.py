@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import logging
 import os
 import runpy
 import sys
@@ -26,6 +27,8 @@ from ingress.declaration.build import BuiltDeployment
 from ingress.declaration.references import found_in, names_of
 from ingress.execution.mistakes import last_line as described
 from ingress.processes.frames import dumps, loads
+
+logger = logging.getLogger("ingress")
 
 _MAIN = "__mp_main__"
 """The name of the parent's script in a child, as for `multiprocessing`: its guard is false."""
@@ -162,6 +165,7 @@ def culprit(value: Any, path: str, depth: int = _DEPTH) -> str:
     try:
         dumps(value)
     except Exception:
+        logger.debug("%s cannot be pickled", path, exc_info=True)
         with suppress(Exception):  # of a key whose `repr` fails, say
             for name, part in _parts(value, path) if depth else ():
                 if found := culprit(part, name, depth - 1):

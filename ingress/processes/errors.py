@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from typing import Any
 
@@ -13,6 +14,8 @@ from ingress.execution.mistakes import last_line as described
 from ingress.execution.tracebacks import explanation_of, format_error
 from ingress.processes.code import culprit
 from ingress.processes.frames import FrameError, dumps, loads
+
+logger = logging.getLogger("ingress")
 
 _KEPT = 8_000  # characters: two such texts are less than `LARGE`, even with four bytes each
 
@@ -50,7 +53,7 @@ def unpickled_error(content: memoryview) -> BaseException:
     try:
         BaseException.add_note(error, f"\nThe traceback in the replica's process:\n{text}")
     except Exception:  # a user's exception class without attributes
-        pass
+        logger.debug("%s takes no note:\n%s", type(error).__name__, text, exc_info=True)
     return error
 
 

@@ -12,6 +12,7 @@ that the server may use. Each process of the server counts for itself.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 from collections import Counter
@@ -28,6 +29,8 @@ from ingress.base.settings import (
     threads_set,
 )
 from ingress.config import DeploymentConfig
+
+logger = logging.getLogger("ingress")
 
 EnvironmentOf = Callable[[], tuple[dict[str, str], Callable[[], None]]]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -157,6 +160,7 @@ def _counted() -> int:
         finally:
             nvml.nvmlShutdown()
     except Exception:  # of a module that is not there, or of a machine without a driver
+        logger.debug("NVML counts no GPUs; the driver's list is used", exc_info=True)
         return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import re
 
@@ -22,6 +23,8 @@ from ingress import exceptions
 from ingress.base.types import DeploymentID, RequestMetadata
 from ingress.exceptions import RayServeException
 from ingress.execution.mistakes import described
+
+logger = logging.getLogger("ingress")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)
@@ -98,4 +101,4 @@ def _add_traceback(error: BaseException, text: str) -> None:
     try:
         error.add_note(f"\nThe traceback in the replica's process:\n{text}")
     except Exception:  # a user's exception class without attributes
-        pass
+        logger.debug("%s takes no note:\n%s", type(error).__name__, text, exc_info=True)

@@ -6,6 +6,7 @@ own: it changes when another tool deploys the application again, and goes with t
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from ray.serve.context import _get_global_client
 from ray.serve.generated.serve_pb2 import DeploymentRoute
 
 from ingress.base.types import new_request_id
+
+logger = logging.getLogger("ingress")
 
 COMMAND_SHOWN = 120  # characters
 _PREFIX = "ingress"
@@ -57,6 +60,7 @@ def owner_of(name: str) -> Owner | None:
     try:
         found = ray.get(controller.get_deployment_info.remote(ingress, name))
     except Exception:  # a race with the end of the application
+        logger.debug("application %r has no owner that is known", name, exc_info=True)
         return None
     prefix, _, rest = DeploymentRoute.FromString(found).deployment_info.version.partition("-")
     if prefix != _PREFIX:
