@@ -15,10 +15,10 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from starlette.datastructures import State
@@ -47,7 +47,7 @@ class ByPath:
     main: str = ""
     is_module: bool = False
 
-    def resolve(self) -> Callable[..., Any]:
+    def resolve(self) -> type | FunctionType:
         """Import the class or function. Raises `ImportError` if this process cannot."""
         if self.main:
             module = import_main(self.main, is_module=self.is_module)
@@ -65,8 +65,9 @@ class ByValue:
 
     pickled: bytes
 
-    def resolve(self) -> Callable[..., Any]:
-        return loads(self.pickled)  # type: ignore[no-any-return]
+    def resolve(self) -> type | FunctionType:
+        target: type | FunctionType = loads(self.pickled)
+        return target
 
 
 def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
@@ -95,7 +96,7 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
         ) from error
 
 
-def pickled_code(target: Any, cloudpickle: Any) -> bytes:
+def pickled_code(target: type | FunctionType, cloudpickle: Any) -> bytes:
     """Return a class or function, pickled by value. `cloudpickle` is that module, or Ray's copy.
 
     It may contain the parts of a FastAPI app: locks, which arrive unlocked, and a `State`, whose
@@ -103,7 +104,7 @@ def pickled_code(target: Any, cloudpickle: Any) -> bytes:
     """
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: object) -> object:
             if isinstance(obj, _LOCKS):
                 return (threading.Lock if type(obj) is _LOCKS[0] else threading.RLock), ()
             if isinstance(obj, State):
@@ -160,7 +161,7 @@ def pickled_arguments(built: BuiltDeployment) -> bytes:
         ) from error
 
 
-def culprit(value: Any, path: str, depth: int = _DEPTH) -> str:
+def culprit(value: object, path: str, depth: int = _DEPTH) -> str:
     """Return the path to the innermost part of a value that cannot be pickled; "" for none."""
     try:
         dumps(value)
@@ -174,7 +175,7 @@ def culprit(value: Any, path: str, depth: int = _DEPTH) -> str:
     return ""
 
 
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):

@@ -10,7 +10,6 @@ child serves.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from ingress.base.types import DeploymentID
 from ingress.calls.call import Call
@@ -56,7 +55,7 @@ class ServerDirectory(LoopOfHandles):
         self._waiters: dict[Call, set[int]] = {}
         self._numbers: dict[Call, int] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, tuple[()]]:
         return directory_here, ()  # of the process in which a handle arrives
 
     def handle(self, deployment_id: DeploymentID) -> DeploymentHandle:
@@ -73,7 +72,7 @@ class ServerDirectory(LoopOfHandles):
         """Return `None`, for any name: the server's process checks the name at the call."""
         return None
 
-    def send(self, call: Call, kind: Kind, *head: Any) -> RemoteWork:
+    def send(self, call: Call, kind: Kind, *head: object) -> RemoteWork:
         """Send the frame of a call. Called on the user loop."""
         waiters = self._waiters.get(call, ())
         content = encode((*head, [*waiters, *_members_that_wait(call)]))

@@ -8,7 +8,7 @@ session id and priority.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -53,7 +53,7 @@ class Errands:
         self._find_call = find_call
         self._loop = asyncio.get_running_loop()
         self._last = 0  # the number of the last call
-        self._responses: dict[int, Any] = {}
+        self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator] = {}
         self._windows: dict[int, Window] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -135,14 +135,15 @@ class Errands:
         context: Context,
         parent: Call,
         handle: DeploymentHandle,
-        args: Any,
-        kwargs: Any,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> DeploymentResponse | DeploymentResponseGenerator:
-        def make() -> Any:
+        def make() -> DeploymentResponse | DeploymentResponseGenerator:
             CURRENT_CALL.set(parent)
-            return handle.remote(*args, **kwargs)
+            made: DeploymentResponse | DeploymentResponseGenerator = handle.remote(*args, **kwargs)
+            return made
 
-        return context.run(make)  # type: ignore[no-any-return]
+        return context.run(make)
 
     def _end(self, number: int, call: Call) -> None:
         """Send the outcome of a call."""

@@ -76,7 +76,7 @@ def unreadable(what: str, problem: Exception) -> RayServeException:
     return RayServeException(f"{what} cannot be read: {described(problem)}")
 
 
-def unsendable(deployment: str, problem: Exception, **values: Any) -> RayServeException:
+def unsendable(deployment: str, problem: Exception, **values: object) -> RayServeException:
     """Return the error of values that cannot be pickled, which names the part at fault.
 
     `deployment` is the one that gets them or makes them; a value's name begins the path to a part.

@@ -81,7 +81,7 @@ def pickle_by_value() -> None:
     _dumps = import_module("cloudpickle").dumps
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """Return the pickle of a value, for the content of a frame."""
     return _written(value)
 
@@ -91,7 +91,7 @@ def loads(content: bytes | memoryview) -> Any:
     return _read(content)
 
 
-def encode(value: Any) -> Content:
+def encode(value: object) -> Content:
     """Return a value as a content. The arrays in it are copied once, into the frame."""
     buffers: list[pickle.PickleBuffer] = []
     content = _written(value, buffer_callback=buffers.append)
@@ -103,7 +103,7 @@ def decode(content: memoryview, buffers: Buffers) -> Any:
     return _read(content, buffers=buffers)
 
 
-def _written(value: Any, **options: Any) -> bytes:
+def _written(value: object, **options: Any) -> bytes:
     """Return the pickle of a value, whose code may raise anything: also here, it ends no loop."""
     try:
         return _dumps(value, PICKLE, **options)
@@ -123,7 +123,7 @@ def _read(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
         raise UserCodeExit(error, "a value that arrived") from error
 
 
-def outside(body: bytes) -> Any:
+def outside(body: bytes) -> bytes | pickle.PickleBuffer:
     """Return a body for `encode`: a large one stays out of the pickle. It arrives as a view."""
     return pickle.PickleBuffer(body) if len(body) >= LARGE else body
 

@@ -50,7 +50,7 @@ class Host:
 
     def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
         self.replica = replica
-        self.starting: asyncio.Task[Any] | None = None
+        self.starting: asyncio.Task[None] | None = None
         self.frames: Frames
         self.directory = ServerDirectory(replica.loop)
         self._page = page
@@ -152,7 +152,7 @@ class Host:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _arrived(self, kind: int, number: int, content: tuple[Any, ...]) -> HostedCall:
+    def _arrived(self, kind: int, number: int, content: Any) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
         if kind == Kind.HTTP:
             envelope, values, body, has_more = content
@@ -195,7 +195,7 @@ class Host:
         """Run a call on the replica, and send its end."""
         replica = self.replica
         error: BaseException | None = None
-        value: Any = None
+        value: object = None
         try:
             if not self._page.begin(call.number):
                 raise not_begun(replica.replica_id)
@@ -221,7 +221,7 @@ class Host:
         if trace_id:
             self.frames.post(Kind.TRACE, call.number, trace_id.encode())
 
-    def _end(self, call: HostedCall, value: Any, error: BaseException | None) -> None:
+    def _end(self, call: HostedCall, value: object, error: BaseException | None) -> None:
         del self._calls[call.number]
         call.close()  # tasks of other calls may wait for room: those that broadcast
         if call.metadata.multiplexed_model_id:
@@ -256,7 +256,7 @@ class Host:
         else:
             self.frames.post(Kind.DONE, number)
 
-    def _look(self, number: int, look: Callable[..., Any], *arguments: Any) -> None:
+    def _look(self, number: int, look: Callable[..., object], *arguments: object) -> None:
         """Answer with the result of a function. Its pickle is made here, beside the user loop."""
         frame: tuple[Kind, int, Content]
         try:

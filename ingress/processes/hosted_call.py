@@ -62,7 +62,7 @@ class HostedCall(Call):
         if self.request is not None:
             self.request.close()
 
-    def last_frame(self, value: Any) -> tuple[Kind, int, Content]:
+    def last_frame(self, value: object) -> tuple[Kind, int, Content]:
         """Return the frame that ends the call. Raises the error of pickling the value."""
         if self.request is not None:
             answer = self.request.take_answer()
@@ -77,7 +77,7 @@ class _Items:
     __slots__ = ("call",)
     call: HostedCall
 
-    async def put(self, item: Any, size: int = 0) -> None:
+    async def put(self, item: object, size: int = 0) -> None:
         try:
             content = encode(item)
         except Exception as problem:
@@ -90,8 +90,8 @@ def hosted_invocation(
     number: int,
     frames: Frames,
     metadata: RequestMetadata,
-    args: list[Any],
-    kwargs: dict[str, Any],
+    args: list[object],
+    kwargs: dict[str, object],
 ) -> HostedCall:
     """Return a call by handle."""
     items: Any = _Items() if metadata.is_streaming else None

@@ -76,7 +76,7 @@ class RemoteWork:
         self.is_over = False
         # To another replica: no message of the client was taken for it.
         self.can_move = kind != Kind.ASK
-        self.value: Any = None
+        self.value: object = None
         self.error: BaseException | None = None
         self._arrived: list[Any] = []  # messages of a response, or items
         self._size = 0  # of what has arrived, in bytes
@@ -134,7 +134,7 @@ class RemoteWork:
         self.error = error
         self._wake()
 
-    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+    def end(self, value: object = None, error: BaseException | None = None) -> None:
         self.value = value
         if error is not None:  # else it may be that of an item that could not be read
             self.error = error

@@ -32,14 +32,15 @@ A call has exactly one ANSWER, DONE or FAILED, its last frame: then the slot is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from math import isfinite
 from struct import Struct
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias
+from types import FunctionType
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.types import Message, Scope
@@ -50,6 +51,7 @@ from ingress.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.calls.tracing import SpanHeaders
 from ingress.metrics import user_metrics
 from ingress.processes.frames import Buffers, Content, FrameError, decode, encode, loads, outside
+from ingress.replicas.replica import Replica
 from ingress.watchdog import Stall
 
 UPWARD = 1 << 63  # numbers of calls from here on are those that a child makes
@@ -96,6 +98,13 @@ def unknown(kind: int) -> FrameError:
     return FrameError(f"a frame of the kind {kind}, which does not belong there")
 
 
+class Code(Protocol):
+    """A reference to the class or function of a deployment."""
+
+    def resolve(self) -> type | FunctionType:
+        """Import or unpickle it. Raises `ImportError` if this process cannot."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """The specification of a replica in a child.
@@ -105,15 +114,15 @@ class ReplicaSpec:
     """
 
     replica_id: ReplicaID
-    make_replica: Callable[..., Any]
-    code: Any
+    make_replica: type[Replica]
+    code: Code
     arguments: bytes
     max_ongoing: int
     num_cpus: float
     lanes: Mapping[str, int] = field(default_factory=dict)
     sync_in_threadpool: bool = False
     stall_threshold_s: float | None = None
-    user_config: Any = None
+    user_config: object = None
     place: Place | None = None
     log_levels: Mapping[str, int] = field(default_factory=dict)
     log_mark: str = ""
@@ -197,7 +206,7 @@ def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
     )
 
 
-def check(envelope: Any) -> None:
+def check(envelope: Sequence[object]) -> None:
     """Raise `TypeError` for an envelope that a child has not made as `envelope_of` does."""
     *texts, left_s, session_id, priority, span = envelope
     if (
@@ -239,13 +248,13 @@ _HTTP = (
 _WEBSOCKET = (*_HTTP[1:], "subprotocols")
 
 
-def scope_as_sent(scope: Scope) -> tuple[Any, ...]:
+def scope_as_sent(scope: Scope) -> tuple[object, ...]:
     """Return the values of a scope that cross."""
     keys = _HTTP if scope["type"] == "http" else _WEBSOCKET
     return (scope["type"], *[scope.get(key) for key in keys])
 
 
-def scope_of(values: tuple[Any, ...]) -> Scope:
+def scope_of(values: tuple[object, ...]) -> Scope:
     """Return the scope that the values came from."""
     keys = _HTTP if values[0] == "http" else _WEBSOCKET
     return {"type": values[0], **dict(zip(keys, values[1:], strict=True))}
@@ -273,7 +282,7 @@ def message_of(content: memoryview, buffers: Buffers) -> Message:
     return message
 
 
-def _body(value: Any) -> bytes:
+def _body(value: bytes | bytearray | memoryview) -> bytes:
     """Return a body that arrived. Raises `TypeError` for a number, of which `bytes` makes zeros."""
     return value if type(value) is bytes else bytes(memoryview(value))
 
@@ -287,7 +296,7 @@ def response_as_sent(start: Message, body: bytes) -> Content:
         return encode((start["status"], plain(headers), outside(body)))
 
 
-def plain(headers: Iterable[Any]) -> list[tuple[bytes, bytes]]:
+def plain(headers: Iterable[Sequence[bytes | bytearray | memoryview]]) -> list[tuple[bytes, bytes]]:
     return [(bytes(name), bytes(value)) for name, value in headers]
 
 

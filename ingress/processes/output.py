@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Mapping
 from selectors import EVENT_READ, DefaultSelector
-from typing import IO, Any
+from typing import IO
 
 from ingress.logs import RequestFilter
 from ingress.logs.streams import json_stream
@@ -52,7 +52,7 @@ class LogLines(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
+    def _fields(self, record: logging.LogRecord) -> dict[str, object]:
         fields = {name: value for name, value in vars(record).items() if name not in _LOCAL}
         if record.exc_info and not record.exc_text:
             fields["exc_text"] = self._texts.formatException(record.exc_info)
@@ -148,7 +148,7 @@ class Output:
             except Exception:  # of a handler
                 logger.exception("a log record of a child could not be handled")
 
-    def _handle(self, fields: dict[str, Any]) -> None:
+    def _handle(self, fields: dict[str, object]) -> None:
         record = logging.makeLogRecord({**fields, "process": self._process})
         record.levelname = logging.getLevelName(record.levelno)
         lines = record.getMessage().splitlines() + (record.exc_text or "").splitlines()

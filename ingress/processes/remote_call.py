@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from ingress.calls.call import Call
 from ingress.processes.errors import unpickled_error, unreadable
@@ -33,7 +32,7 @@ class RemoteCall(asyncio.Future[None]):
         self.call = call
         self.on_end = on_end
         self.is_over = self.is_cancelled = False
-        self.value: Any = None
+        self.value: object = None
         self.error: BaseException | None = None
         self.number = 0  # until it is sent
 
@@ -52,14 +51,14 @@ class RemoteCall(asyncio.Future[None]):
         else:
             raise unknown(kind)
 
-    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+    def end(self, value: object = None, error: BaseException | None = None) -> None:
         self.is_over = True
         self.value = value
         self.error = asyncio.CancelledError() if self.is_cancelled else error
         self.on_end(self)
         self.set_result(None)
 
-    def cancel(self, msg: Any = None) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """Have the child cancel the work, with the error of its call."""
         self.is_cancelled = True
         if self.number and not self.is_over:

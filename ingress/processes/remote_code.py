@@ -57,7 +57,7 @@ class RemoteCode:
         self.specification = b""
 
     async def start(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
+        self, args: Sequence[object], kwargs: Mapping[str, object], user_config: object = None
     ) -> None:
         """Start the child, which makes the instance. Raises the errors of user code.
 
@@ -69,7 +69,7 @@ class RemoteCode:
         """Have the child shut down, and wait for its end."""
         await self.link.stop()
 
-    async def reconfigure(self, user_config: Any) -> None:
+    async def reconfigure(self, user_config: object) -> None:
         await self._ask("reconfigure", user_config)
 
     async def check_health(self) -> None:
@@ -80,19 +80,21 @@ class RemoteCode:
         self.link.send(Kind.ASK, dumps(("add_threads", max_ongoing)))
 
     async def look(
-        self, look: Callable[..., Any], arguments: Sequence[Any], timeout_s: float
-    ) -> Any:
+        self, look: Callable[..., object], arguments: Sequence[object], timeout_s: float
+    ) -> bytes:
         """Return the pickled result of `look(replica, *arguments)` in the child.
 
         Raises `TimeoutError` if the child has not answered by then.
         """
         async with asyncio.timeout(timeout_s):
-            return await self.link.send(Kind.ASK, dumps(("look", (look, *arguments)))).outcome()
+            work = self.link.send(Kind.ASK, dumps(("look", (look, *arguments))))
+            pickled: bytes = await work.outcome()
+            return pickled
 
-    async def _ask(self, what: str, argument: Any = None) -> None:
+    async def _ask(self, what: str, argument: object = None) -> None:
         await self.link.send(Kind.ASK, dumps((what, argument))).outcome()
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Call a method and return its result."""
         work = self.link.send(Kind.CALL, _content(args, kwargs))
         try:
@@ -107,7 +109,7 @@ class RemoteCode:
         self.link.send_call(work, _content(invocation.args, invocation.kwargs))
 
     async def stream(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> AsyncGenerator[Any, None]:
         """Call a method that returns a generator and yield its items."""
         work = self.link.send(Kind.STREAM, _content(args, kwargs))
@@ -167,7 +169,7 @@ class RemoteCode:
                 return
 
 
-def _content(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Content:
+def _content(args: Sequence[object], kwargs: Mapping[str, object]) -> Content:
     """Return the content of the current call's frame."""
     metadata = CURRENT_CALL.get().metadata
     try:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from ingress.asgi import BoundApp
 from ingress.base.counters import Latency
 from ingress.calls.call import Call
 from ingress.calls.loops import mailbox_of, start_on
@@ -39,6 +40,7 @@ from ingress.replicas.factories import ReplicaFactories
 from ingress.replicas.replica import Replica, ReplicaState
 from ingress.watchdog import WATCHDOG
 
+T = TypeVar("T")
 ANSWER_S = 1.0
 
 
@@ -65,7 +67,9 @@ class ProcessReplica(Replica):
         factories: ReplicaFactories,
         **options: Any,
     ) -> None:
-        def remote_code(target: Any, app: Any, context: ReplicaRuntime, plan: Any) -> Any:
+        def remote_code(
+            target: object, app: BoundApp | None, context: ReplicaRuntime, plan: object
+        ) -> Any:
             return RemoteCode(context.replica_id, app, make_handle)
 
         super().__init__(*args, **options, factories=replace(factories, user_code=remote_code))
@@ -140,7 +144,7 @@ class ProcessReplica(Replica):
         return self._code.link.stood_s
 
     async def start(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
+        self, args: Sequence[object], kwargs: Mapping[str, object], user_config: object = None
     ) -> None:
         """Start the child and wait until it serves. Raises the errors of user code."""
         # In a thread: this looks for the module of the user's class, and counts GPUs.
@@ -163,8 +167,8 @@ class ProcessReplica(Replica):
         WATCHDOG.note(news.new_stalls)
 
     def look(
-        self, look: Callable[..., Any], *arguments: Any, timeout_s: float
-    ) -> Callable[..., Any]:
+        self, look: Callable[..., T], *arguments: object, timeout_s: float
+    ) -> Callable[..., T]:
         """Begin to call `look(replica, *arguments)` in the child, in a thread beside its loop.
 
         `look` is a function of a module. Returns a function that waits for the result, and raises
@@ -234,7 +238,7 @@ class ProcessReplica(Replica):
             assert isinstance(error, Exception)
             self.fail(call, error)
 
-    def admit(self, call: Call, task: asyncio.Future[Any] | None = None) -> bool:
+    def admit(self, call: Call, task: asyncio.Future[None] | None = None) -> bool:
         if self._code.link.end and not call.settled:
             self._turn_away(call)  # the router has yet to be told
             return False

@@ -23,7 +23,6 @@ import pickle
 import weakref
 from collections.abc import Sequence
 from struct import Struct
-from typing import Any
 
 from ingress.exceptions import RayServeException
 from ingress.processes.page import has_final_size, new_file
@@ -174,7 +173,7 @@ class _Unreceived:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _raise_unreceived, (self._reason,)
 
 
