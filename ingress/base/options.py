@@ -14,7 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -117,7 +117,7 @@ def _is_int(value: Any, *, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` is a number; infinity, NaN and `True` are not."""
     if isinstance(value, float):
         return math.isfinite(value)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from ingress.base.options import Options
 from ingress.config_file.models import ServeConfig
-from ingress.config_file.reading import ConfigFileError, Node, Place, Where
+from ingress.config_file.reading import ConfigFileError, Key, Node, Place, Where
 
 MOST_LINES = 100
 T = TypeVar("T")
-Unknown = tuple[Where, Any, type[BaseModel]]
+Unknown = tuple[Where, Key, type[BaseModel]]
 """The way to a key that is no option, the key, and the model of the options beside it."""
 
 
@@ -70,7 +70,7 @@ def _unknown(node: Node, model: type[BaseModel], where: Where) -> Iterator[tuple
         yield from _inside(value, field.annotation, (*where, key))
 
 
-def _inside(node: Node, annotation: Any, where: Where) -> Iterator[tuple[Place, Unknown]]:
+def _inside(node: Node, annotation: object, where: Where) -> Iterator[tuple[Place, Unknown]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from _unknown(node, annotation, where)
         return
@@ -91,10 +91,10 @@ def _advice_on(unknown: Unknown) -> str:
     return f"{written((*where, str(key)))} {_advice(key, model)}"
 
 
-def _advice(key: Any, model: type[BaseModel]) -> str:
+def _advice(key: Key, model: type[BaseModel]) -> str:
     names = sorted(model.model_fields)
     elsewhere = model.elsewhere if issubclass(model, Options) else {}
-    if key in elsewhere:
+    if isinstance(key, str) and key in elsewhere:
         return f"is not an option; {elsewhere[key].rstrip('.')}"
     nearest = difflib.get_close_matches(str(key), names, n=1)
     if nearest:
@@ -134,6 +134,6 @@ def _path_of(where: Where) -> str:
     return f"{around}: " if around else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -13,13 +13,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ingress.config import DeploymentConfig
 from ingress.config_file.loading import ConfigFile, Loaded
 from ingress.declaration.build import build
 
-Options = dict[str, dict[str, dict[str, Any]]]
+Options = dict[str, dict[str, dict[str, object]]]
 """Options by application and deployment."""
 
 
@@ -111,8 +110,8 @@ def _configs(loaded: Loaded) -> dict[str, DeploymentConfig]:
 
 def _changed(
     before: Mapping[str, DeploymentConfig], after: Mapping[str, DeploymentConfig]
-) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
     for name, config in after.items():
         earlier = before.get(name)
         for option in DeploymentConfig.model_fields:

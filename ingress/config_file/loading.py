@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ingress.base.settings import export
 from ingress.config_file.checking import checked
@@ -63,7 +63,7 @@ class ConfigFile:
         """Return the folder of `working_dir`, if there is one. Raises `ValueError` for two."""
         return self.config.folder(self.path.parent)
 
-    def http_options(self, folder: Path) -> dict[str, Any]:
+    def http_options(self, folder: Path) -> dict[str, object]:
         """Return the options of HTTP that the file has. Their relative paths begin at `folder`."""
         options = self.config.http_options
         given = {name: getattr(options, name) for name in options.model_fields_set}
@@ -119,7 +119,7 @@ class ConfigFile:
         except (NotAnApplication, RayServeException) as error:
             place = self.top.at((*where, "import_path"))
             raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
-        overrides: dict[str, Mapping[str, Any]] = {}
+        overrides: dict[str, Mapping[str, object]] = {}
         application = written
         for index, each in enumerate(config.deployments):
             given = each.overriding()
@@ -172,7 +172,7 @@ def stamp_of(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def target_of(config: ApplicationConfig) -> tuple[str, dict[str, Any]]:
+def target_of(config: ApplicationConfig) -> tuple[str, dict[str, object]]:
     """Return the application as MODULE:APP, and the arguments of its builder.
 
     A file of `ingress build` names the builder for Ray, and the application as its argument.

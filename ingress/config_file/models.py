@@ -63,7 +63,7 @@ def _variables(value: dict[str, Any]) -> dict[str, str]:
     return value
 
 
-def _percentage(value: Any) -> Any:
+def _percentage(value: object) -> object:
     if value is not None and not (is_number(value) and 0 <= value <= 100):
         raise ValueError(f"target_capacity must be a number from 0 to 100, got {value!r}")
     return value
@@ -74,20 +74,20 @@ class RuntimeEnv(Options):
 
     env_vars: Annotated[dict[str, Any], AfterValidator(_variables)] = Field(default_factory=dict)
     working_dir: str | None = None
-    conda: Any = None
-    config: Any = None
-    container: Any = None
-    excludes: Any = None
-    image_uri: Any = None
-    java_jars: Any = None
-    mpi: Any = None
-    nsight: Any = None
-    pip: Any = None
-    py_executable: Any = None
-    py_modules: Any = None
-    rocprof_sys: Any = None
-    uv: Any = None
-    worker_process_setup_hook: Any = None
+    conda: object = None
+    config: object = None
+    container: object = None
+    excludes: object = None
+    image_uri: object = None
+    java_jars: object = None
+    mpi: object = None
+    nsight: object = None
+    pip: object = None
+    py_executable: object = None
+    py_modules: object = None
+    rocprof_sys: object = None
+    uv: object = None
+    worker_process_setup_hook: object = None
 
     def folder(self, base: Path) -> Path | None:
         """Return the folder that `working_dir` names; `None` without one, or if it is remote.
@@ -113,7 +113,7 @@ class DeploymentOverrides(DeploymentConfig):
 
     name: str
 
-    def overriding(self) -> dict[str, Any]:
+    def overriding(self) -> dict[str, object]:
         """Return the options that the file has, as keywords of `Deployment.options`."""
         return {name: getattr(self, name) for name in self.model_fields_set if name != "name"}
 
@@ -191,7 +191,7 @@ class ServeConfig(Options):
     logging_config: LoggingConfig | None = None
     tracing_config: Json = None
     applications: list[ApplicationConfig]
-    target_capacity: Annotated[Any, AfterValidator(_percentage)] = None
+    target_capacity: Annotated[object, AfterValidator(_percentage)] = None
 
     @model_validator(mode="after")
     def _applications_differ(self) -> Self:

@@ -76,7 +76,7 @@ class Effective:
     """One effective value. `detail` is the line and column, or the variable, of its origin."""
 
     where: Where
-    value: Any
+    value: object
     origin: Origin
     detail: str = ""
 
@@ -87,7 +87,7 @@ def effective(
     *,
     environ: Mapping[str, str],
     from_code: HTTPOptions,
-    command_line: Mapping[str, Any],
+    command_line: Mapping[str, object],
     log_level: str | None = None,
 ) -> Iterator[Effective]:
     """Yield all effective values, in the order of a file.
@@ -106,7 +106,7 @@ def effective(
         yield look.variable(variable, value_of(variable, settings))
 
 
-def value_of(variable: str, settings: Settings) -> Any:
+def value_of(variable: str, settings: Settings) -> object:
     """Return the value in use of one of `SETTINGS`, as a variable would set it."""
     value = getattr(settings, SETTINGS[variable])
     if variable == flags.STALL_THRESHOLD_MS:
@@ -114,9 +114,9 @@ def value_of(variable: str, settings: Settings) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def nested(values: Sequence[Effective]) -> dict[str, Any]:
+def nested(values: Sequence[Effective]) -> dict[str, object]:
     """Return the values in the shape of a file, without the flags."""
-    top: dict[Any, Any] = {}
+    top: dict[str | int, Any] = {}
     for each in values:
         if each.where[0] == "environment":
             continue
@@ -144,7 +144,7 @@ class _Look:
     variables: Mapping[str, str]
 
     def _chosen(
-        self, where: Where, value: Any, in_file: bool, in_code: bool, variable: str = ""
+        self, where: Where, value: object, in_file: bool, in_code: bool, variable: str = ""
     ) -> Effective:
         value = plain(value)
         if in_file:
@@ -155,7 +155,7 @@ class _Look:
             return Effective(where, value, found.origin, found.detail)
         return Effective(where, value, Origin.DEFAULT)
 
-    def variable(self, name: str, value: Any) -> Effective:
+    def variable(self, name: str, value: object) -> Effective:
         """Return the value of a flag, which a variable may set."""
         where: Where = ("environment", name)
         if name in self.variables:
@@ -165,7 +165,7 @@ class _Look:
         return Effective(where, value, Origin.DEFAULT)
 
     def http(
-        self, settings: Settings, from_code: HTTPOptions, command_line: Mapping[str, Any]
+        self, settings: Settings, from_code: HTTPOptions, command_line: Mapping[str, object]
     ) -> Iterator[Effective]:
         in_file = self.file.config.http_options
         for name in HTTPOptions.model_fields:
@@ -230,12 +230,12 @@ def _built(application: Application) -> Sequence[BuiltDeployment]:
     return build(application, "default", acts_on_all=True).deployments
 
 
-def shown(name: str, value: Any) -> Any:
+def shown(name: str, value: object) -> object:
     """Return a value as others may see it: without passwords."""
     return "********" if name == "ssl_keyfile_password" and value is not None else plain(value)
 
 
-def http_default(name: str, settings: Settings, otherwise: Any) -> Any:
+def http_default(name: str, settings: Settings, otherwise: object) -> object:
     """Return an option's default in this environment."""
     if name == "host":
         return settings.http_host

@@ -21,12 +21,13 @@ import yaml
 MOST_BYTES = 1_000_000
 DEEPEST = 40
 MOST_VALUES = 100_000
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _RESOLVER = yaml.resolver.Resolver()
 _MERGE = "tag:yaml.org,2002:merge"
 _TEXT = "tag:yaml.org,2002:str"
 _COLLECTIONS = (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
+Key = str | int | float | bool | None
 Where = tuple[str | int, ...]
 """The keys and indexes on the way from the top of a file to a value."""
 
@@ -60,7 +61,7 @@ class Node:
 
     place: Place
     value: Any
-    keys: dict[Any, Place] = field(default_factory=dict)
+    keys: dict[Key, Place] = field(default_factory=dict)
     size: int = 1
 
     def plain(self) -> Any:
@@ -127,7 +128,7 @@ class _Open:
 
     node: Node
     anchor: str | None
-    key: Any = None
+    key: Key = None
     has_key: bool = False
     merged: list[Node] = field(default_factory=list)
     is_merge: bool = False
@@ -143,14 +144,14 @@ class _Tree:
         self._top: Node | None = None
         self._documents = 0
 
-    def grown(self, events: Iterable[Any]) -> Node:
+    def grown(self, events: Iterable[yaml.Event]) -> Node:
         for event in events:
             self._take(event)
         if self._top is None or self._top.value is None:
             raise ConfigFileError([f"{self._name}:1:1: the file is empty; it needs `applications`"])
         return self._top
 
-    def _take(self, event: Any) -> None:
+    def _take(self, event: yaml.Event) -> None:
         match event:
             case yaml.ScalarEvent():
                 self._take_scalar(event)
@@ -163,7 +164,9 @@ class _Tree:
                     raise self._wrong(event, f"the tag {event.tag!r} is not allowed here")
                 if len(self._open) >= DEEPEST:
                     raise self._wrong(event, f"nested more than {DEEPEST} levels deep")
-                value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+                value: dict[Key, Node] | list[Node] = (
+                    {} if isinstance(event, yaml.MappingStartEvent) else []
+                )
                 if event.anchor:
                     self._anchors[event.anchor] = None
                 self._open.append(_Open(Node(_place(event.start_mark), value), event.anchor))
@@ -181,7 +184,7 @@ class _Tree:
                     raise self._wrong(event, f"*{event.anchor} is inside of its own anchor")
                 self._put(found, event)
 
-    def _take_scalar(self, event: Any) -> None:
+    def _take_scalar(self, event: yaml.Event) -> None:
         tag = event.tag
         if tag is None or tag == "!":
             tag = _RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit)
@@ -193,7 +196,7 @@ class _Tree:
             self._anchors[event.anchor] = node
         self._put(node, event)
 
-    def _scalar(self, event: Any, tag: str) -> Any:
+    def _scalar(self, event: yaml.Event, tag: str) -> object:
         if tag == _TEXT:  # as the constructor below does, which takes 10 us
             return event.value
         try:
@@ -214,7 +217,7 @@ class _Tree:
             and not self._open[-1].has_key
         )
 
-    def _put(self, node: Node, event: Any) -> None:
+    def _put(self, node: Node, event: yaml.Event) -> None:
         """Put a complete value into the open mapping or sequence, as a key or a value."""
         if not self._open:
             self._top = node
@@ -239,7 +242,7 @@ class _Tree:
         if top.node.size > MOST_VALUES:
             raise self._wrong(event, f"more than {MOST_VALUES:,} values, with aliases expanded")
 
-    def _set_key(self, top: _Open, node: Node, event: Any) -> None:
+    def _set_key(self, top: _Open, node: Node, event: yaml.Event) -> None:
         if not isinstance(node.value, str | int | float | bool | None):
             raise self._wrong(event, "a key must be a name, not a mapping or a list")
         if node.value in top.node.value:
@@ -250,7 +253,7 @@ class _Tree:
         top.key, top.has_key = node.value, True
         top.node.keys[node.value] = _place(event.start_mark)
 
-    def _wrong(self, event: Any, problem: str) -> ConfigFileError:
+    def _wrong(self, event: yaml.Event, problem: str) -> ConfigFileError:
         return ConfigFileError([f"{self._name}:{_place(event.start_mark)}: {problem}"])
 
 
@@ -264,5 +267,5 @@ def _merge(ended: _Open) -> None:
                 node.keys[key] = each.keys[key]
 
 
-def _place(mark: Any) -> Place:
+def _place(mark: yaml.Mark) -> Place:
     return Place(mark.line + 1, mark.column + 1)
