@@ -12,13 +12,26 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ingress.base.counters import BatchCount
 from ingress.base.types import Place, ReplicaID, ReplicaRank
 from ingress.base.unsupported import absent_member, teller
+from ingress.calls.call import Call
 from ingress.exceptions import RayServeException
 from ingress.execution.execution import ExecutionPlan, Role
+
+
+class AppLifespan(Protocol):
+    """The lifespan of a replica's ASGI app, as the server of the application sees it."""
+
+    shutdown_error: Exception | None
+
+    def share(self, state: dict[str, object]) -> None:
+        """Put the yielded state into `state`, until the shutdown."""
+
+    def leave_shared(self) -> None:
+        """Let the caller keep the state after the shutdown."""
 
 
 class ReplicaContext:
@@ -93,12 +106,12 @@ class ReplicaRuntime:
     replica_id: ReplicaID
     servable_object: Any = None
     asgi_app: Any = None
-    lifespan: Any = None
-    plans: dict[Callable[..., Any], ExecutionPlan] = field(default_factory=dict)
+    lifespan: AppLifespan | None = None
+    plans: dict[Callable[..., object], ExecutionPlan] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
-    make_plan: Callable[[Callable[..., Any], Role], ExecutionPlan] | None = None
-    batches: dict[asyncio.Task[None], Any] = field(default_factory=dict)
-    batch_limits: dict[Any, Any] = field(default_factory=dict)
+    make_plan: Callable[[Callable[..., object], Role], ExecutionPlan] | None = None
+    batches: dict[asyncio.Task[None], Call] = field(default_factory=dict)
+    batch_limits: dict[object, Any] = field(default_factory=dict)
     batch_counts: dict[str, BatchCount] = field(default_factory=dict)
     batch_queues: dict[Any, None] = field(default_factory=dict)
     models: Any = None

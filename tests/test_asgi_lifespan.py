@@ -239,8 +239,10 @@ def test_the_callers_scope_gets_what_the_lifespan_yields() -> None:
 
 async def test_a_replica_that_ends_before_its_application_takes_its_state_back() -> None:
     cls = application_with(yields_a_name).deployment.func_or_class
-    replica, state = Replica(cls, bound(cls)), {"other": 1}
+    state: dict[str, object] = {"other": 1}
+    replica = Replica(cls, bound(cls))
     await replica.start()
+    assert replica.context.lifespan is not None
     replica.context.lifespan.share(state)
     assert state == {"other": 1, "name": "K"}
     await replica.stop()

@@ -14,7 +14,7 @@ import atexit
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -158,7 +158,7 @@ class _FirstUse:
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, None]:
+    ) -> Coroutine[None, None, None]:
         if _is_meant_for_ray():
             return _refuse(scope, receive, send)
         return self._host()(application, scope, receive, send)

@@ -15,7 +15,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ingress.base.gc_freeze import SettledObjects
 from ingress.base.snapshot import ApplicationSnapshot
@@ -348,7 +347,7 @@ class Applications:
     def change(
         self,
         application: RunningApplication,
-        options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+        options: Mapping[str, Mapping[str, object] | DeploymentConfig],
         origin: str,
     ) -> list[Change]:
         """Change options of a running application in place. See `LocalEngine.change`."""
@@ -392,7 +391,7 @@ class Applications:
         assert self.controller is not None, "the caller holds an `acquire`"
         return self.controller
 
-    def _owned(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _owned(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Return a task that goes on even if its caller is cancelled."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._stops.add(task)

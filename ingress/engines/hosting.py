@@ -20,12 +20,13 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from ingress.asgi import log_if_not_callable
 from ingress.calls.loops import Wakeup, asyncio_loop, run_on, start_on
+from ingress.context import AppLifespan
 from ingress.control.running import RunningApplication
 from ingress.declaration.declaration import Application
 from ingress.declaration.one_node import build_here
@@ -134,14 +135,14 @@ class Hosted:
             if each.shutdown_error is not None:
                 raise each.shutdown_error
 
-    def _app_lifespans(self) -> list[Any]:
+    def _app_lifespans(self) -> list[AppLifespan]:
         """Return the lifespans of the ingress deployment's replicas, those of its ASGI app."""
         running = self._running
         replicas = [] if running is None else list(running.ingress.router.replicas)
         found = [each.context.lifespan for each in replicas]
         return [each for each in found if each is not None]
 
-    def share_state(self, state: dict[str, Any]) -> None:
+    def share_state(self, state: dict[str, object]) -> None:
         """Put the state that the app's lifespan has yielded into a caller's, as Starlette does.
 
         Each replica has a state of its own, and its requests get that; the caller gets one.
@@ -165,7 +166,7 @@ class Hosted:
             if watching is not None:
                 watching.cancel()
 
-    async def _stop_with(self, server: Any) -> None:
+    async def _stop_with(self, server: UvicornServer) -> None:
         """Wait until uvicorn must stop, then end a start or begin to drain.
 
         Otherwise uvicorn would wait for the start.
@@ -242,7 +243,7 @@ class Hosting:
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, None]:
+    ) -> Coroutine[None, None, None]:
         hosted: Hosted | None = application._hosted
         if hosted is not None and scope["type"] != "lifespan":
             proxy = hosted.proxy
@@ -320,13 +321,19 @@ async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) 
     await send({"type": "lifespan.shutdown.complete"})
 
 
-async def must_stop(server: Any) -> None:
+class UvicornServer(Protocol):
+    """The part of uvicorn's server that says that it has a signal."""
+
+    should_exit: bool
+
+
+async def must_stop(server: UvicornServer) -> None:
     """Wait until uvicorn must stop."""
     while not server.should_exit:  # noqa: ASYNC110
         await asyncio.sleep(TICK_S)
 
 
-async def leave_with(server: Any, proxy: HTTPProxy, drain_delay_s: float) -> None:
+async def leave_with(server: UvicornServer, proxy: HTTPProxy, drain_delay_s: float) -> None:
     """Make clients connect elsewhere, from the moment in which uvicorn does not listen.
 
     A worker of `ingress run` listens for `drain_delay_s` more.
@@ -341,7 +348,7 @@ async def leave_with(server: Any, proxy: HTTPProxy, drain_delay_s: float) -> Non
     await asyncio.sleep(TICK_S)
 
 
-def uvicorn_server() -> Any:
+def uvicorn_server() -> UvicornServer | None:
     """Return the uvicorn server that gets this process's signals, or `None` for any other server.
 
     ASGI does not offer this. As of 0.29 uvicorn's signal handler is a method of its server.

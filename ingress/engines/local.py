@@ -10,7 +10,6 @@ from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
 
 from ingress.admin.address import AdminOptions
 from ingress.base.settings import Settings, warn_of_unused
@@ -290,7 +289,7 @@ class LocalEngine:
     def change(
         self,
         app_name: str,
-        options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+        options: Mapping[str, Mapping[str, object] | DeploymentConfig],
         *,
         origin: str = "",
     ) -> list[Change]:
@@ -419,7 +418,7 @@ class LocalEngine:
             return self.app_handle(deployment_id.app_name)
         return self.factories.handle(deployment_id, self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, tuple[()]]:
         return directory_here, ()  # of the process in which a handle arrives
 
     def app_handle(self, name: str) -> DeploymentHandle:
@@ -463,7 +462,7 @@ class LocalEngine:
         target = self._declared(deployment_id)  # it has no replica at the moment
         return public_methods(target) if isinstance(target, type) else None
 
-    def _declared(self, deployment_id: DeploymentID) -> Any:
+    def _declared(self, deployment_id: DeploymentID) -> type | FunctionType | None:
         """Return the class or function of a deployment that runs."""
         running = self.applications.get(deployment_id.app_name)
         deployment = None if running is None else running.deployments.get(deployment_id.name)
@@ -482,7 +481,7 @@ class LocalEngine:
             threads.deadlines.add(call, deadline)
             call.when_settled(threads.deadlines.discard)
 
-    def later(self, callback: Callable[[], Any]) -> None:
+    def later(self, callback: Callable[[], object]) -> None:
         threads = self._threads
         if threads is not None:
             threads.control.mailbox.post(callback)

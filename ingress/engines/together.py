@@ -10,11 +10,10 @@ import asyncio
 import traceback
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.engines.hosting import leave_with, must_stop, uvicorn_server
+from ingress.engines.hosting import UvicornServer, leave_with, must_stop, uvicorn_server
 from ingress.engines.local import LocalEngine
 from ingress.execution.mistakes import format_failed_start
 from ingress.watchdog import WATCHDOG
@@ -67,7 +66,7 @@ class Together:
                 watching.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _stop_with(self, server: Any) -> None:
+    async def _stop_with(self, server: UvicornServer) -> None:
         """Wait until uvicorn must stop, then end the starts and begin to drain."""
         await must_stop(server)
         engine = self._engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
 
 from ray import serve as ray_serve
 
@@ -32,14 +32,14 @@ class Lowering:
     constructor_tries: int | None = None
 
 
-def application_for_ray(built: BuiltApplication, lowering: Lowering) -> Any:
+def application_for_ray(built: BuiltApplication, lowering: Lowering) -> ray_serve.Application:
     """Return the application for Ray's `serve.run`.
 
     Raises `TypeError` for code or arguments that cannot be sent to a worker, `ValueError` for
     options that Ray cannot apply, and the errors of invalid routes.
     """
     methods = methods_of(built)
-    nodes: dict[str, Any] = {}
+    nodes: dict[str, ray_serve.Application] = {}
     for each in built.deployments:
         config = each.deployment.config
         spec = ReplicaSpec(
@@ -68,7 +68,7 @@ def methods_of(built: BuiltApplication) -> dict[str, list[str] | None]:
     return {each.name: _callable_names(each.deployment.func_or_class) for each in built.deployments}
 
 
-def _callable_names(target: Any) -> list[str] | None:
+def _callable_names(target: type | FunctionType) -> list[str] | None:
     """Return the methods of a class and the names its constructor uses; `None` for a function.
 
     There is no instance here, and a constructor may set callable attributes: their names are among

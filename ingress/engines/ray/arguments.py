@@ -37,7 +37,7 @@ def check_arguments(metadata: RequestMetadata, invocation: Invocation) -> None:
             _check(each, repr(name), metadata)
 
 
-def _of_new_types(value: Any, depth: int) -> Iterator[Any]:
+def _of_new_types(value: Any, depth: int) -> Iterator[object]:
     """Yield the value, or the parts of a collection, whose types were not tried yet."""
     kind = type(value)
     if kind in _PLAIN:
@@ -51,7 +51,7 @@ def _of_new_types(value: Any, depth: int) -> Iterator[Any]:
         yield value  # Ray's own references are pickled in its context only
 
 
-def _check(value: Any, name: str, metadata: RequestMetadata) -> None:
+def _check(value: object, name: str, metadata: RequestMetadata) -> None:
     buffers: list[pickle.PickleBuffer] = []  # so that large arrays are not copied
     try:
         data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)

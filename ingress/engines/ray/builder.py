@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray import serve as ray_serve
+
 from ingress.base.settings import Settings
 from ingress.declaration.build import build as flatten
 from ingress.declaration.module_app import load
@@ -14,7 +16,7 @@ from ingress.engines.ray.application import Lowering, application_for_ray
 from ingress.engines.ray.lowering import environment_for_workers
 
 
-def build(args: dict[str, Any]) -> Any:
+def build(args: dict[str, Any]) -> ray_serve.Application:
     """Return the application that `args["target"]`, such as "main:hello", names.
 
     The flags come from the environment that Ray gives the application.

@@ -10,8 +10,8 @@ calls as arguments are the same code. Only the transport is Ray's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Protocol
 
 from ray.serve import context as ray_context
 
@@ -24,7 +24,25 @@ from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
 from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
 
-RayHandle = Any
+
+class RayResponse(Protocol):
+    """Ray's `DeploymentResponse` or `DeploymentResponseGenerator`."""
+
+    def __await__(self) -> Generator[None, None, object]: ...
+
+    def __aiter__(self) -> AsyncIterator[object]: ...
+
+    def cancel(self) -> None: ...
+
+
+class RayHandle(Protocol):
+    """Ray's `DeploymentHandle`."""
+
+    def options(self, **options: object) -> RayHandle: ...
+
+    def remote(self, *args: object, **kwargs: object) -> RayResponse: ...
+
+
 FindHandle = Callable[[DeploymentID], RayHandle]
 FindMethods = Callable[[DeploymentID], list[str] | None]
 
@@ -80,7 +98,7 @@ class RayDirectory(LoopOfHandles):
         return _unpickled, ()
 
 
-def _refuse(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _refuse(callback: Callable[..., object], args: tuple[object, ...]) -> None:
     for call in args:
         if isinstance(call, Call):
             call.cancel()
@@ -127,7 +145,7 @@ class RemoteRouter(CallTasks):
         metadata = call.metadata
         invocation = call.work
         assert isinstance(invocation, Invocation)
-        response: Any = None
+        response: RayResponse | None = None
         try:
             _show_request(metadata)
             check_arguments(metadata, invocation)

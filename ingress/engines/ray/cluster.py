@@ -123,7 +123,7 @@ class Cluster:
             ) from error
         note_serve_started()
 
-    def _compare(self, wanted: dict[str, Any]) -> None:
+    def _compare(self, wanted: dict[str, object]) -> None:
         """Log the options that differ from those of the running Serve, which cannot change."""
         running = _get_global_client().http_config
         ignored = [

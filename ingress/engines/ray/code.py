@@ -13,10 +13,11 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Protocol
 
 from ray import cloudpickle
 
@@ -30,7 +31,7 @@ NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 class Reference(Protocol):
     """The source of a class or function for a worker."""
 
-    def resolve(self) -> Callable[..., Any]: ...
+    def resolve(self) -> type | FunctionType: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ByPath:
     module: str
     name: str
 
-    def resolve(self) -> Callable[..., Any]:
+    def resolve(self) -> type | FunctionType:
         """Import the class or function. Raises `ImportError` if this process cannot."""
         try:
             module = import_module(self.module)
@@ -67,8 +68,9 @@ class ByValue:
 
     pickled: bytes
 
-    def resolve(self) -> Callable[..., Any]:
-        return pickle.loads(self.pickled)  # type: ignore[no-any-return]
+    def resolve(self) -> type | FunctionType:
+        target: type | FunctionType = pickle.loads(self.pickled)
+        return target
 
 
 def reference_to(built: BuiltDeployment) -> Reference:
@@ -109,7 +111,7 @@ def pickled_arguments(built: BuiltDeployment) -> bytes:
         ) from error
 
 
-def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, Any]]:
+def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, object]]:
     args, kwargs = built.init_args, built.init_kwargs
     try:
         bound = inspect.signature(built.deployment.func_or_class).bind(*args, **kwargs)
@@ -119,5 +121,6 @@ def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, Any]]:
         yield from kwargs.items()
 
 
-def _dumps(value: Any) -> bytes:
-    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+def _dumps(value: object) -> bytes:
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled

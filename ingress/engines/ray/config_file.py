@@ -6,7 +6,7 @@ Does not import Ray.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from ingress.base.settings import Settings
 from ingress.config import HTTPOptions
@@ -30,7 +30,26 @@ _ONE_MACHINE = "The proxies answer their own machine only; --host 0.0.0.0 serves
 _ALL = "The proxies answer every machine that reaches theirs."
 
 
-def header(config: Mapping[str, Any], targets: Sequence[str]) -> str:
+class ApplicationDocument(TypedDict):
+    """One application in it."""
+
+    name: str
+    route_prefix: str
+    import_path: str
+    args: dict[str, object]
+    runtime_env: dict[str, Any]
+    deployments: list[dict[str, Any]]
+
+
+class ServeDocument(TypedDict):
+    """A file for Ray's `serve deploy`."""
+
+    proxy_location: str
+    http_options: dict[str, Any]
+    applications: list[ApplicationDocument]
+
+
+def header(config: ServeDocument, targets: Sequence[str]) -> str:
     """Return the comment at the head of the file, which says who can reach the proxies."""
     host = config["http_options"]["host"]
     is_local = host in ("localhost", "::1") or host.startswith("127.")
@@ -44,7 +63,7 @@ def config_of(
     route_prefix: str | None = None,
     host: str | None = None,
     working_dir: str | None = None,
-) -> dict[str, Any]:
+) -> ServeDocument:
     """Return the configuration for `serve deploy`. Raises `ValueError` for what Ray cannot do.
 
     The keys are MODULE:APP. One application is served at "/", each of several under its name.
@@ -86,8 +105,8 @@ def _check_working_dir(address: str) -> None:
         )
 
 
-def _arguments(target: str, name: str, settings: Settings) -> dict[str, Any]:
-    args: dict[str, Any] = {"target": target}
+def _arguments(target: str, name: str, settings: Settings) -> dict[str, object]:
+    args: dict[str, object] = {"target": target}
     if name != "default":
         args["name"] = name
     if settings.request_timeout_s is not None:
@@ -95,18 +114,18 @@ def _arguments(target: str, name: str, settings: Settings) -> dict[str, Any]:
     return args
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def _options(options: Mapping[str, object]) -> dict[str, Any]:
     """Return the options of a deployment that a file can hold: plain values that are not empty."""
     plain = {}
     for name, value in options.items():
-        if name == "ray_actor_options":
+        if name == "ray_actor_options" and isinstance(value, dict):
             value = {key: each for key, each in value.items() if key != "runtime_env"}
         if value is not None and value != {} and _is_plain(value):
             plain[name] = value
     return plain
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(each) for each in value.values())
     if isinstance(value, list | tuple):

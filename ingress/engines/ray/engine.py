@@ -20,7 +20,7 @@ from ingress.config import HTTPOptions, LoggingConfig
 from ingress.declaration.build import BuiltApplication, BuiltDeployment, build
 from ingress.declaration.declaration import Application
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
-from ingress.engines.ray.calls import RayDirectory, directory_here, use_here
+from ingress.engines.ray.calls import RayDirectory, RayHandle, directory_here, use_here
 from ingress.engines.ray.cluster import Cluster, environment_of_connection
 from ingress.engines.ray.lowering import (
     environment_for_workers,
@@ -354,7 +354,7 @@ class RayEngine:
         return None if built is None else methods_of(built).get(deployment_id.name)
 
 
-def _find_handle(deployment_id: DeploymentID) -> Any:
+def _find_handle(deployment_id: DeploymentID) -> RayHandle:
     # Checked here, because Ray keeps handles, and a call to a deployment that is deleted, or whose
     # start failed, waits forever.
     application = ray_serve.status().applications.get(deployment_id.app_name)
@@ -369,7 +369,8 @@ def _find_handle(deployment_id: DeploymentID) -> Any:
         raise DeploymentUnavailableError(
             f"{deployment_id} is unavailable because it failed to deploy."
         )
-    return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
+    handle: RayHandle = ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
+    return handle
 
 
 def _running() -> set[DeploymentID]:

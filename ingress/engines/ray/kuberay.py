@@ -20,7 +20,7 @@ import yaml
 
 from ingress.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.engines.ray import SUPPORTED
-from ingress.engines.ray.config_file import EVERY_ADDRESS
+from ingress.engines.ray.config_file import EVERY_ADDRESS, ServeDocument
 
 IMAGE = f"rayproject/ray:{SUPPORTED}.0"
 POD_CPUS = 4
@@ -50,8 +50,8 @@ class Group:
 
 
 def manifest(
-    applications: Sequence[BuiltApplication], config: dict[str, Any], image: str
-) -> dict[str, Any]:
+    applications: Sequence[BuiltApplication], config: ServeDocument, image: str
+) -> dict[str, object]:
     """Return the manifest for applications and their configuration for `serve deploy`."""
     port = config["http_options"]["port"]
     groups = _groups([each for built in applications for each in built.deployments])
@@ -75,7 +75,7 @@ def manifest(
     }
 
 
-def text_of(document: dict[str, Any], targets: Sequence[str]) -> str:
+def text_of(document: dict[str, object], targets: Sequence[str]) -> str:
     """Return the file of a manifest, with a comment at its head."""
     header = HEADER.format(target=", ".join(targets), version=SUPPORTED, host=EVERY_ADDRESS)
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False)
@@ -151,7 +151,7 @@ def _amount(built: BuiltDeployment, kind: str) -> float:
     return float({**options, **(options.get("resources") or {})}.get(kind) or 0)
 
 
-def _worker_group(group: Group, image: str, port: int) -> dict[str, Any]:
+def _worker_group(group: Group, image: str, port: int) -> dict[str, object]:
     limits = {"cpu": str(group.cpus), "memory": f"{ceil(group.memory / GIB)}Gi"}
     if group.gpus:
         limits["nvidia.com/gpu"] = str(group.gpus)
@@ -168,8 +168,8 @@ def _worker_group(group: Group, image: str, port: int) -> dict[str, Any]:
     }
 
 
-def _pod(name: str, image: str, limits: dict[str, str], port: int) -> dict[str, Any]:
-    container: dict[str, Any] = {
+def _pod(name: str, image: str, limits: dict[str, str], port: int) -> dict[str, object]:
+    container: dict[str, object] = {
         "name": name,
         "image": image,
         "resources": {"limits": limits, "requests": dict(limits)},
@@ -186,7 +186,7 @@ def _pod(name: str, image: str, limits: dict[str, str], port: int) -> dict[str, 
 _RAYLET = "wget -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success"
 
 
-def _probe(command: str, failures: int) -> dict[str, Any]:
+def _probe(command: str, failures: int) -> dict[str, object]:
     return {
         "exec": {"command": ["bash", "-c", command]},
         "initialDelaySeconds": 10,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -84,7 +84,7 @@ def options_for_ray(
     """
     config = built.deployment.config
     given = config.model_fields_set
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "name": built.name,
         "max_ongoing_requests": config.max_ongoing_requests,
     }
@@ -170,7 +170,7 @@ def request_timeout_s(options: HTTPOptions, settings: Settings) -> float | None:
     return options.request_timeout_s if is_given else settings.request_timeout_s
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: object, where: str) -> object:
     """Return an option without ingress's classes: their given fields as dictionaries."""
     if isinstance(value, RequestRouterConfig):
         _check_router(value, where)
@@ -201,11 +201,11 @@ def _check_policy(config: AutoscalingConfig, where: str) -> None:
         )
 
 
-def _is_ours(target: Any) -> bool:
+def _is_ours(target: str | Callable[..., object]) -> bool:
     return _name(target).partition(":")[0].split(".")[0] == "ingress"
 
 
-def _name(target: Any) -> str:
+def _name(target: str | Callable[..., object]) -> str:
     if isinstance(target, str):
         return target
     return f"{target.__module__}:{getattr(target, '__qualname__', target)}"

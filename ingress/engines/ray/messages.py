@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
 
 from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.engines.ray.code import Reference
 
 CALL = "ingress_call"
 """Method name given to Ray in place of a name that Ray treats specially: `__call__`, which is for
@@ -35,7 +35,7 @@ class ReplicaSpec:
     that may change later.
     """
 
-    code: Any
+    code: Reference
     arguments: bytes
     num_cpus: float
     lanes: Mapping[str, int] = field(default_factory=dict)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from ray.serve import metrics
 
@@ -38,7 +37,7 @@ class ReplicaMetrics:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, metrics.Metric] = {}
         self._told: dict[tuple[str, str], int] = {}
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -80,7 +79,7 @@ class ReplicaMetrics:
     def _set(self, name: str, value: int, labels: _Labels) -> None:
         self._metric(metrics.Gauge, name, labels).set(value, tags=dict(labels))
 
-    def _metric(self, kind: Any, name: str, labels: _Labels) -> Any:
+    def _metric(self, kind: type[metrics.Metric], name: str, labels: _Labels) -> metrics.Metric:
         if name not in self._made:
             self._made[name] = kind(name, description=_DESCRIPTIONS[name], tag_keys=tuple(labels))
         return self._made[name]
@@ -96,7 +95,7 @@ _DESCRIPTIONS = {
 }
 
 
-def make_rays(kind: str, name: str, **arguments: Any) -> Any:
+def make_rays(kind: str, name: str, **arguments: object) -> metrics.Metric:
     """Return Ray's own metric of `serve.metrics`, with the tags of the replica that Ray runs."""
     made = {"counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram}
     return made[kind](name, **arguments)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
+from ray import serve as ray_serve
 from ray._private import state as ray_state
 from ray.experimental import internal_kv
 from ray.serve.context import _get_global_client
@@ -40,7 +40,7 @@ class Owner:
         return self.job == _this_job()
 
 
-def sign(application: Any) -> None:
+def sign(application: ray_serve.Application) -> None:
     """Record this process as the owner of an application for Ray's `serve.run`.
 
     Each version is new, because Ray replaces no replica of a known version.

@@ -50,7 +50,7 @@ logger = logging.getLogger("ingress")
 T = TypeVar("T")
 
 
-def _place(rank: Any) -> Place:
+def _place(rank: ReplicaRank) -> Place:
     """Return the place of this process's replica, with a rank that Ray's context may not have."""
     context = ray_serve.get_replica_context()
     here = ReplicaRank(rank.rank, rank.node_rank, rank.local_rank)
@@ -134,7 +134,7 @@ class RayReplica:
 
     # Methods that Ray itself calls.
 
-    async def reconfigure(self, user_config: Any, rank: Any) -> None:
+    async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
         """Give the user's instance a new config or rank. Those of its start are not given again.
 
         Ray calls this at every change of the rank, because there is a parameter for it.
@@ -147,12 +147,13 @@ class RayReplica:
             self._user_config = user_config
             await self._on_user_loop(self._replica.user_code.reconfigure(user_config))
 
-    async def _run_hook(self, name: str) -> Any:
+    async def _run_hook(self, name: str) -> object:
         if name == "check_health":
-            return await self._replica.check_health()
+            await self._replica.check_health()
+            return None
         return await self._on_user_loop(self._replica.user_code.call(name, (), {}))
 
-    async def _on_user_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _on_user_loop(self, work: Coroutine[None, None, T]) -> T:
         async def run() -> T:
             REPLICA.set(self._replica.context)
             return await work
@@ -174,7 +175,10 @@ class RayReplica:
         if self._is_of_our_application(deployment_id) and deployment_id.name in self._children:
             return self._children[deployment_id.name]
         try:
-            return ray_serve.get_deployment_handle(deployment_id.name, deployment_id.app_name)
+            found: RayHandle = ray_serve.get_deployment_handle(
+                deployment_id.name, deployment_id.app_name
+            )
+            return found
         except Exception as error:
             raise DeploymentUnavailableError(
                 f"{deployment_id} is unavailable because it is not deployed."
@@ -303,7 +307,7 @@ class _Hook:
         self.__name__ = name
         self._replica = replica
 
-    def __call__(self) -> Awaitable[Any]:
+    def __call__(self) -> Awaitable[object]:
         return self._replica._run_hook(self.__name__)
 
 
@@ -325,7 +329,7 @@ def fetching_when_read(receive: Receive) -> Receive:
         return receive
     is_read = asyncio.Event()
 
-    async def fetch_when_read(metadata: Any) -> bytes:
+    async def fetch_when_read(metadata: object) -> bytes:
         await is_read.wait()
         messages: bytes = await fetch(metadata)
         return messages

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Any
+from typing import TypedDict
 
 import ray
 from ray._private import state as ray_state
@@ -115,11 +115,18 @@ def _pending() -> Counter[frozenset[tuple[str, float]]]:
     return pending
 
 
-def _needs(deployment: Mapping[str, Any]) -> Resources:
+class Wanting(TypedDict):
+    """What Ray's scheduler tells of a deployment that waits for replicas."""
+
+    deployment_config: Mapping[str, Sequence[Resources] | None]
+    required_resources: Resources
+
+
+def _needs(deployment: Wanting) -> Resources:
     """Return the resources of a replica: those of its placement group, if it has one."""
     bundles = deployment["deployment_config"].get("placement_group_bundles")
     if not bundles:
-        return deployment["required_resources"]  # type: ignore[no-any-return]
+        return deployment["required_resources"]
     total: Counter[str] = Counter()
     for each in bundles:
         total.update(each)
@@ -130,7 +137,7 @@ def _shape(resources: Resources) -> frozenset[tuple[str, float]]:
     return frozenset((kind, round(amount, 4)) for kind, amount in resources.items() if amount)
 
 
-def _line(app: str, deployment: str, count: int, each: Mapping[str, Any]) -> str:
+def _line(app: str, deployment: str, count: int, each: Wanting) -> str:
     needs = _needs(each)
     wait = "replica waits" if count == 1 else "replicas wait"
     is_group = " on one node or several" if needs is not each["required_resources"] else ""
