@@ -224,7 +224,7 @@ def _is_serving() -> bool:
     return any(each.status in serving for each in status().applications.values())
 
 
-def _options(kind: type[Chosen], given: Any, name: str, example: str) -> Chosen | None:
+def _options(kind: type[Chosen], given: object, name: str, example: str) -> Chosen | None:
     """Return options that were given as an object or a dict. Raises `TypeError` for others."""
     if isinstance(given, dict):
         return kind(**given)
@@ -236,7 +236,7 @@ def _options(kind: type[Chosen], given: Any, name: str, example: str) -> Chosen 
     )
 
 
-def _check_target(target: Any) -> None:
+def _check_target(target: object) -> None:
     if isinstance(target, Application):
         return
     expects = "`serve.run` expects an `Application` returned by `Deployment.bind()`."

@@ -209,7 +209,7 @@ class HTTPOptions(Options):
     ssl_certfile: str | None = None
     ssl_keyfile_password: str | None = None
     ssl_ca_certs: str | None = None
-    location: Any = None
+    location: object = None
 
     @model_validator(mode="after")
     def _certificate_is_whole(self) -> Self:
@@ -260,8 +260,8 @@ class DeploymentConfig(Options):
     placement_group_strategy: str | None = None
     placement_group_bundle_label_selector: list[dict[str, str]] | None = None
     placement_group_fallback_strategy: list[dict[str, Any]] | None = None
-    gang_scheduling_config: Any = None
-    deployment_actors: Any = None
+    gang_scheduling_config: object = None
+    deployment_actors: object = None
     rolling_update_percentage: Fraction = 0.2
     max_surge_percent: NonNegativeFloat = 0
 
@@ -361,7 +361,7 @@ class DeploymentConfig(Options):
         return self
 
     @property
-    def env_vars(self) -> dict[str, Any]:
+    def env_vars(self) -> dict[str, str]:
         """The environment variables of a replica with a process of its own."""
         runtime_env = self.ray_actor_options.get("runtime_env") or {}
         found = runtime_env.get("env_vars") if isinstance(runtime_env, dict) else None
@@ -432,7 +432,7 @@ class DeploymentConfig(Options):
         changed = set(options)
         return {name: each for name, each in self._origins.items() if name not in changed}
 
-    def updated(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def updated(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return the options given to this config, updated with `options`, as keywords.
 
         An option that excludes a recorded option replaces it.
@@ -464,7 +464,7 @@ class DeploymentOptions(TypedDict, total=False):
     isolation: Literal["thread", "process"]
     max_requests_per_replica: int | None
     max_memory_mb: float | None
-    user_config: Any
+    user_config: object
     graceful_shutdown_timeout_s: float
     graceful_shutdown_wait_loop_s: float
     health_check_period_s: float
@@ -480,8 +480,8 @@ class DeploymentOptions(TypedDict, total=False):
     placement_group_strategy: str | None
     placement_group_bundle_label_selector: list[dict[str, str]] | None
     placement_group_fallback_strategy: list[dict[str, Any]] | None
-    gang_scheduling_config: Any
-    deployment_actors: Any
+    gang_scheduling_config: object
+    deployment_actors: object
     rolling_update_percentage: float
     max_surge_percent: float
 

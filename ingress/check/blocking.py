@@ -18,7 +18,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.check.calls import Call, calls_of
@@ -95,8 +95,25 @@ def blocking_calls(
     return findings, len(functions)
 
 
+class Position(TypedDict):
+    """A place in ruff's output, from 1."""
+
+    row: int
+    column: int
+
+
+class Diagnostic(TypedDict):
+    """One diagnostic of ruff's JSON output; it has other keys too."""
+
+    code: str
+    filename: str
+    message: str
+    location: Position
+    end_location: Position
+
+
 def _finding(
-    file: SourceFile, diagnostic: Any, functions: dict[Function, OnLoop]
+    file: SourceFile, diagnostic: Diagnostic, functions: dict[Function, OnLoop]
 ) -> Finding | None:
     line, column = diagnostic["location"]["row"], diagnostic["location"]["column"]
     function = file.function_at(line)
@@ -133,11 +150,13 @@ def _fix(fix: str, reason: OnLoop) -> str:
     return f"{in_thread}`async def` and {fix}"
 
 
-def _text(file: SourceFile, diagnostic: Any, function: Function, line: int, column: int) -> str:
+def _text(
+    file: SourceFile, diagnostic: Diagnostic, function: Function, line: int, column: int
+) -> str:
     """Return the called name, as the source spells it."""
     end = diagnostic["end_location"]
     if end["row"] != line:
-        return diagnostic["message"].rstrip(".")  # type: ignore[no-any-return]
+        return diagnostic["message"].rstrip(".")
     shift = len(_PREFIX) if not function.is_async and line == function.node.lineno else 0
     text = file.lines[line - 1][column - 1 : end["column"] - 1 - shift]
     return f"`{text.partition('(')[0]}`"
@@ -174,7 +193,7 @@ def _rewritten(file: SourceFile, functions: list[Function]) -> str:
     return "\n".join(lines)
 
 
-def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Any]]:
+def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Diagnostic]]:
     """Return ruff's diagnostics of the copies, each with its original file."""
     if importlib.util.find_spec("ruff") is None:
         raise CheckError(

@@ -13,7 +13,6 @@ import ast
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from ingress.base.settings import Settings
 from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
@@ -140,7 +139,7 @@ def _one_at_a_time(function: Function) -> bool:
     )
 
 
-def _override(function: Function) -> Callable[[Any], Any] | None:
+def _override(function: Function) -> Callable[[FunctionType], FunctionType] | None:
     """Return the `@serve.method(...)` of a function, to apply to its stand-in."""
     for each in function.node.decorator_list:
         if isinstance(each, ast.Call) and last_name(each) == "method":
@@ -151,7 +150,7 @@ def _override(function: Function) -> Callable[[Any], Any] | None:
     return None
 
 
-def _like(func: Callable[..., Any]) -> Callable[..., Any]:
+def _like(func: Callable[..., object]) -> FunctionType:
     """Return a copy of a function, so that a decorator does not change the shared one."""
     assert isinstance(func, FunctionType)  # for types
     return FunctionType(func.__code__, func.__globals__)
@@ -192,7 +191,7 @@ async def _async_generator() -> AsyncIterator[None]:
     yield
 
 
-_STAND_INS: dict[Kind, Callable[..., Any]] = {
+_STAND_INS: dict[Kind, Callable[..., object]] = {
     Kind.FUNCTION: _function,
     Kind.COROUTINE: _coroutine,
     Kind.GENERATOR: _generator,

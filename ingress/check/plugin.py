@@ -13,26 +13,48 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ingress import api
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, WatchedCalls
 from ingress.control.factories import Factories
 from ingress.engines import local_engine
 
+if TYPE_CHECKING:
+    import pytest
+
 WATCHED = "watched.json"
 
 
-def pytest_addoption(parser: Any) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("ingress").addoption(
         "--ingress-rehearsal", metavar="FOLDER", help="used by `ingress check --run`"
     )
 
 
-def pytest_configure(config: Any) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--ingress-rehearsal")
     if folder is not None:
         config.pluginmanager.register(Rehearsals(Path(folder)), "ingress-rehearsals")
+
+
+class Written(TypedDict):
+    """The writes of one line to one attribute, as a process that runs tests reports them."""
+
+    path: str
+    line: int
+    attribute: str
+    count: int
+    lost: int
+    threads: int
+
+
+class Raised(TypedDict):
+    """An error that a line raised."""
+
+    path: str
+    line: int
+    text: str
 
 
 class Rehearsals:
@@ -55,7 +77,7 @@ class Rehearsals:
     def pytest_unconfigure(self) -> None:
         api.shutdown()  # instances that the tests left running are rehearsed now
         self._in_use.close()
-        writes = [
+        writes: list[Written] = [
             {
                 "path": path,
                 "line": line,
@@ -66,7 +88,7 @@ class Rehearsals:
             }
             for (path, line, attribute), seen in self._outcome.writes.items()
         ]
-        errors = [
+        errors: list[Raised] = [
             {"path": path, "line": line, "text": error}
             for (path, line), error in self._outcome.errors.items()
         ]

@@ -35,7 +35,7 @@ def findings_of_processes(
 
 
 def _arguments(built: BuiltDeployment, sources: Sources) -> Iterator[Finding]:
-    target: Any = built.deployment.func_or_class
+    target = built.deployment.func_or_class
     try:
         pickled_arguments(built)
     except TypeError as error:
@@ -64,10 +64,11 @@ def _globals(function: Function, deployment: str, sources: Sources) -> Iterator[
                 yield Finding(RULES["IG112"], file.path, node.lineno, column, message, names, name)
 
 
-def _written(node: Any, state: State) -> Iterator[str]:
+def _written(node: ast.AST, state: State) -> Iterator[str]:
     """Yield the names that a statement or an expression assigns to, or whose value it changes."""
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
-        several: list[Any] = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        several: list[ast.expr]
+        several = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
         for target in several:
             for each in target.elts if isinstance(target, ast.Tuple) else [target]:
                 inner = each.value if isinstance(each, ast.Subscript) else each

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import monotonic
+from types import FunctionType
 from typing import Any, ClassVar
 
 from ingress.asgi import BoundApp
@@ -97,7 +98,7 @@ class _Recording:
     """A planned function, and the arguments of its last calls."""
 
     plan: ExecutionPlan
-    samples: deque[tuple[contextvars.Context, tuple[Any, ...], dict[str, Any]]]
+    samples: deque[tuple[contextvars.Context, tuple[object, ...], dict[str, object]]]
 
 
 class RehearsingUserCode(UserCode):
@@ -111,7 +112,7 @@ class RehearsingUserCode(UserCode):
         self,
         watched: tuple[WatchedCalls, ...],
         outcome: Outcome,
-        func_or_class: Callable[..., Any],
+        func_or_class: type | FunctionType,
         bound_app: BoundApp | None,
         context: ReplicaRuntime,
         make_plan: MakePlan,
@@ -119,16 +120,16 @@ class RehearsingUserCode(UserCode):
         self._watched = watched
         self._outcome = outcome
         self._recordings: dict[str, _Recording] = {}
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, object] = {}
         self._deadline = 0.0
 
-        def make_recorded(func: Callable[..., Any], role: Role) -> ExecutionPlan:
+        def make_recorded(func: Callable[..., object], role: Role) -> ExecutionPlan:
             return self._recorded(make_plan(func, role), role)
 
         super().__init__(func_or_class, bound_app, context, make_recorded)
 
     async def start(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any = None
+        self, args: Sequence[object], kwargs: Mapping[str, object], user_config: object = None
     ) -> None:
         await super().start(args, kwargs, user_config)
         # The state before the first request, without lazily created attributes.
@@ -157,23 +158,25 @@ class RehearsingUserCode(UserCode):
         is_watched = any(_names(each.functions, plan.name) for each in self._watched)
         if not is_watched or plan.kind.is_async or role not in (Role.METHOD, Role.ENDPOINT):
             return plan
-        samples: deque[Any] = deque(maxlen=_SAMPLES)
+        samples: deque[tuple[contextvars.Context, tuple[object, ...], dict[str, object]]] = deque(
+            maxlen=_SAMPLES
+        )
         func = plan.func
 
         @functools.wraps(func)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             samples.append((contextvars.copy_context(), args, kwargs))
             return func(*args, **kwargs)
 
         self._recordings[plan.name] = _Recording(plan, samples)
         return replace(plan, func=call)
 
-    def _rehearse(self, instance: Any, recordings: list[_Recording]) -> None:
+    def _rehearse(self, instance: object, recordings: list[_Recording]) -> None:
         """Make the recorded calls again, and restore the instance."""
         with self._turn:
             self._rehearse_alone(instance, recordings)
 
-    def _rehearse_alone(self, instance: Any, recordings: list[_Recording]) -> None:
+    def _rehearse_alone(self, instance: object, recordings: list[_Recording]) -> None:
         trace = Trace(frozenset(each.attribute for each in self._watched))
         cls, state = type(instance), getattr(instance, "__dict__", None)
         before = None if state is None else dict(state)
@@ -227,7 +230,7 @@ class RehearsingUserCode(UserCode):
             thread.join(max(0.0, self._deadline - monotonic()) + 1.0)
 
     def _call(
-        self, plan: ExecutionPlan, args: tuple[Any, ...], kwargs: dict[str, Any], trace: Trace
+        self, plan: ExecutionPlan, args: tuple[object, ...], kwargs: dict[str, object], trace: Trace
     ) -> None:
         trace.begin_call()
         try:
@@ -243,7 +246,7 @@ class RehearsingUserCode(UserCode):
             self._outcome.add_error(error)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any) -> object:
     """Return a shallow copy of a container, anything else itself."""
     return value.copy() if type(value) in CONTAINERS else value
 

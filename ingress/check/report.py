@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
 from ingress.check.findings import Finding, Report, shown
 
@@ -58,7 +57,7 @@ def _json(report: Report) -> str:
 
 def _sarif(report: Report) -> str:
     rules = {each.rule.id: each.rule for each in report.findings}
-    driver: dict[str, Any] = {
+    driver: dict[str, object] = {
         "name": "ingress check",
         "rules": [
             {

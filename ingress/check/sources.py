@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
 OURS = Path(__file__).parents[1]
 _LIBRARIES = [
@@ -91,7 +90,7 @@ class SourceFile:
         """The names that the module assigns to at its top level."""
         found: set[str] = set()
         for node in self.tree.body:
-            targets: list[Any] = []
+            targets: list[ast.expr] = []
             if isinstance(node, ast.Assign):
                 targets = node.targets
             elif isinstance(node, ast.AnnAssign | ast.AugAssign):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from ingress.base.settings import Settings
@@ -86,7 +87,7 @@ class Subject:
 
 def planned(
     function: Function,
-    func: Callable[..., Any],
+    func: Callable[..., object],
     role: Role,
     settings: Settings,
     *,
@@ -143,15 +144,15 @@ def subjects_of(
 
 def _callables(
     built: BuiltDeployment, sources: Sources
-) -> Iterator[tuple[Callable[..., Any], Role]]:
+) -> Iterator[tuple[Callable[..., object], Role]]:
     """Yield the functions that a deployment calls, with their roles."""
-    target: Any = built.deployment.func_or_class
+    target = built.deployment.func_or_class
     if not inspect.isclass(target):
         yield target, Role.METHOD
         return
     routes = set()
-    if built.is_asgi:
-        for route in target.__ingress_spec__.bind(target).routes():  # type: ignore[attr-defined]
+    if built.bound_app is not None:
+        for route in built.bound_app.routes():
             routes.add(code_of(route.func))
             yield route.func, Role.ENDPOINT
     for name in ("__init__", "__del__"):
@@ -167,7 +168,11 @@ def _callables(
 
 
 def _subjects(
-    func: Any, role: Role, built: BuiltDeployment, sources: Sources, settings: Settings
+    func: Callable[..., object] | None,
+    role: Role,
+    built: BuiltDeployment,
+    sources: Sources,
+    settings: Settings,
 ) -> Iterator[Subject]:
     """Yield a called function and the functions that its decorators wrap, the user's only."""
     config = built.deployment.config
@@ -193,7 +198,7 @@ def _subjects(
         role = Role.BATCH if is_batch else role
 
 
-def _closed_over(func: Any) -> Any:
+def _closed_over(func: Callable[..., object]) -> FunctionType | None:
     """Return the `async def` that a wrapper without `functools.wraps` calls, if it has just one."""
     inner = []
     for cell in getattr(func, "__closure__", None) or ():

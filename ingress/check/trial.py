@@ -17,10 +17,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ingress.check.findings import CheckError, Finding, Report, shown
-from ingress.check.plugin import WATCHED
+from ingress.check.plugin import WATCHED, Raised, Written
 
 ENOUGH_WRITES = 4
 _RACES = ("IG101", "IG102")
@@ -74,7 +73,7 @@ def _can_be_tried(finding: Finding) -> bool:
     return finding.rule.id in _RACES and finding.place.startswith("self.")
 
 
-def _decided(report: Report, writes: list[Any], errors: list[Any], code: int) -> Report:
+def _decided(report: Report, writes: list[Written], errors: list[Raised], code: int) -> Report:
     decided = Report(notes=list(report.notes))
     untried = 0
     for finding in report.findings:
@@ -104,7 +103,7 @@ def _decided(report: Report, writes: list[Any], errors: list[Any], code: int) ->
     return decided
 
 
-def _seen(finding: Finding, writes: list[Any]) -> Seen | None:
+def _seen(finding: Finding, writes: list[Written]) -> Seen | None:
     """Return the writes of the finding's lines, `None` if they did not run."""
     here = [
         each
@@ -120,16 +119,18 @@ def _seen(finding: Finding, writes: list[Any]) -> Seen | None:
     )
 
 
-def _raised(finding: Finding, errors: list[Any]) -> str:
+def _raised(finding: Finding, errors: list[Raised]) -> str:
     """Return the error that proves the finding, "" if none was raised."""
     words = _ERRORS.get(finding.rule.id)
-    for each in errors if words else ():
+    if words is None:
+        return ""
+    for each in errors:
         # An object from the constructor raises where it is used, not on the finding's line.
         if words in each["text"] and (finding.rule.id == "IG106" or _is_at(finding, each)):
             return str(each["text"])
     return ""
 
 
-def _is_at(finding: Finding, seen: Any) -> bool:
+def _is_at(finding: Finding, seen: Written | Raised) -> bool:
     is_line = finding.line <= seen["line"] <= max(finding.line, finding.end_line)
     return is_line and Path(seen["path"]).resolve() == finding.path

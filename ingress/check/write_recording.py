@@ -13,11 +13,11 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 SWITCHES_PER_CALL = 1000
 """Largest number of switches in a call, so that a loop over an attribute ends."""
@@ -47,6 +47,9 @@ class Writes:
     threads: set[int] = field(default_factory=set)
 
 
+T = TypeVar("T")
+
+
 class Trace:
     """The reads and writes of watched attributes. Thread-safe.
 
@@ -56,7 +59,7 @@ class Trace:
     def __init__(self, attributes: frozenset[str]) -> None:
         self.attributes = attributes
         self.writes: dict[Line, Writes] = {}
-        self._versions: Counter[Any] = Counter()
+        self._versions: Counter[Hashable] = Counter()
         self._thread = threading.local()
         # Held for a few lines, so that a value and its version belong together. Reentrant: the
         # `__setattr__` of the user's class may set another attribute.
@@ -67,7 +70,7 @@ class Trace:
         self._thread.reads = {}
         self._thread.switches = SWITCHES_PER_CALL
 
-    def read(self, slot: Any, get: Callable[[], Any]) -> Any:
+    def read(self, slot: Hashable, get: Callable[[], T]) -> T:
         """Return the result of `get`, and switch to another thread."""
         reads = getattr(self._thread, "reads", None)
         if reads is None:
@@ -82,8 +85,8 @@ class Trace:
                 time.sleep(0)
 
     def write(
-        self, slots: tuple[Any, ...], attribute: str, frame: FrameType, put: Callable[[], Any]
-    ) -> Any:
+        self, slots: tuple[Hashable, ...], attribute: str, frame: FrameType, put: Callable[[], T]
+    ) -> T:
         """Run `put`. Its write is lost if a slot has changed since this call read it."""
         reads = getattr(self._thread, "reads", None)
         if reads is None:
@@ -108,19 +111,19 @@ def traced_class(cls: type, trace: Trace) -> type:
         name for name in trace.attributes if not isinstance(getattr(cls, name, None), property)
     )
 
-    def __getattribute__(self: Any, name: str) -> Any:
+    def __getattribute__(self: object, name: str) -> object:
         if name not in watched:
             return super(traced, self).__getattribute__(name)
         return trace.read(name, lambda: super(traced, self).__getattribute__(name))
 
-    def __setattr__(self: Any, name: str, value: Any) -> None:
+    def __setattr__(self: object, name: str, value: object) -> None:
         put = super(traced, self).__setattr__
         if name in watched:
             trace.write((name,), name, sys._getframe(1), lambda: put(name, value))
         else:
             put(name, value)
 
-    def __delattr__(self: Any, name: str) -> None:
+    def __delattr__(self: object, name: str) -> None:
         put = super(traced, self).__delattr__
         if name in watched:
             trace.write((name,), name, sys._getframe(1), lambda: put(name))
@@ -128,12 +131,13 @@ def traced_class(cls: type, trace: Trace) -> type:
             put(name)
 
     own = (__getattribute__, __setattr__, __delattr__)
-    names: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__}
+    names: dict[str, object] = {"__slots__": (), "__module__": cls.__module__}
     traced: Any = type(cls.__name__, (cls,), names | {each.__name__: each for each in own})
-    return traced  # type: ignore[no-any-return]
+    made: type = traced
+    return made
 
 
-def traced_state(state: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
+def traced_state(state: Mapping[str, object], trace: Trace) -> dict[str, Any]:
     """Return attributes in which the watched containers are recording copies."""
     return {
         name: _traced_container(name, value, trace) if name in trace.attributes else value
@@ -141,7 +145,7 @@ def traced_state(state: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
     }
 
 
-def _traced_container(attribute: str, value: Any, trace: Trace) -> Any:
+def _traced_container(attribute: str, value: Any, trace: Trace) -> object:
     base: Any = type(value)
     if base not in CONTAINERS:
         return value
@@ -155,16 +159,16 @@ def _traced_container(attribute: str, value: Any, trace: Trace) -> Any:
     return traced(value, value.maxlen) if base is deque else traced(value)
 
 
-def _telling(method: Callable[..., Any], name: str, attribute: str, trace: Trace) -> Any:
+def _telling(method: Callable[..., T], name: str, attribute: str, trace: Trace) -> Callable[..., T]:
     is_of_key = name in _READ_KEY or name in _WRITE_KEY
 
     @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def step() -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> T:
+        def step() -> T:
             return method(self, *args, **kwargs)
 
         whole = (attribute, _WHOLE)
-        slot: Any = whole
+        slot: Hashable = whole
         if is_of_key and args:
             try:
                 slot = (attribute, hash(args[0]))  # not the key, whose `__eq__` is the user's

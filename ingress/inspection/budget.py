@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -232,10 +232,10 @@ def _calls_at_once(built: BuiltDeployment, settings: Settings, cores: float) -> 
     return max(1, min(calls, int(cores)))
 
 
-def _called(built: BuiltDeployment) -> Iterator[tuple[Any, Role, int | None]]:
+def _called(built: BuiltDeployment) -> Iterator[tuple[Callable[..., object], Role, int | None]]:
     """Yield the functions that requests call, their roles and their limits of calls at once."""
-    target: Any = built.deployment.func_or_class
-    funcs = [target]
+    target = built.deployment.func_or_class
+    funcs: list[Callable[..., object]] = [target]
     if inspect.isclass(target):
         names = {*public_methods(target), "__call__"} - _SELDOM
         funcs = [getattr(target, name) for name in names if name in dir(target)]

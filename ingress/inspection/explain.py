@@ -77,7 +77,7 @@ class Row:
     what: str
     name: str
     kind: str
-    func: Callable[..., Any] | None
+    func: Callable[..., object] | None
     file: str
     line: int
     places: tuple[Place, Place]
@@ -165,7 +165,7 @@ class _Planner:
         self._anyio_limit = anyio_limit
 
     def rows(self, *, is_ingress: bool) -> Iterator[Row]:
-        target: Any = self._built.deployment.func_or_class
+        target = self._built.deployment.func_or_class
         owner = target if inspect.isclass(target) else None
         seen = set()
         for part in parts_of(self._built, is_ingress=is_ingress):
@@ -197,7 +197,7 @@ class _Planner:
         row = self._row(made)
         return replace(row, name=text) if use is Use.FILE else row
 
-    def _row(self, part: Part, planned: Any = None) -> Row:
+    def _row(self, part: Part, planned: Callable[..., object] | None = None) -> Row:
         """Return the row of a part, which runs where `planned` or the part itself is planned."""
         func = part.func
         plans = self._plans(planned or func, part.role)
@@ -236,7 +236,9 @@ class _Planner:
     def _flag(self) -> int:
         return int(self._settings.run_sync_in_threadpool)
 
-    def _plans(self, func: Any, role: Role) -> tuple[ExecutionPlan, ExecutionPlan]:
+    def _plans(
+        self, func: Callable[..., object], role: Role
+    ) -> tuple[ExecutionPlan, ExecutionPlan]:
         no_pool: Any = None  # no code is run
         off, on = (
             execution.plan(func, role, sync_in_threadpool=flag, pool=no_pool, lanes=self._lanes)

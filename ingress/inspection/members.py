@@ -15,8 +15,9 @@ import inspect
 import logging
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from ingress.asgi import Part
@@ -37,7 +38,7 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
 
     Raises the errors of invalid routes in its app.
     """
-    target: Any = built.deployment.func_or_class
+    target = built.deployment.func_or_class
     call = "any /" if is_ingress else "call"
     parts: list[Part] = []
     if not inspect.isclass(target):
@@ -76,13 +77,13 @@ def _is_of_a_library(cls: type, name: str) -> bool:
     return file is None or any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
 
 
-def _unwrapped(what: str, member: Any) -> Iterator[Part]:
+def _unwrapped(what: str, member: Callable[..., object]) -> Iterator[Part]:
     """Yield a method, or the function inside an ingress decorator, which runs in its place."""
     decorated = list(_decorated(what, member))
     yield from decorated or [Part(what, member, Role.METHOD)]
 
 
-def _decorated(what: str, member: Any) -> Iterator[Part]:
+def _decorated(what: str, member: Callable[..., object]) -> Iterator[Part]:
     batcher = getattr(member, "__ingress_batcher__", None)
     if isinstance(batcher, Batcher):
         handler = batcher.handler
@@ -95,7 +96,7 @@ def _decorated(what: str, member: Any) -> Iterator[Part]:
             yield Part("model __del__", model.__del__, Role.UNLOAD)
 
 
-def _returned_class(func: Any) -> Any:
+def _returned_class(func: Callable[..., object]) -> Any:
     try:
         return inspect.get_annotations(func, eval_str=True).get("return")
     except Exception:  # an annotation may be any expression, also with undefined names
@@ -103,12 +104,12 @@ def _returned_class(func: Any) -> Any:
         return None
 
 
-def _inner_parts(target: Any, parts: Iterable[Part]) -> Iterator[Part]:
+def _inner_parts(target: type | FunctionType, parts: Iterable[Part]) -> Iterator[Part]:
     """Yield the decorated functions that only user code calls, not a handle.
 
     They are private in the class, or a function that is known so far names them in its module.
     """
-    members: dict[str, Any] = {}
+    members: dict[str, object] = {}
     for base in reversed(target.__mro__) if inspect.isclass(target) else ():
         members.update(vars(base))
     functions = [each.__func__ if isinstance(each, _BOUND) else each for each in members.values()]

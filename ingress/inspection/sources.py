@@ -45,16 +45,16 @@ class Mention:
     """A callable that a function hands over. `text` is its expression in the source."""
 
     use: Use
-    func: Callable[..., Any] | None
+    func: Callable[..., object] | None
     text: str
 
     @property
-    def key(self) -> Any:
+    def key(self) -> tuple[Use, CodeType | None, str]:
         """The key of a mention, equal for two mentions of the same code."""
         return self.use, code_of(self.func) if self.func is not None else None, self.text
 
 
-def mentions(func: Callable[..., Any], owner: Any = None) -> Iterator[Mention]:
+def mentions(func: Callable[..., object], owner: type | None = None) -> Iterator[Mention]:
     """Yield the callables that `func` hands over; `owner` is the class of its `self`."""
     function = inspect.unwrap(func)
     function = getattr(function, "__func__", function)
@@ -96,7 +96,7 @@ def _may_mention(function: FunctionType) -> bool:
 class _Names:
     """The resolver of the names in one function."""
 
-    def __init__(self, function: FunctionType, owner: Any) -> None:
+    def __init__(self, function: FunctionType, owner: type | None) -> None:
         self._function = function
         self._owner = owner
         first = next(iter(inspect.signature(function).parameters), None)
@@ -163,7 +163,7 @@ class _Names:
                 return None
         return self._function.__globals__.get(name, getattr(builtins, name, None))
 
-    def _inner(self, name: str) -> Any:
+    def _inner(self, name: str) -> FunctionType | None:
         """Return an inner function, with its code but without values: it must not be called."""
         found = [
             const
@@ -179,7 +179,7 @@ class _Names:
         return inner
 
 
-def _attribute(base: Any, name: str) -> Any:
+def _attribute(base: object, name: str) -> Any:
     """Return an attribute without running user code; of an instance, its class's attribute."""
     if base is None:
         return None
@@ -193,9 +193,9 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((each.value for each in call.keywords if each.arg == name), None)
 
 
-def _is_generator_function(value: Any) -> bool:
+def _is_generator_function(value: object) -> bool:
     return callable(value) and kind(value) in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 
 
-def _is_one(value: Any, classes: tuple[type, ...]) -> bool:
+def _is_one(value: object, classes: tuple[type, ...]) -> bool:
     return isinstance(value, type) and issubclass(value, classes)

@@ -79,7 +79,7 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row) -> dict[str, object]:
     return {
         "deployment": row.deployment,
         "what": row.what,
@@ -98,7 +98,7 @@ def _finding_as_json(finding: Finding) -> dict[str, str]:
     return {"id": finding.id, "level": finding.level.value, "text": finding.text}
 
 
-def _place_as_json(place: Place) -> dict[str, Any]:
+def _place_as_json(place: Place) -> dict[str, object]:
     return {name: getattr(place, name) for name in Place.__slots__}
 
 

@@ -16,7 +16,7 @@ No other module of ingress imports this package, and its import changes nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ingress.testing.clock import VirtualClock
 from ingress.testing.latch import Latch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Latch", "LeakCheck", "TestClient", "VirtualClock", "leak_check"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     # Imported at its first use: pytest imports the plugin in every test run, and not every
     # environment has an HTTP client.
     if name == "TestClient":

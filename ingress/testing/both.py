@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from itertools import groupby, pairwise
-from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -131,7 +130,7 @@ class BothValues:
     # Comparing the runs.
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, bool, bool]:
         done = yield
         if hasattr(self._config, "workerinput"):
             return done  # the controller of pytest-xdist compares

@@ -118,7 +118,7 @@ class TestClient(testclient.TestClient):
 class _Handshakes:
     """An app that raises if a WebSocket handler returns without an answer."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +140,7 @@ class _Handshakes:
             )
 
 
-def _applications(app: Any, seen: set[int]) -> Iterator[Application]:
+def _applications(app: object, seen: set[int]) -> Iterator[Application]:
     """Yield the applications in an app: itself, mounted, in a router, or behind a middleware."""
     if id(app) in seen:
         return

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, TypeVarTuple, Unpack
 
 from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from ingress.calls.loops import ThreadAware, new_event_loop, running_loop
@@ -163,7 +163,7 @@ class _Selector(selectors.DefaultSelector):
 
     loop: _Loop
 
-    def select(self, timeout: float | None = None) -> Any:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         loop = self.loop
         changed = loop.clock._changed
         if loop.is_real or (timeout is not None and timeout <= 0):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
 from ingress.execution.execution import ExecutionMode
@@ -85,7 +84,7 @@ def _differences(at_0: Run, at_1: Run) -> Iterator[tuple[str, str]]:
             yield f"place of {name}", f"{name} ran in {at[0]} at 0, in {at[1]} at 1"
 
 
-def _either(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _either(one: Iterable[str], other: Iterable[str]) -> list[str]:
     return sorted({*one, *other})
 
 

@@ -12,11 +12,11 @@ import hashlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -32,6 +32,7 @@ from ingress.http.messages import NORMAL
 from ingress.http.proxy import HTTPProxy
 
 _SHOWN = 100
+T = TypeVar("T")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _WORKER = re.compile(r"#[^#]*?(?:-(?P<lane>.+))?-worker-\d+$")
 _ROLES = frozenset((Role.METHOD, Role.ENDPOINT, Role.BATCH))
@@ -67,7 +68,7 @@ class Seen:
             with self._lock:
                 self._active[name] -= 1
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the observations as plain values, which a report carries to another process."""
         with self._lock:
             answers = {request: dict(each) for request, each in self.answers.items()}
@@ -97,7 +98,7 @@ class Observer:
     def _plan(
         self,
         make_plan: Callable[..., ExecutionPlan],
-        func: Callable[..., Any],
+        func: Callable[..., object],
         role: Role,
         **given: Any,
     ) -> ExecutionPlan:
@@ -106,19 +107,19 @@ class Observer:
             return made
         return replace(made, func=self._noted(made))
 
-    def _noted(self, plan: ExecutionPlan) -> Callable[..., Any]:
+    def _noted(self, plan: ExecutionPlan) -> Callable[..., object]:
         func, name = plan.func, plan.name
         if plan.kind is Kind.GENERATOR:  # its body runs when it is iterated
 
             @wraps(func)
-            def iterate(*args: Any, **kwargs: Any) -> Any:
+            def iterate(*args: object, **kwargs: object) -> Generator[object, object, object]:
                 with self.seen.running(name):
                     return (yield from func(*args, **kwargs))
 
             return iterate
 
         @wraps(func)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             with self.seen.running(name):
                 return func(*args, **kwargs)
 
@@ -193,7 +194,7 @@ class _ObservedStream(DeploymentResponseGenerator):
     async def __anext__(self) -> Any:
         return self._noted(await super().__anext__())
 
-    def _noted(self, item: Any) -> Any:
+    def _noted(self, item: T) -> T:
         self._seen.answered(f"{self._request} item", _text_of(item))
         return item
 
@@ -273,7 +274,7 @@ def _settled(seen: Seen, request: str, call: Call) -> None:
         seen.answered(request, _text_of(call.value))
 
 
-def _text_of(value: Any) -> str:
+def _text_of(value: object) -> str:
     try:
         text = repr(value)
     except Exception as error:  # the user's `__repr__`

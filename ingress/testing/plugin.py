@@ -10,7 +10,6 @@ imported only with that value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    value: Any = config.getoption("--sync-in-threadpool")
+    value: str | None = config.getoption("--sync-in-threadpool")
     if value is None:
         return
     config.stash[_BEFORE] = export({SYNC_IN_THREADPOOL: "0" if value == "both" else value})

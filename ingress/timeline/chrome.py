@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ingress.timeline.recorder import Journey, Standstill, Timeline
 from ingress.timeline.waits import Wait, rows, waits_of
 
-Event = dict[str, Any]
+Event = dict[str, object]
 
 
 def as_json(timelines: Sequence[Timeline], title: str) -> str:
@@ -85,7 +84,7 @@ class _Events:
         for each in self._timeline.standstills:
             yield self._stall(each)
 
-    def _metadata(self, what: str, tid: int, **args: Any) -> Event:
+    def _metadata(self, what: str, tid: int, **args: object) -> Event:
         return {"ph": "M", "name": what, "pid": self._pid, "tid": tid, "args": args}
 
     def _named(self, tid: int, name: str) -> Iterator[Event]:
@@ -143,5 +142,5 @@ class _Events:
         }
 
 
-def _identity(journey: Journey) -> dict[str, Any]:
+def _identity(journey: Journey) -> dict[str, object]:
     return {"request": journey.number, "request_id": journey.request_id}

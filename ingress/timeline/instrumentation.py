@@ -235,7 +235,7 @@ class _BatchPlan(ExecutionPlan):
 def _plan(
     recorder: Recorder,
     make_plan: Callable[..., ExecutionPlan],
-    func: Callable[..., Any],
+    func: Callable[..., object],
     role: Role,
     **given: Any,
 ) -> ExecutionPlan:
@@ -251,16 +251,16 @@ class _Steps:
 
     __slots__ = ("_awaitable", "_journey", "_recorder")
 
-    def __init__(self, awaitable: Awaitable[Any], journey: Journey, recorder: Recorder) -> None:
+    def __init__(self, awaitable: Awaitable[object], journey: Journey, recorder: Recorder) -> None:
         self._awaitable = awaitable
         self._journey = journey
         self._recorder = recorder
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[object, object, object]:
         recorder, journey = self._recorder, self._journey
         track = recorder.track(is_loop=True)
         inner: Any = self._awaitable.__await__()
-        result: Any = None
+        result: object = None
         error: BaseException | None = None
         while True:
             run = recorder.enter(journey, track)
