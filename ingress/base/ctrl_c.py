@@ -14,8 +14,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _LINE = "stopped by Ctrl-C, before it served"
@@ -49,7 +48,9 @@ def without_traceback(error: KeyboardInterrupt) -> KeyboardInterrupt:
     """Have Python write the line in the place of a traceback, if no code handles the error."""
     others = sys.excepthook
 
-    def report(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
+    def report(
+        kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
         if value is error:
             say_stopped()
         else:
@@ -92,7 +93,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _report_unraisable(unraisable: Any) -> None:
+def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
     """Report the error of a `__del__` or a callback, but not Ctrl-C: it is reported later."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)

@@ -75,7 +75,7 @@ class Options(BaseModel):
             if (value := getattr(self, name)) != field.get_default(call_default_factory=True)
         }
 
-    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+    def __repr_args__(self) -> list[tuple[str | None, object]]:
         return list(self.changed().items())
 
     @classmethod
@@ -101,10 +101,10 @@ class Options(BaseModel):
         return f"{message}; leave it out for the default, {default!r}"
 
 
-def _must_be(expected: str, accepts: Callable[[Any], bool]) -> BeforeValidator:
+def _must_be(expected: str, accepts: Callable[[object], bool]) -> BeforeValidator:
     """Make a validator that refuses a value unless `accepts`; the message has `expected`."""
 
-    def check(value: Any, info: ValidationInfo) -> Any:
+    def check(value: object, info: ValidationInfo) -> object:
         if accepts(value):
             return value
         message = f"{info.field_name} must be {expected}, got {value!r}"
@@ -113,7 +113,7 @@ def _must_be(expected: str, accepts: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _is_int(value: Any, *, at_least: int) -> bool:
+def _is_int(value: object, *, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
@@ -124,12 +124,12 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_variable(name: Any, value: str) -> bool:
+def is_variable(name: object, value: str) -> bool:
     """Return whether an environment can have a variable of this name and value."""
     return isinstance(name, str) and bool(name) and "=" not in name and "\0" not in name + value
 
 
-def _json_copy(value: Any, info: ValidationInfo) -> Any:
+def _json_copy(value: object, info: ValidationInfo) -> object:
     """Copy a JSON-serialisable value, so that the recorded value cannot change."""
     bad = _first_not_json(value, str(info.field_name), ())
     if bad is not None:
@@ -141,11 +141,11 @@ def _json_copy(value: Any, info: ValidationInfo) -> Any:
     return copy.deepcopy(value)
 
 
-def _first_not_json(value: Any, path: str, above: tuple[int, ...]) -> tuple[str, Any] | None:
+def _first_not_json(value: object, path: str, above: tuple[int, ...]) -> tuple[str, object] | None:
     """Return path and value of the first part that is not JSON, or that contains itself."""
     if id(value) in above:
         return path, value
-    parts: Iterable[tuple[Any, Any]]
+    parts: Iterable[tuple[object, object]]
     if isinstance(value, dict):
         parts = value.items()
     elif isinstance(value, list | tuple):
@@ -161,7 +161,7 @@ def _first_not_json(value: Any, path: str, above: tuple[int, ...]) -> tuple[str,
     return None
 
 
-def _is_json_scalar(value: Any) -> bool:
+def _is_json_scalar(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
@@ -174,7 +174,7 @@ def is_lane(name: object) -> bool:
     return bool(is_name) and name not in ("serial", "executor")
 
 
-def _is_level(value: Any) -> bool:
+def _is_level(value: object) -> bool:
     if isinstance(value, str):
         return value.upper() in logging.getLevelNamesMapping()
     return _is_int(value, at_least=0)
@@ -267,7 +267,7 @@ IdempotentMethods = Annotated[
 Json = Annotated[Any, AfterValidator(_json_copy)]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as a file has it: options as dicts, classes and functions as paths."""
     if isinstance(value, Options):
         return {name: plain(getattr(value, name)) for name in type(value).model_fields}

@@ -25,7 +25,7 @@ class UnsupportedVersionError(ImportError):
     """A library is installed in a version that lacks what this package needs of it."""
 
 
-def find(path: str, default: Any = None) -> Any:
+def find(path: str, default: object = None) -> Any:
     """Return what `module:name.attribute` names, `default` if it is not there.
 
     `module:name.function(other)` is there, as `True`, if the code of that function uses the
@@ -47,7 +47,7 @@ def find(path: str, default: Any = None) -> Any:
     return found
 
 
-def _uses(value: Any, name: str) -> bool:
+def _uses(value: object, name: str) -> bool:
     if isinstance(value, CodeType):
         names = (*value.co_names, *value.co_varnames)
         return name in names or any(_uses(each, name) for each in value.co_consts)

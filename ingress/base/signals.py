@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from ingress.base.settings import handles_signals
 
@@ -44,7 +44,7 @@ class StopSignals:
         self._signals: SimpleQueue[int] = SimpleQueue()
         self._first: int | None = None
         self._is_starting = True
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():

@@ -225,7 +225,7 @@ def teller(module: str) -> Callable[[str], Any]:
     return __getattr__
 
 
-def absent_member(owner: Any, name: str) -> AttributeError:
+def absent_member(owner: object, name: str) -> AttributeError:
     """Return the error for an attribute that an object does not have; for `__getattr__`."""
     kind = type(owner).__name__
     advice = {**MEMBERS.get(kind, {}), **MISPLACED.get(kind, {})}
@@ -243,7 +243,7 @@ def absent_method(deployment: str, name: str, methods: list[str]) -> str:
     return f"deployment '{deployment}' has no method '{name}'. {has}{told}"
 
 
-def refuse(function: str, given: Mapping[str, Any], signature: Callable[..., Any]) -> None:
+def refuse(function: str, given: Mapping[str, object], signature: Callable[..., object]) -> None:
     """Raise `TypeError` for keywords that the function of that name and signature does not take."""
     for name in given:
         advice = PARAMETERS.get(function, {})
@@ -256,7 +256,7 @@ def refuse(function: str, given: Mapping[str, Any], signature: Callable[..., Any
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{told}")
 
 
-def _meant(function: str, name: str, signature: Callable[..., Any]) -> str:
+def _meant(function: str, name: str, signature: Callable[..., object]) -> str:
     parameters = inspect.signature(signature).parameters.values()
     takes = [
         each.name

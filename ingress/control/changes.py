@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ingress.autoscaling_policy import bounded
 from ingress.config import DeploymentConfig
@@ -59,14 +59,16 @@ class Change:
 
     deployment: str
     option: str
-    before: Any
-    after: Any
+    before: object
+    after: object
 
     def __str__(self) -> str:
         return f"{self.deployment}: {self.option} {self.before!r} -> {self.after!r}"
 
 
-def differences(before: DeploymentConfig, after: DeploymentConfig) -> dict[str, tuple[Any, Any]]:
+def differences(
+    before: DeploymentConfig, after: DeploymentConfig
+) -> dict[str, tuple[object, object]]:
     """Return the options that differ, each with the values before and after."""
     found = {}
     for name in DeploymentConfig.model_fields:
@@ -78,7 +80,7 @@ def differences(before: DeploymentConfig, after: DeploymentConfig) -> dict[str, 
 
 def checked(
     running: RunningApplication,
-    options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+    options: Mapping[str, Mapping[str, object] | DeploymentConfig],
     origin: str = "",
 ) -> dict[str, DeploymentConfig]:
     """Return the new config of each deployment that is named. Changes nothing.

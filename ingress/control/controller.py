@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ingress.base.settings import Settings
 from ingress.base.types import DeploymentID
@@ -228,7 +227,7 @@ class Controller:
     def change(
         self,
         running: RunningApplication,
-        options: Mapping[str, Mapping[str, Any] | DeploymentConfig],
+        options: Mapping[str, Mapping[str, object] | DeploymentConfig],
         origin: str,
     ) -> list[Change]:
         """Change options of an application's deployments in place. See `LocalEngine.change`."""
@@ -281,7 +280,7 @@ class Controller:
                 del self._routers[deployment.router.deployment_id]
 
 
-def _later_on(loop: asyncio.AbstractEventLoop) -> Callable[[float, Callable[[], Any]], None]:
+def _later_on(loop: asyncio.AbstractEventLoop) -> Callable[[float, Callable[[], object]], None]:
     """Return a thread-safe function that schedules a callback on this loop after a delay."""
     mailbox = mailbox_of(loop)
     return lambda delay_s, callback: mailbox.post(loop.call_later, delay_s, callback)

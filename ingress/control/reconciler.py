@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from ingress.base.settings import Settings
 from ingress.base.snapshot import keep
@@ -205,7 +204,7 @@ class Reconciler:
         text = f"{replica.gone_error()}{replica.last_words}"
         deployment.note_loss(now - member.started_at, text, now)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -387,7 +386,7 @@ class Reconciler:
         member.task = self._spawn(self._run_reconfigure(deployment, member, user_config))
 
     async def _run_reconfigure(
-        self, deployment: RunningDeployment, member: Member, user_config: Any
+        self, deployment: RunningDeployment, member: Member, user_config: object
     ) -> None:
         replica, loop = member.replica, asyncio.get_running_loop()
         deadline = loop.time() + deployment.config.graceful_shutdown_timeout_s

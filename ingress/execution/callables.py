@@ -38,7 +38,7 @@ def mark_stream(func: Any) -> None:
     func.__ingress_stream__ = func
 
 
-def kind(func: Callable[..., Any]) -> Kind:
+def kind(func: Callable[..., object]) -> Kind:
     """Return the kind of `func`."""
     func = underlying(func)
     if getattr(func, "__ingress_stream__", None) is func:
@@ -52,7 +52,7 @@ def kind(func: Callable[..., Any]) -> Kind:
     return Kind.FUNCTION
 
 
-def _is_marked(func: Callable[..., Any]) -> bool:
+def _is_marked(func: Callable[..., object]) -> bool:
     """Return whether a `def` is marked as one that returns a coroutine, in the way of Python 3.11.
 
     From 3.12 on the mark is `inspect.markcoroutinefunction`, which `inspect` reads itself.
@@ -61,25 +61,25 @@ def _is_marked(func: Callable[..., Any]) -> bool:
     return mark is not None and getattr(func, "_is_coroutine", None) is mark
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Return whether `value` is a generator, sync or async."""
     return isinstance(value, _GENERATORS)
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., object]) -> str:
     """Return `Class.method` or the function's name, without the scope it was defined in."""
     func = underlying(func)
     name = getattr(func, "__qualname__", None) or type(func).__qualname__
     return str(name).rpartition("<locals>.")[2]
 
 
-def code_of(func: Callable[..., Any]) -> CodeType | None:
+def code_of(func: Callable[..., object]) -> CodeType | None:
     """Return the code object of `func`, `None` if it is not written in Python."""
     code = getattr(underlying(func), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
-def underlying(func: Callable[..., Any]) -> Callable[..., Any]:
+def underlying(func: Callable[..., object]) -> Callable[..., object]:
     """Return the function, builtin or class that a call of `func` runs."""
     while True:
         if isinstance(func, partial):

@@ -80,9 +80,9 @@ class ThreadPool(Protocol):
 
     async def run(self, func: Callable[[], T], *, is_cleanup: bool = False) -> T: ...
 
-    def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]: ...
+    def stream(self, items: Iterable[T]) -> AsyncGenerator[T, None]: ...
 
-    def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]: ...
+    def batches(self, items: Iterable[T]) -> AsyncGenerator[list[T], None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class ExecutionPlan:
 
 
 def plan(
-    func: Callable[..., Any],
+    func: Callable[..., object],
     role: Role,
     *,
     sync_in_threadpool: bool,
@@ -313,13 +313,13 @@ def no_such_lane(name: str, lane: str, limits: Mapping[str, int]) -> str:
     )
 
 
-def override_of(func: Callable[..., Any]) -> Override | None:
+def override_of(func: Callable[..., object]) -> Override | None:
     """Return the `Override` of `func`, `None` if it has no `@serve.method`."""
     found = getattr(underlying(func), OVERRIDE, None)
     return found if isinstance(found, Override) else None
 
 
-def stays_on_loop(func: Callable[..., Any]) -> bool:
+def stays_on_loop(func: Callable[..., object]) -> bool:
     """Return whether `@serve.method` keeps a `def` on the event loop."""
     override = override_of(func)
     return override is not None and override.mode is ExecutionMode.EVENT_LOOP
@@ -329,7 +329,7 @@ OVERRIDE = "__ingress_method__"
 """The attribute that holds the `Override` of a function, and of its wrappers."""
 
 
-def call_inline(func: Callable[..., T], /, *args: Any) -> T:
+def call_inline(func: Callable[..., T], /, *args: object) -> T:
     """Call a short `def` here, without a plan, and contain its errors."""
     try:
         with Containment(func, is_task=False):
@@ -349,7 +349,7 @@ class Containment:
 
     __slots__ = ("_is_task", "_where")
 
-    def __init__(self, where: str | Callable[..., Any], *, is_task: bool = True) -> None:
+    def __init__(self, where: str | Callable[..., object], *, is_task: bool = True) -> None:
         self._where = where
         self._is_task = is_task
 
@@ -408,11 +408,11 @@ def may_leave(error: BaseException) -> bool:
     return task is None or (is_cancellation and task.cancelling() > 0)
 
 
-def _is_builtin(func: Callable[..., Any]) -> bool:
+def _is_builtin(func: Callable[..., object]) -> bool:
     return code_of(func) is None
 
 
-def _current_task() -> asyncio.Task[Any] | None:
+def _current_task() -> asyncio.Task[object] | None:
     try:
         return asyncio.current_task()
     except RuntimeError:

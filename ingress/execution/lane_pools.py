@@ -16,7 +16,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ingress.base.counters import LaneLoad, Latency
 from ingress.calls.call import CURRENT_CALL, Call, begin_wait, end_wait
@@ -27,6 +27,7 @@ from ingress.execution.execution import SERIAL_LANE, Lanes
 from ingress.execution.gil_pressure import GIL_PRESSURE
 from ingress.execution.threads import IDLE_S, MakeThreads, Work, WorkerPool, WorkerThreads
 
+T = TypeVar("T")
 _ABSENT = object()
 _END = object()
 
@@ -137,7 +138,7 @@ class LanePool(WorkerPool):
     def load(self) -> LaneLoad:
         return LaneLoad(self._limit, len(self._inside), len(self._behind))
 
-    def make_work(self, func: Callable[[], Any], *, is_cleanup: bool) -> Work:
+    def make_work(self, func: Callable[[], object], *, is_cleanup: bool) -> Work:
         call = CURRENT_CALL.get(None)
         work = _LaneWork(func, self, call)
         self._open[work] = None
@@ -213,7 +214,7 @@ class SerialPool(LanePool):
     def __init__(self, home: Home, make_threads: MakeThreads = WorkerThreads) -> None:
         super().__init__(home, 1, SERIAL_LANE, idle_s=None, make_threads=make_threads)
 
-    async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
+    async def batches(self, items: Iterable[T]) -> AsyncGenerator[list[T], None]:
         """Yield what an iterable yields, one item at a time; other calls may run in between.
 
         A stream that kept the thread would make all other calls wait for the stream's client.
@@ -233,7 +234,7 @@ class _LaneWork(Work):
 
     __slots__ = ("call", "lane", "turn")
 
-    def __init__(self, func: Callable[[], Any], lane: LanePool, call: Call | None) -> None:
+    def __init__(self, func: Callable[[], object], lane: LanePool, call: Call | None) -> None:
         super().__init__(func, lane.loop, lane.mailbox)
         self.lane = lane
         self.call = call
@@ -289,14 +290,14 @@ class _Turn(Node):
         self.work.fail(error)
 
 
-class _Taken:
+class _Taken(Generic[T]):
     """An iterable that separate calls in one thread iterate and close."""
 
     __slots__ = ("_items", "_iterator")
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[T]) -> None:
         self._items = items
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[T] | None = None
 
     def next(self) -> Any:
         if self._iterator is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from ingress.base.options import LANE_RULE, is_lane
 from ingress.execution.execution import (
@@ -34,7 +34,7 @@ from ingress.execution.execution import (
 )
 from ingress.execution.threads import RESERVED_THREADS
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _MODES = {
     "event_loop": ExecutionMode.EVENT_LOOP,
@@ -60,7 +60,7 @@ def method(
     override = _override(_func, execution, lane)
 
     def decorate(func: F) -> F:
-        inner: Any = func.__func__ if isinstance(func, (staticmethod, classmethod)) else func
+        inner = func.__func__ if isinstance(func, (staticmethod, classmethod)) else func
         _check_function(inner, override)
         setattr(inner, OVERRIDE, override)
         return func
@@ -68,7 +68,9 @@ def method(
     return decorate
 
 
-def lanes_of(func_or_class: Any, max_ongoing: int, limits: Mapping[str, int]) -> Lanes:
+def lanes_of(
+    func_or_class: Callable[..., object], max_ongoing: int, limits: Mapping[str, int]
+) -> Lanes:
     """Return the threads that a replica may have, as declared."""
     marks = (override for _, override in _overrides(func_or_class))
     is_serial = any(mark.mode is ExecutionMode.SERIAL for mark in marks)
@@ -76,7 +78,7 @@ def lanes_of(func_or_class: Any, max_ongoing: int, limits: Mapping[str, int]) ->
     return Lanes(max_ongoing + RESERVED_THREADS, dict(limits), is_serial)
 
 
-def check_lanes(func_or_class: Any, limits: Mapping[str, int]) -> None:
+def check_lanes(func_or_class: Callable[..., object], limits: Mapping[str, int]) -> None:
     """Raise `ValueError` for an undeclared lane, or an `async def __init__` with "serial"."""
     for name, override in _overrides(func_or_class):
         if override.lane and override.lane not in limits:
@@ -119,7 +121,7 @@ def _override(func: object, execution: object, lane: object) -> Override:
     return Override(ExecutionMode.THREADPOOL, str(lane))
 
 
-def _check_function(func: Any, override: Override) -> None:
+def _check_function(func: object, override: Override) -> None:
     if hasattr(func, "func_or_class") or inspect.isclass(func):
         raise TypeError(
             f"{override} decorates a function, got {func!r}; put it on a method of the class, or "
@@ -145,7 +147,7 @@ def _check_function(func: Any, override: Override) -> None:
         raise ValueError(f"{name} has {before} and {override}; leave one of them out")
 
 
-def _overrides(func_or_class: Any) -> Iterator[tuple[str, Override]]:
+def _overrides(func_or_class: Callable[..., object]) -> Iterator[tuple[str, Override]]:
     """Yield the functions with an `Override` in the class, or the function itself, by name."""
     names = dir(func_or_class) if inspect.isclass(func_or_class) else ()
     # A static lookup, so that no property of the user's runs.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ingress.execution.threads import IDLE_S, MakeThreads, WorkerThreads
 
@@ -33,7 +33,7 @@ class LoopExecutor(ThreadPoolExecutor):
     ) -> None:
         self._ingress_threads = make_threads(name, limit, loop, IDLE_S)
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    def submit(self, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
         future: Future[T] = Future()
         context = copy_context()
 

@@ -7,7 +7,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
 from ingress.execution.callables import code_of, underlying
@@ -18,7 +17,7 @@ _warned: set[tuple[str, str, int]] = set()
 _warned_lock = threading.Lock()
 
 
-def warn_of_def_on_loop(func: Callable[..., Any], name: str) -> None:
+def warn_of_def_on_loop(func: Callable[..., object], name: str) -> None:
     """Warn, once for each method. Source: seed "Environment flags"."""
     # The method's own line, not the line of a wrapper, which all decorated methods share.
     code = code_of(inspect.unwrap(underlying(func)))

@@ -245,7 +245,7 @@ class WorkerPool:
                 del work  # the traceback holds this frame, which must not hold the error
         return work.result  # type: ignore[no-any-return]
 
-    def make_work(self, func: Callable[[], Any], *, is_cleanup: bool) -> Work:
+    def make_work(self, func: Callable[[], object], *, is_cleanup: bool) -> Work:
         """Return the call for a worker thread."""
         return Work(func, self.loop, self.mailbox)
 
@@ -253,7 +253,7 @@ class WorkerPool:
         """Withdraw a call. Returns whether it will never run, so that it need not be awaited."""
         return False
 
-    async def stream(self, items: Iterable[Any]) -> AsyncGenerator[Any, None]:
+    async def stream(self, items: Iterable[T]) -> AsyncGenerator[T, None]:
         """Yield what an iterable yields, iterated and closed in one worker thread.
 
         It runs ahead of its consumer until the `Channel` is full, then its thread waits.
@@ -265,7 +265,7 @@ class WorkerPool:
                 for item in batch:
                     yield item
 
-    async def batches(self, items: Iterable[Any]) -> AsyncGenerator[list[Any], None]:
+    async def batches(self, items: Iterable[T]) -> AsyncGenerator[list[T], None]:
         """Yield, as `stream` does, but all waiting items at a time."""
         channel = Channel()
         self.threads.submit(partial(copy_context().run, _pump, items, channel, self.threads.ahead))
@@ -305,7 +305,7 @@ class Work:
     )
 
     def __init__(
-        self, func: Callable[[], Any], loop: asyncio.AbstractEventLoop, mailbox: Mailbox
+        self, func: Callable[[], object], loop: asyncio.AbstractEventLoop, mailbox: Mailbox
     ) -> None:
         self.func = func
         self.loop = loop
@@ -370,7 +370,7 @@ def _log_late(error: BaseException) -> None:
     logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
 
 
-def _pump(items: Iterable[Any], channel: Channel, ahead: set[int]) -> None:
+def _pump(items: Iterable[object], channel: Channel, ahead: set[int]) -> None:
     """Iterate in the current worker thread until the end, or until the consumer has gone.
 
     The thread is in `ahead` while each item waits for its consumer.

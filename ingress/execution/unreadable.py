@@ -8,11 +8,14 @@ replaced before any of them reads it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from ingress.exceptions import UnreadableError
 
+T = TypeVar("T")
 _READ_BY_OTHERS = (
     "__class__",
     "__cause__",
@@ -28,17 +31,26 @@ _Known = dict[int, tuple[BaseException, BaseException]]
 _OVERRIDES = frozenset((*_READ_BY_OTHERS, "__getattribute__", "__getattr__", "__bool__", "__len__"))
 _PLAIN: WeakSet[type[BaseException]] = WeakSet()
 
+
+class Attribute(Protocol[T]):
+    """A descriptor of Python's own."""
+
+    def __get__(self, error: BaseException, owner: type | None = None, /) -> T: ...
+
+    def __set__(self, error: BaseException, value: T, /) -> None: ...
+
+
 # Python's own descriptors, for reading and setting; a subclass may override these names.
-_LINKS: tuple[Any, ...] = (
+_LINKS: tuple[Attribute[BaseException | None], ...] = (
     BaseException.__dict__["__cause__"],
     BaseException.__dict__["__context__"],
 )
-_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
-_SUPPRESSES: Any = BaseException.__dict__["__suppress_context__"]
-_MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
+_TRACEBACK: Attribute[TracebackType | None] = BaseException.__dict__["__traceback__"]
+_SUPPRESSES: Attribute[bool] = BaseException.__dict__["__suppress_context__"]
+_MEMBERS: Attribute[Sequence[BaseException]] = BaseExceptionGroup.__dict__["exceptions"]
 
 
-def readable(error: BaseException) -> Any:
+def readable(error: BaseException) -> BaseException:
     """Return an error that is safe to read: `error` itself, or its replacement.
 
     Its causes and contexts are then readable, too.
@@ -75,7 +87,7 @@ def _look_at(error: BaseException, known: _Known) -> BaseException:
     return known[id(error)][1]
 
 
-def traceback_of(error: BaseException) -> Any:
+def traceback_of(error: BaseException) -> TracebackType | None:
     """Return an error's traceback, even if its class overrides the attribute."""
     return _TRACEBACK.__get__(error)
 

@@ -12,7 +12,6 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from ingress.base.options import LOG_ATTRIBUTES
 from ingress.execution.unreadable import readable
@@ -46,7 +45,7 @@ def message_of(record: logging.LogRecord) -> str:
         return f"{_plain(record.msg)} (its arguments do not fit: {_plain(error)})"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value that JSON has no type for in another way. Never fails."""
     try:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -56,7 +55,7 @@ def _plain(value: Any) -> Any:
         return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
 
 
-def _dumped(fields: dict[str, Any]) -> str:
+def _dumped(fields: dict[str, object]) -> str:
     try:
         return json.dumps(fields, default=_plain, allow_nan=False, skipkeys=True)
     except (ValueError, TypeError, RecursionError):  # NaN, a value that contains itself
@@ -76,7 +75,7 @@ class JSONFormatter(logging.Formatter):
         self._attributes = tuple(attributes)
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "asctime": self.formatTime(record),
             "levelname": record.levelname,
             "message": message_of(record),

@@ -59,7 +59,7 @@ class RequestFilter(logging.Filter):
         return True
 
 
-class _Attributes(dict[str, Any]):
+class _Attributes(dict[str, object]):
     """The attributes of a record, with the fields of its identity.
 
     `logging` asks with `in` whether an attribute is there, and refuses an `extra` of that name.
@@ -72,7 +72,9 @@ class _Attributes(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name not in FIELDS and super().__contains__(name)
 
-    def __reduce__(self) -> Any:  # a process without this package may unpickle the record
+    def __reduce__(
+        self,
+    ) -> tuple[object, ...]:  # a process without this package may unpickle the record
         return dict, (dict(self),)
 
 

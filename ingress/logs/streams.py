@@ -81,7 +81,7 @@ class JSONStream(io.TextIOBase):
         if self._is_of_a_child:
             self._sink.flush()
 
-    def reconfigure(self, **options: Any) -> None:
+    def reconfigure(self, **options: object) -> None:
         """Do nothing: each line is one object in UTF-8, whatever a program prefers."""
 
     def detach(self) -> _Bytes:  # type: ignore[override]

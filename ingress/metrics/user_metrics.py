@@ -17,10 +17,10 @@ ROUTE = "route"
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
 _TAG = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
-_make_theirs: Callable[..., Any] | None = None
+_make_theirs: Callable[..., object] | None = None
 
 
-def use_theirs(make: Callable[..., Any]) -> None:
+def use_theirs(make: Callable[..., object]) -> None:
     """Have `make(kind, **arguments)` make the metrics from now on: this is a process of Ray."""
     global _make_theirs
     _make_theirs = make
@@ -59,7 +59,7 @@ class _Metric:
         return self
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, object]:
         """The name, description, tag keys and default tags."""
         return {
             "name": self._name,
@@ -68,7 +68,7 @@ class _Metric:
             "default_tags": self._default_tags,
         }
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._name, self._description, self._tag_keys)
 
     def _check(self, tags: Mapping[str, str]) -> None:
@@ -97,7 +97,9 @@ class _Metric:
     def _rays(self) -> Any:
         """Return Ray's metric in the place of this one; `None` in a process that is not Ray's."""
         if self._theirs is None and _make_theirs is not None:
-            arguments: dict[str, Any] = {"boundaries": self._boundaries} if self._boundaries else {}
+            arguments: dict[str, object] = (
+                {"boundaries": self._boundaries} if self._boundaries else {}
+            )
             self._theirs = _make_theirs(
                 self.kind, self._name, description=self._description, tag_keys=self._tag_keys,
                 **arguments,
@@ -206,11 +208,11 @@ class Histogram(_Metric):
             one.buckets[bisect_left(self._boundaries, value)] += 1
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, object]:
         """The name, description, tag keys, default tags and boundaries."""
         return {**super().info, "boundaries": self.boundaries}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._name, self._description, self.boundaries, self._tag_keys)
 
 

@@ -108,7 +108,7 @@ class Stack:
 EMPTY = Stack()
 
 
-def awaiting(coroutine: Any) -> Place:
+def awaiting(coroutine: object) -> Place:
     """Return the innermost line of user code that a suspended coroutine awaits, else `NOWHERE`.
 
     Callable from any thread: if the coroutine runs on meanwhile, the line is one that it was at.
@@ -141,7 +141,7 @@ def raised_at(error: BaseException) -> Place:
     return place
 
 
-def _first(value: Any, *names: str) -> Any:
+def _first(value: object, *names: str) -> Any:
     return next((each for name in names if (each := getattr(value, name, None)) is not None), None)
 
 
@@ -238,7 +238,7 @@ def worker_context(frame: FrameType | None) -> Context | None:
     return None
 
 
-def context_of(task: asyncio.Task[Any]) -> Context | None:
+def context_of(task: asyncio.Task[object]) -> Context | None:
     """Return the context that a task runs in. Callable from any thread."""
     get_context = getattr(task, "get_context", None)
     if get_context is not None:  # Python 3.12
