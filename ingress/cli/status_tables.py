@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from rich.table import Table
 from rich.text import Text
+
+from ingress.live.documents import (
+    DeploymentView,
+    Lane,
+    Loop,
+    ReplicaOfServer,
+    StallOfLoop,
+    View,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _GOOD = ("RUNNING", "HEALTHY")
 _BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 _MARKS = {"bad": ("!!", "bold red"), "warn": ("! ", "yellow")}
 
-SORTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+SORTS: Mapping[str, Callable[[DeploymentView], str | float]] = {
     "name": lambda each: each["name"],
     "rate": lambda each: -each["rate"],
     "latency": lambda each: -(each["p99"] or 0),
@@ -27,7 +36,7 @@ SORTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 """The orders of deployments, by their names."""
 
 
-def headline(view: Mapping[str, Any]) -> Text:
+def headline(view: View) -> Text:
     """Return the line about the server."""
     workers = len(view["workers"])
     text = Text(no_wrap=True, overflow="ellipsis").append(f"server {view['pid']}", "bold")
@@ -36,7 +45,7 @@ def headline(view: Mapping[str, Any]) -> Text:
     return text.append("  ").append(*_health(view))
 
 
-def _health(view: Mapping[str, Any]) -> tuple[str, str]:
+def _health(view: View) -> tuple[str, str]:
     count = len(view["problems"])
     if not view["is_healthy"]:
         return "not healthy", "bold red"
@@ -45,7 +54,7 @@ def _health(view: Mapping[str, Any]) -> tuple[str, str]:
     return "healthy", "green"
 
 
-def problems(view: Mapping[str, Any], most: int = 1000) -> list[Text]:
+def problems(view: View, most: int = 1000) -> list[Text]:
     """Return a line of at most `most` characters for each problem, the gravest first."""
     lines = []
     for each in view["problems"]:
@@ -60,7 +69,7 @@ def problems(view: Mapping[str, Any], most: int = 1000) -> list[Text]:
 
 
 def deployments(
-    view: Mapping[str, Any],
+    view: View,
     *,
     sort: str = "",
     wanted: str = "",
@@ -72,6 +81,7 @@ def deployments(
     `wanted` is a part of the names that are shown, `most` the number of rows. With `charts` it has
     small ones, in place of two percentiles.
     """
+    percentiles: Sequence[Literal["p50", "p95", "p99"]]
     percentiles = ("p99",) if charts else ("p50", "p95", "p99")
     heads = ["deployment", "status", "replicas", "run", "queue", "req/s", "err/s", *percentiles]
     table = _table(heads, right_from=3)
@@ -90,7 +100,7 @@ def deployments(
     for application, each in rows[:most]:
         name = f"{application['name']}:{each['name']}" if several else each["name"]
         row = [Text(name, "bold"), _status(each["status"]), _states(each["replica_states"])]
-        row += [Text(str(each[key])) for key in ("ongoing", "queued")]
+        row += [Text(str(each["ongoing"])), Text(str(each["queued"]))]
         row += [Text(_number(each["rate"])), _errors(each["errors"])]
         row += [Text(milliseconds(each[key])) for key in percentiles]
         if charts:
@@ -101,7 +111,7 @@ def deployments(
     return table
 
 
-def replicas(view: Mapping[str, Any], *, wanted: str = "", most: int | None = None) -> Table:
+def replicas(view: View, *, wanted: str = "", most: int | None = None) -> Table:
     """Return the table of replicas, with what is on each: those that stand or work come first."""
     table = _table(["replica", "loop", "thr", "lanes", "runs now", "last stall"], right_from=9)
     table.columns[-1].min_width = 20
@@ -131,7 +141,7 @@ def replicas(view: Mapping[str, Any], *, wanted: str = "", most: int | None = No
 def _table(heads: Sequence[str], right_from: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for number, head in enumerate(heads):
-        justify: Any = "right" if number >= right_from else "left"
+        justify: Literal["left", "right"] = "right" if number >= right_from else "left"
         table.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis")
     return table
 
@@ -164,28 +174,28 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _busy(loop: Mapping[str, Any]) -> Text:
+def _busy(loop: Loop) -> Text:
     if loop["stands_ms"]:
         return Text(f"STANDS {milliseconds(loop['stands_ms'])}", "bold red")
     return Text("-" if loop["busy"] is None else f"{loop['busy']:.0%}")
 
 
-def _threads(replica: Mapping[str, Any]) -> Text:
+def _threads(replica: ReplicaOfServer) -> Text:
     if replica["pid"] and not replica["loop"]["thread"]:  # its process has not answered
         return Text("-")
     return Text(f"{len(replica['threads']['runs'])}/{replica['threads']['limit']}")
 
 
-def _lane(lane: Mapping[str, Any]) -> str:
+def _lane(lane: Lane) -> str:
     queued = f"+{lane['queued']}" if lane["queued"] else ""
     return f"{lane['name']} {lane['ongoing']}/{lane['limit']}{queued}"
 
 
-def _runs(replica: Mapping[str, Any]) -> Text:
+def _runs(replica: ReplicaOfServer) -> Text:
     """Return the code that has run longest; without any, the number of calls that await."""
-    runs = [replica["loop"]["runs"], *replica["threads"]["runs"]]
-    runs += [run for lane in replica["lanes"] for run in lane["runs"]]
-    runs = [run for run in runs if run]
+    every = [replica["loop"]["runs"], *replica["threads"]["runs"]]
+    every += [run for lane in replica["lanes"] for run in lane["runs"]]
+    runs = [run for run in every if run is not None]
     if runs:
         first = max(runs, key=lambda each: each["ms"] or 0)
         ms = "" if first["ms"] is None else f" {milliseconds(first['ms'])}"
@@ -195,7 +205,7 @@ def _runs(replica: Mapping[str, Any]) -> Text:
     return Text(f"{waiting} awaiting" if waiting else "", "dim")
 
 
-def _last_stall(stalls: Iterable[Mapping[str, Any]]) -> Text:
+def _last_stall(stalls: Iterable[StallOfLoop]) -> Text:
     for each in stalls:
         line = each["line"]
         at = f" {os.path.basename(line['file'])}:{line['line']}" if line else ""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import localtime, monotonic, strftime
-from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from ingress.cli import status_tables
 from ingress.cli.control_commands import ASK_S, Name, Pid, ask_server, chosen
 from ingress.cli.control_socket import CommandError, RunningServer
 from ingress.cli.terminal import console, tamed
+from ingress.live.documents import View
 
 if sys.platform != "win32":
     import termios
@@ -55,7 +55,7 @@ def top(name: Name = None, pid: Pid = None) -> None:
 
 def _run(server: RunningServer, screen: Screen, live: Live, keys: Keys) -> None:
     """Ask and show, until the user quits."""
-    view: Any = None
+    view: View | None = None
     due = 0.0
     while True:
         if monotonic() >= due and not screen.is_paused:
@@ -105,9 +105,9 @@ class Screen:
             self.sort = _SORT_KEYS[key]
         return key not in ("q", "\x03", "\x04")
 
-    def picture(self, view: Mapping[str, Any] | None, width: int, height: int | None) -> Group:
+    def picture(self, view: View | None, width: int, height: int | None) -> Group:
         """Return the picture of a view in a terminal of this size; `None` is any height."""
-        lines: list[Any] = [self._head(view)]
+        lines: list[RenderableType] = [self._head(view)]
         if view is None:
             return Group(*lines)
         found = status_tables.problems(view, 1000 if height is None else 2 * width - 10)
@@ -130,7 +130,7 @@ class Screen:
             lines.append(self._foot())
         return Group(*lines)
 
-    def _head(self, view: Mapping[str, Any] | None) -> Text:
+    def _head(self, view: View | None) -> Text:
         if view is None:
             return Text(self.problem or "asking the server ...")
         head = status_tables.headline(view)
