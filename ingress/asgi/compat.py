@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from types import AsyncGeneratorType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import fastapi
 import fastapi.dependencies.utils
@@ -64,7 +64,6 @@ require(
     ),
 )
 
-from fastapi._compat import ModelField  # noqa: E402
 from fastapi.datastructures import Default, DefaultPlaceholder  # noqa: E402 - after the check
 from fastapi.dependencies.models import Dependant  # noqa: E402
 from fastapi.dependencies.utils import (  # noqa: E402
@@ -74,6 +73,9 @@ from fastapi.dependencies.utils import (  # noqa: E402
 )
 from starlette._exception_handler import wrap_app_handling_exceptions  # noqa: E402
 from starlette._utils import get_route_path  # noqa: E402
+
+if TYPE_CHECKING:  # without it nothing is lost but types
+    from fastapi._compat import ModelField as ModelField
 
 __all__ = [
     "EXIT_STACK_LAYER",
@@ -90,7 +92,6 @@ __all__ = [
     "Dependant",
     "Included",
     "IncludedRouter",
-    "ModelField",
     "NativeTelemetry",
     "ServedRoute",
     "base_app",

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 from fastapi import params
 from fastapi.security.base import SecurityBase
@@ -62,7 +62,7 @@ class Lifted:
 class LiftedFunction(Lifted):
     """A function, run by the current replica's plan."""
 
-    async def __call__(self, **values: Any) -> Any:
+    async def __call__(self, **values: object) -> object:
         return await REPLICA.get().plans[self.func].run(**values)
 
 
@@ -73,7 +73,7 @@ class LiftedGenerator(Lifted):
     `yield`.
     """
 
-    def __call__(self, **values: Any) -> Generator[object, None, None]:
+    def __call__(self, **values: object) -> Generator[object, None, None]:
         bound = self._target.bound_to(REPLICA.get().servable_object)
         with contextmanager(bound)(**values) as value:
             yield value
@@ -82,7 +82,7 @@ class LiftedGenerator(Lifted):
 class LiftedPlacedGenerator(Lifted):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
-    async def __call__(self, **values: Any) -> AsyncGenerator[object, None]:
+    async def __call__(self, **values: object) -> AsyncGenerator[object, None]:
         plan = REPLICA.get().plans[self.func]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)
@@ -100,7 +100,7 @@ class LiftedPlacedGenerator(Lifted):
 class LiftedAsyncGenerator(Lifted):
     """As `LiftedGenerator`, for `async def`."""
 
-    async def __call__(self, **values: Any) -> AsyncGenerator[object, None]:
+    async def __call__(self, **values: object) -> AsyncGenerator[object, None]:
         bound = self._target.bound_to(REPLICA.get().servable_object)
         async with asynccontextmanager(bound)(**values) as value:
             yield value

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, QueryParams
 
-from ingress.asgi.compat import ModelField, read_parameters_by
+from ingress.asgi.compat import read_parameters_by
 from ingress.asgi.compat import request_params_to_args as read_parameters
+
+if TYPE_CHECKING:
+    from ingress.asgi.compat import ModelField
 
 Pair = tuple[bytes, bytes]
 

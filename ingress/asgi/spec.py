@@ -128,7 +128,7 @@ class Decorator(Protocol):
     @overload
     def __call__(self, cls: C) -> C: ...
     @overload
-    def __call__(self) -> type[Any]: ...
+    def __call__(self) -> type: ...
 
 
 def ingress(app: Any = None) -> Decorator:
@@ -164,7 +164,7 @@ def ingress(app: Any = None) -> Decorator:
     return decorate
 
 
-def _class_without_methods(module: str) -> type[Any]:
+def _class_without_methods(module: str) -> type:
     """Return a new class for an app whose routes are functions. Source: Ray 2.60.0, api.py."""
 
     class ASGIIngressDeployment:

@@ -207,7 +207,7 @@ def _event_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
     event_class = routing.ServerSentEvent
     to_event: Callable[..., bytes] = routing.format_sse_event
 
-    def encode(scope: Scope, item: Any) -> bytes:
+    def encode(scope: Scope, item: object) -> bytes:
         if not isinstance(item, event_class):
             return to_event(data_str=to_json(scope, item).decode())
         data = item.raw_data

@@ -78,7 +78,7 @@ def _answering(told: str) -> ASGIApp:
 
 def _told(app: Starlette, cls: type) -> str:
     names = (cls.__module__, *sys.modules)
-    modules = [sys.modules[name] for name in names if name in sys.modules]
+    modules = [each for each in map(sys.modules.get, names) if each is not None]
     this = _name(modules, lambda value: value is app) or "This app"
     target = _name(modules, lambda value: _is_application_of(value, cls))
     if target is None:

@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
 
 from ingress.calls.call import Call
 from ingress.calls.channel import Channel
@@ -34,10 +33,10 @@ class Item:
     ready: asyncio.Future[None]
     channel: Channel | None
     span: object = None
-    value: Any = None
+    value: object = None
     error: BaseException | None = None
     is_over: bool = False
-    dropped: weakref.ref[AsyncGenerator[Any, None]] | None = None
+    dropped: weakref.ref[AsyncGenerator[object, None]] | None = None
 
     @property
     def has_left(self) -> bool:

@@ -161,7 +161,7 @@ class Batcher:
         if self._handler.streams:
 
             @wraps(func)
-            def stream(*args: object, **kwargs: object) -> AsyncGenerator[Any, None]:
+            def stream(*args: object, **kwargs: object) -> AsyncGenerator[object, None]:
                 return self.stream(args, kwargs)
 
             wrapper = stream
@@ -169,7 +169,7 @@ class Batcher:
         else:
 
             @wraps(func)
-            async def call(*args: object, **kwargs: object) -> Any:
+            async def call(*args: object, **kwargs: object) -> object:
                 return await self.call(args, kwargs)
 
             wrapper = call
@@ -210,7 +210,7 @@ class Batcher:
             else:
                 replica.batch_limits[self] = limits
 
-    async def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    async def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return the caller's own part of the result of its batch."""
         item, queue = self._submit(args, kwargs, None)
         try:
@@ -227,7 +227,7 @@ class Batcher:
 
     def stream(
         self, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[object, None]:
         """Return the stream of the caller's own parts of the results of its batch.
 
         The call is queued at once, so that streams that are iterated one after another share a
@@ -246,14 +246,14 @@ class Batcher:
 
     async def _stream_later(
         self, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[object, None]:
         async with aclosing(self.stream(args, kwargs)) as items:
             async for item in items:
                 yield item
 
     async def _items(
         self, item: Item, queue: BatchQueue, channel: Channel
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[object, None]:
         item.dropped = None
         channel.limit()
         try:

@@ -64,7 +64,7 @@ class Node:
     keys: dict[Key, Place] = field(default_factory=dict)
     size: int = 1
 
-    def plain(self) -> Any:
+    def plain(self) -> object:
         """Return the value without places."""
         if isinstance(self.value, dict):
             return {key: each.plain() for key, each in self.value.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ingress.base.types import DeploymentID
 from ingress.engines import use_only
@@ -37,7 +37,7 @@ class ChildEngine:
     def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle:
         return DeploymentHandle(DeploymentID(deployment_name, app_name), directory_here())
 
-    def _refuse(self, *args: Any, **options: Any) -> NoReturn:
+    def _refuse(self, *args: object, **options: object) -> NoReturn:
         raise RuntimeError(
             f"this is the process of replica {self._replica}, in which serve.run(), serve.status() "
             "and the other functions of a server are not available, except those that return "

@@ -150,7 +150,7 @@ class _Names:
             return self.find(node.args[0])
         return None
 
-    def _named(self, name: str) -> Any:
+    def _named(self, name: str) -> object:
         if (inner := self._inner(name)) is not None:
             return inner
         code = self._function.__code__

@@ -4,6 +4,7 @@
     children    the same in the child processes of replicas, which they tell
     counts      how many calls of each route have ended, and how long they took
     history     the rates and latencies of the last minutes, from those counts
+    documents   the keys of the JSON that these hand on
     part        all of this in one process
     view        the parts of all processes together, as one JSON object
 

@@ -82,7 +82,7 @@ class Errands:
                 if number in self._windows:
                     self._windows[number].close()  # `_pump` may wait for room
 
-    def _begin(self, kind: int, number: int, content: tuple[Any, ...]) -> None:
+    def _begin(self, kind: int, number: int, content: Any) -> None:
         envelope, args, kwargs, deployment_id, parent, waiters = content
         check(envelope)
         metadata = metadata_of(

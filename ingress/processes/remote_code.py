@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -81,20 +80,22 @@ class RemoteCode:
 
     async def look(
         self, look: Callable[..., object], arguments: Sequence[object], timeout_s: float
-    ) -> bytes:
+    ) -> bytes | memoryview:
         """Return the pickled result of `look(replica, *arguments)` in the child.
 
         Raises `TimeoutError` if the child has not answered by then.
         """
         async with asyncio.timeout(timeout_s):
             work = self.link.send(Kind.ASK, dumps(("look", (look, *arguments))))
-            pickled: bytes = await work.outcome()
+            pickled: bytes | memoryview = await work.outcome()
             return pickled
 
     async def _ask(self, what: str, argument: object = None) -> None:
         await self.link.send(Kind.ASK, dumps((what, argument))).outcome()
 
-    async def call(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    async def call(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
         """Call a method and return its result."""
         work = self.link.send(Kind.CALL, _content(args, kwargs))
         try:
@@ -110,7 +111,7 @@ class RemoteCode:
 
     async def stream(
         self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[object, None]:
         """Call a method that returns a generator and yield its items."""
         work = self.link.send(Kind.STREAM, _content(args, kwargs))
         try:

@@ -166,7 +166,7 @@ class _ObservedHandle(DeploymentHandle):
         made = super().options(**given)
         return _ObservedHandle(self._observer, self._id, self._directory, made._options)
 
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
+    def remote(self, *args: object, **kwargs: object) -> Any:
         response = super().remote(*args, **kwargs)
         if CURRENT_CALL.get(None) is not None:  # part of another answer
             return response
@@ -188,10 +188,10 @@ class _ObservedStream(DeploymentResponseGenerator):
         self._call, self._turn = original._call, original._turn
         self._channel, self._directory = original._channel, original._directory
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return self._noted(super().__next__())
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         return self._noted(await super().__anext__())
 
     def _noted(self, item: T) -> T:

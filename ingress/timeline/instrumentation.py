@@ -88,7 +88,7 @@ class _Traced(Replica):
     __slots__ = ()
     _recorder: Recorder
 
-    async def serve(self, call: Call) -> Any:
+    async def serve(self, call: Call) -> object:
         recorder, work = self._recorder, call.work
         journey = recorder.journey_of(call)
         if journey is None:
@@ -129,7 +129,7 @@ class ReplicaInChild(_Traced):
         self._recorder = Recorder()
         super().__init__(*args, **kwargs, factories=record(self._recorder, Factories()))
 
-    async def serve(self, call: Call) -> Any:
+    async def serve(self, call: Call) -> object:
         kind = "request" if call.work.scope is not None else "call"
         journey = self._recorder.arrive(call, kind, _name_of(call), self.context.deployment)
         journey.arrived_at = journey.slot_at = call.started_at
@@ -208,11 +208,11 @@ class _BatchPlan(ExecutionPlan):
     _: KW_ONLY
     recorder: Recorder
 
-    async def run(self, /, *args: Any, **kwargs: Any) -> Any:
+    async def run(self, /, *args: object, **kwargs: object) -> object:
         with self._recorded() as journey:
             return await _Steps(super().run(*args, **kwargs), journey, self.recorder)
 
-    async def stream(self, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def stream(self, /, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
         with self._recorded():  # its steps on the loop are not recorded
             async with aclosing(super().stream(*args, **kwargs)) as items:
                 async for item in items:
