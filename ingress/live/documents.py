@@ -1,8 +1,8 @@
 """The JSON documents of a server's state: the parts of its processes, and the view of them all.
 
-    CountPart, Part                what a process tells its observer: `live/part`
-    Configuration, Recording       its other answers
-    View                           what `ingress top` and the page show: `live/view`
+    CountPart, Part                the answers of a process to its observer: `live/part`
+    Configuration, Recording       other answers of a process
+    View                           the state that `ingress top` and the page show: `live/view`
     Series                         the chart of one route: `live/history`
 
 The keys are those of the JSON that the page reads. A part has counters by deployment and by route,
@@ -95,7 +95,7 @@ class Lane(Threads):
 
 
 class RunningCall(Named):
-    """A call of a replica, and where it is."""
+    """A call of a replica, and the place where it runs or waits."""
 
     queue_ms: float
     where: str
@@ -104,7 +104,7 @@ class RunningCall(Named):
 
 
 class ReplicaNow(TypedDict):
-    """What runs on a replica now. `pid` is that of its child process."""
+    """The calls and threads of a replica now. `pid` is that of its child process."""
 
     application: str
     deployment: str

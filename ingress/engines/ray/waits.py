@@ -116,7 +116,7 @@ def _pending() -> Counter[frozenset[tuple[str, float]]]:
 
 
 class Wanting(TypedDict):
-    """What Ray's scheduler tells of a deployment that waits for replicas."""
+    """A deployment that waits for replicas, as Ray's scheduler reports it."""
 
     deployment_config: Mapping[str, Sequence[Resources] | None]
     required_resources: Resources
