@@ -1,7 +1,7 @@
 """The command line: `ingress run`, `build`, `explain`, `check`, `trace` and `openapi`.
 
     commands     the commands and their options; start here
-    run_command  the options of `run`
+    run_options  the options of `run`, in one table; run_command hands them on
     serving      the work of `run`; worker, workers: its processes
     target, terminal, trace_command
 

@@ -12,9 +12,9 @@ import yaml
 from typer.main import get_command
 
 from ingress.base.settings import environment
-from ingress.cli.run_checks import given
 from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
+from ingress.cli.run_options import HTTP, RunOptions
 from ingress.cli.serving import read_settings
 from ingress.cli.target import AppDir, read_file, refusal, reporting_mistakes
 from ingress.config import HTTPOptions
@@ -25,20 +25,6 @@ from ingress.engines import local_engine
 from ingress.http.server_options import ServerOptions
 
 RUN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-_HTTP = {
-    "host": "host",
-    "port": "port",
-    "root_path": "root_path",
-    "timeout_keep_alive": "keep_alive_timeout_s",
-    "limit_connections": "limit_connections",
-    "min_body_rate": "min_body_rate",
-    "ssl_keyfile": "ssl_keyfile",
-    "ssl_certfile": "ssl_certfile",
-    "ssl_keyfile_password": "ssl_keyfile_password",
-    "ssl_ca_certs": "ssl_ca_certs",
-}
-"""The options of `ingress run` that are options of a file too."""
 
 
 def config(
@@ -88,7 +74,10 @@ def _origin(value: Effective) -> dict[str, str]:
 
 
 def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
-    command_line = _run_options(path, options)
+    app = typer.Typer()
+    app.command("run")(run)
+    words = [str(path), *options]
+    command_line = RunOptions(**get_command(app).make_context("ingress run", words).params)
     file = read_file(path.absolute())
     print_unused(file)
     environ = environment()
@@ -98,16 +87,11 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
     engine.use(ServerOptions(has_own_server=False))
     with reporting_mistakes(str(path)):
         loaded = replace(file, on_cluster=True).load_all(app_dir)  # on each engine
-    found: dict[str, Any] = {
-        option: str(value) if isinstance(value, Path) else value
-        for name, option in _HTTP.items()
-        if (value := command_line.get(name)) is not None
-    }
+    found = command_line.handed(HTTP)
     try:
         HTTPOptions(**found)
     except ValueError as error:
         raise refusal(str(error)) from None
-    level = command_line.get("log_level")
     return list(
         effective(
             file,
@@ -115,13 +99,6 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
             environ=environ,
             from_code=engine.http.options,
             command_line=found,
-            log_level=None if level is None else level.value,
+            log_level=command_line.log_level,
         )
     )
-
-
-def _run_options(path: Path, options: list[str]) -> dict[str, Any]:
-    """Return the options of `ingress run` on this command line."""
-    app = typer.Typer()
-    app.command("run")(run)
-    return given(**get_command(app).make_context("ingress run", [str(path), *options]).params)

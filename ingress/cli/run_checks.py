@@ -10,6 +10,7 @@ from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 from ingress.admin.address import OFF, AdminOptions
 from ingress.base.settings import ENGINES
 from ingress.cli.admin import admin_options
+from ingress.cli.run_options import RunOptions
 from ingress.cli.target import refusal
 from ingress.http.server_options import ServerOptions
 
@@ -19,33 +20,24 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def check_engine(
-    engine: str,
-    server: ServerOptions,
-    *,
-    reload: bool,
-    watch: bool,
-    workers: int,
-    ray_only: list[str | None],
-    admin: list[str | None],
-) -> None:
+def check_engine(engine: str, options: RunOptions, server: ServerOptions) -> None:
     """Refuse an unknown engine, and options that are for the other engine."""
     if engine not in ENGINES:
         raise refusal(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
     if engine != "ray":
-        if any(ray_only):
+        if options.address or options.working_dir:
             raise refusal("--address and --working-dir are for --engine ray")
         return
-    if reload or workers > 1:
+    if options.has_new_processes:
         raise refusal(
             "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
             "processes a deployment has"
         )
-    if watch:
+    if options.watch:
         raise refusal(
             "--watch is for the local engine; on Ray, run the command again when the file changes"
         )
-    if any(each not in (None, OFF) for each in admin):
+    if options.admin not in (None, OFF) or options.admin_token not in (None, OFF):
         raise refusal(
             "--admin and --admin-token are for the local engine; on Ray, leave them out: the "
             "metrics are at the port that `ray start --metrics-export-port` names"
@@ -54,14 +46,14 @@ def check_engine(
         raise refusal(
             "--drain-delay is for the local engine; on Ray, leave it out: the proxies are Ray's"
         )
-    local = {
-        **given(uds=server.uds, fd=server.fd, timeout_graceful_shutdown=server.shutdown_timeout_s),
-        **given(
-            limit_connections=server.http.get("limit_connections"),
-            min_body_rate=server.http.get("min_body_rate"),
-        ),
+    local = given(
+        uds=server.uds,
+        fd=server.fd,
+        timeout_graceful_shutdown=server.shutdown_timeout_s,
+        limit_connections=server.http.get("limit_connections"),
+        min_body_rate=server.http.get("min_body_rate"),
         **server.uvicorn,
-    }
+    )
     if local:
         name = _as_typed(next(iter(local.items())))
         raise refusal(f"{name} is for the local engine; on Ray, the proxies are Ray's")
@@ -115,9 +107,9 @@ def check_server(server: ServerOptions) -> None:
         ) from None
 
 
-def check_workers(healthcheck_s: int | None, *, reload: bool, workers: int) -> None:
+def check_workers(options: RunOptions) -> None:
     """Refuse options for processes that are not there."""
-    if reload and workers > 1:
+    if options.reload and options.workers > 1:
         raise refusal("--reload serves in one process; leave out --workers, or --reload")
-    if healthcheck_s is not None and workers == 1:
+    if options.timeout_worker_healthcheck is not None and options.workers == 1:
         raise refusal("--timeout-worker-healthcheck is for --workers; leave it out")
