@@ -241,7 +241,7 @@ def test_a_server_whose_workers_start_again_is_not_healthy(folder: Path) -> None
 def test_an_unanswered_command_that_its_caller_gave_up_is_forgotten() -> None:
     supervisor = Supervisor(Config("app"), *[cast("Any", None)] * 4)
     process = SimpleNamespace(pid=1, is_alive=lambda: True)
-    late: Any = SimpleNamespace(process=process, is_ready=True, is_late=True, answers=[])
+    late: Any = SimpleNamespace(pid=1, process=process, is_ready=True, is_late=True, answers=[])
     supervisor._workers.append(late)
     asked = Asked("snapshot", {})
     supervisor.post(asked)

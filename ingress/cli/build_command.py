@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from ingress.cli.serving import read_settings
-from ingress.cli.target import AppDir, load, refusal
+from ingress.cli.target import AppDir, load, refusal, refusing
 from ingress.cli.terminal import Output, write
 from ingress.declaration.build import build
 from ingress.declaration.names import check_names
@@ -73,7 +73,7 @@ def build_command(
     names = [name or "default"]
     if len(targets) > 1:
         names = [f"app{number + 1}" for number in range(len(targets))]
-    try:
+    with refusing(TypeError, ValueError, RayServeException):
         check_names(names[0], route_prefix)
         built = {
             target: build(load(target, app_dir), each, acts_on_all=True)
@@ -90,6 +90,4 @@ def build_command(
             text = text_of(manifest(list(built.values()), config, image), targets)
         else:
             text = header(config, targets) + yaml.safe_dump(config, sort_keys=False)
-    except (TypeError, ValueError, RayServeException) as error:
-        raise refusal(str(error)) from None
     write(output, text)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ingress.base.settings import RAY_ADDRESS
 from ingress.cli.serving import read_settings
-from ingress.cli.target import refusal
+from ingress.cli.target import refusal, refusing
 from ingress.cli.terminal import console, print_json
 from ingress.engines import ray_engine
 from ingress.http.server_options import ServerOptions
@@ -52,8 +52,7 @@ def status(
         applications = {
             name: {**asdict(each), "deployed": deployers[name]} for name, each in found.items()
         }
-        shown = {"applications": applications, "waits": waits, "is_healthy": are_healthy(found)}
-        print_json(shown)
+        print_json({"applications": applications, "waits": waits, "is_healthy": are_healthy(found)})
     elif found:
         _show(found, deployers, waits)
     else:
@@ -118,10 +117,8 @@ def _connected(address: str | None) -> RayEngine:
             f"which cluster? Give --address HOST:PORT, or set {RAY_ADDRESS}; `ray start --head` "
             "prints it"
         )
-    try:
+    with refusing(RuntimeError):
         engine = ray_engine()
         engine.use(address, None, ServerOptions())
         engine.connect(quietly=True)
-    except RuntimeError as error:
-        raise refusal(str(error)) from None
     return engine

@@ -25,9 +25,7 @@ from ingress.cli.config_command import config as config_command
 from ingress.cli.control_commands import reload, scale, status, stop
 from ingress.cli.run_command import run
 from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
-from ingress.cli.target import AppDir, Target
-from ingress.cli.target import load as _load
-from ingress.cli.target import refusal as _error
+from ingress.cli.target import AppDir, Target, load, refusal, refusing
 from ingress.cli.terminal import LOGGING, Output, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import Session, TraceError
@@ -67,12 +65,8 @@ def _main(
 
 app.command()(run)
 app.command("build")(build_command)
-app.command()(status)
-app.command()(top)
-app.command()(stop)
-app.command()(scale)
-app.command()(reload)
-app.command()(delete)
+for command in (status, top, stop, scale, reload, delete):
+    app.command()(command)
 app.command("config", context_settings=RUN_OPTIONS)(config_command)
 
 
@@ -83,11 +77,8 @@ def openapi(
     app_dir: AppDir = Path("."),
 ) -> None:
     """Write the OpenAPI schema of an application, without starting it."""
-    application = _load(target, app_dir)
-    try:
-        schema = json.dumps(application.openapi(), indent=2)
-    except TypeError as error:
-        raise _error(str(error)) from None
+    with refusing(TypeError):
+        schema = json.dumps(load(target, app_dir).openapi(), indent=2)
     write(output, schema + "\n")
 
 
@@ -125,11 +116,9 @@ def explain_command(
 
     [dim]ingress explain main:hello --fail-on warn[/dim]
     """
-    application = _load(target, app_dir)
-    try:
+    application = load(target, app_dir)
+    with refusing(TypeError, ValueError, RayServeException):
         explanation = explain(application, read_settings())
-    except (TypeError, ValueError, RayServeException) as error:
-        raise _error(str(error)) from None
     if as_json_:
         typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
     else:
@@ -174,7 +163,7 @@ def check(
     report = _check(target, migrate, tests, app_dir)
     typer.echo(rendered(report, Format.JSON if as_json_ else format))
     if report.failure:
-        _error(report.failure)
+        refusal(report.failure)
         raise typer.Exit(2)
     raise typer.Exit(1 if report.findings else 0)
 
@@ -224,20 +213,17 @@ def trace(
     For a running server: INGRESS_TRACE=trace.json ingress run main:hello.
     It keeps the last requests, and writes them at `kill -USR2` and at its end.
     """
-    application = _load(target, app_dir)
+    application = load(target, app_dir)
     budget = budget_for([application], read_settings(), processes=1)
-    to_set = budget.variables
-    export_threads(to_set)
+    export_threads(budget.variables)
     export({TRACE_FILE: None})  # INGRESS_TRACE is for a running server
-    start_again_if_needed(budget, to_set)
+    start_again_if_needed(budget)
     logging.config.dictConfig(LOGGING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
-    try:
+    with refusing(TraceError):
         session = Session(target, requests or ["/"], number, concurrency, out, svg)
         for line in session.run(application):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-    except TraceError as error:
-        raise _error(str(error)) from None
 
 
 def main() -> None:
@@ -258,13 +244,13 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
         elif target.endswith(".py"):
             raise CheckError(f"there is no file {str(path)!r}; check the spelling, or --app-dir")
         else:
-            application = _load(target, app_dir)
+            application = load(target, app_dir)
             name = target.partition(":")[0]
             report = check_application(application, name, app_dir, settings, migrate=migrate)
         return report if tests is None else tried(report, tests)
     except CheckError as error:
-        _error(str(error))
-    except typer.Exit:  # `_load` has printed the error
+        refusal(str(error))
+    except typer.Exit:  # `load` has printed the error
         pass
     except Exception:
         traceback.print_exc()

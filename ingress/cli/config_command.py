@@ -16,7 +16,7 @@ from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
 from ingress.cli.run_options import HTTP, RunOptions
 from ingress.cli.serving import read_settings
-from ingress.cli.target import AppDir, read_file, refusal, reporting_mistakes
+from ingress.cli.target import AppDir, read_file, refusal, refusing, reporting_mistakes
 from ingress.config import HTTPOptions
 from ingress.config_file.checking import written
 from ingress.config_file.models import ServeConfig
@@ -88,10 +88,8 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
     with reporting_mistakes(str(path)):
         loaded = replace(file, on_cluster=True).load_all(app_dir)  # on each engine
     found = command_line.handed(HTTP)
-    try:
+    with refusing(ValueError):
         HTTPOptions(**found)
-    except ValueError as error:
-        raise refusal(str(error)) from None
     return list(
         effective(
             file,

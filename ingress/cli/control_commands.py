@@ -17,7 +17,7 @@ from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import Address
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.serving import read_settings
-from ingress.cli.target import refusal
+from ingress.cli.target import refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed
 
 ASK_S = 5.0  # for the status of a server
@@ -135,25 +135,21 @@ def scale(
     wanted = [_scaling(each) for each in targets]
     server = chosen(name, pid)
     status = ask_server(server, "status", ASK_S)
+    known = [
+        (each, one)
+        for each, found in status["applications"].items()
+        for one in found["deployments"]
+    ]
     replicas: dict[str, dict[str, int]] = {}
     for application, deployment, count in wanted:
-        there = [
-            each
-            for each, found in status["applications"].items()
-            if application in (None, each) and deployment in found["deployments"]
-        ]
+        there = [app for app, one in known if application in (None, app) and one == deployment]
         if len(there) != 1:
-            known = ", ".join(
-                f"{each}:{one}"
-                for each, found in status["applications"].items()
-                for one in found["deployments"]
-            )
             what = f"{application}:{deployment}" if application else deployment
             problem = "several applications have" if there else "no application has"
-            raise refusal(f"{problem} {what}; name one of {tamed(known)}")
+            names = ", ".join(f"{app}:{one}" for app, one in known)
+            raise refusal(f"{problem} {what}; name one of {tamed(names)}")
         replicas.setdefault(there[0], {})[deployment] = count
-    done = ask_server(server, "scale", replicas=replicas)
-    _print_changes(done, as_json=as_json)
+    _print_changes(ask_server(server, "scale", replicas=replicas), as_json=as_json)
 
 
 def reload(name: Name = None, pid: Pid = None, as_json: AsJSON = False) -> None:
@@ -165,8 +161,7 @@ def reload(name: Name = None, pid: Pid = None, as_json: AsJSON = False) -> None:
     replaces the workers one after another; without --workers it is refused. A wrong file
     changes nothing.
     """
-    done = ask_server(chosen(name, pid), "reload")
-    _print_changes(done, as_json=as_json)
+    _print_changes(ask_server(chosen(name, pid), "reload"), as_json=as_json)
 
 
 def _print_changes(done: Any, *, as_json: bool) -> None:
@@ -206,10 +201,8 @@ def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], 
     """Return each server with its answer, `None` if it does not answer, and the stale sockets."""
     if sys.platform == "win32":
         raise refusal("there are no control sockets on Windows")
-    try:
+    with refusing(PermissionError):
         running, stale = running_servers()
-    except PermissionError as error:
-        raise refusal(str(error)) from None
     found = []
     for server in running:
         try:
@@ -241,8 +234,7 @@ def chosen(name: str | None, pid: int | None) -> RunningServer:
 
 
 def _several(servers: Sequence[tuple[RunningServer, Any]]) -> str:
-    there = _there(servers)
-    return f"{len(servers)} servers run; choose one with --name or --pid: {there}"
+    return f"{len(servers)} servers run; choose one with --name or --pid: {_there(servers)}"
 
 
 def _there(servers: Iterable[tuple[RunningServer, Any]]) -> str:

@@ -27,7 +27,7 @@ from ingress.cli.worker import Served
 from ingress.cli.worker_commands import WorkersCommands
 from ingress.config import HTTPOptions
 from ingress.config_file.difference import CodeFiles, Difference, differences, for_new_processes
-from ingress.config_file.loading import ConfigFile, Loaded, stamp_of
+from ingress.config_file.loading import ConfigFile, stamp_of
 from ingress.config_file.reading import ConfigFileError
 from ingress.control.changes import IN_PLACE
 from ingress.http.address import Address
@@ -179,8 +179,7 @@ def reload_workers(
     """
     with state.changing:
         new, reasons = state.read()
-        fixed = [each for each in reasons if each in AT_START]
-        if fixed:
+        if fixed := [each for each in reasons if each in AT_START]:
             raise CommandError(
                 f"{', '.join(fixed)} changed: the command itself has them; restart `ingress run`. "
                 "Nothing was changed"
@@ -188,9 +187,8 @@ def reload_workers(
         found = Difference() if reasons else state.difference(new)
         again = [each.config.name for each in (*found.added, *found.again)] + found.removed
         if not reasons and not again:
-            origin = state.file.path.name
-            lines = commands.change(found.options, origin) if found.options else []
-            commands.remember_file(new)
+            lines = commands.change(found.options, state.file.path.name) if found.options else []
+            commands.workers.remember_file(new)
             state.take(new)
             return lines
         port = address.moved(new)
@@ -211,22 +209,19 @@ def _run(found: Difference) -> list[str]:
     added: list[str] = []
     try:
         for each in (*found.added, *found.again):
-            is_new = each in found.added
-            _start(each)
-            if is_new:
-                added.append(each.config.name)
-            lines.append(f"{each.config.name}: {'added' if is_new else 'run again'}")
+            name, prefix = each.config.name, each.config.route_prefix
+            api.run(each.application, name=name, route_prefix=prefix, engine="local")
+            if each in found.added:
+                added.append(name)
+            lines.append(f"{name}: {'added' if each in found.added else 'run again'}")
     except Exception as error:
         for name in added:
-            with suppress(Exception):
+            try:
                 api.delete(name)
+            except Exception:
+                logger.exception("%s was added, and cannot be removed again", name)
         raise CommandError(f"{error}; what ran serves on") from None
     return lines
-
-
-def _start(loaded: Loaded) -> None:
-    config = loaded.config
-    api.run(loaded.application, name=config.name, route_prefix=config.route_prefix, engine="local")
 
 
 class Reloads:

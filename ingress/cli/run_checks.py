@@ -7,9 +7,8 @@ from typing import Any
 
 from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
-from ingress.admin.address import OFF, AdminOptions
+from ingress.admin.address import OFF
 from ingress.base.settings import ENGINES
-from ingress.cli.admin import admin_options
 from ingress.cli.run_options import RunOptions
 from ingress.cli.target import refusal
 from ingress.http.server_options import ServerOptions
@@ -59,14 +58,6 @@ def check_engine(engine: str, options: RunOptions, server: ServerOptions) -> Non
         raise refusal(f"{name} is for the local engine; on Ray, the proxies are Ray's")
 
 
-def check_admin(address: str | None, token: str | None) -> AdminOptions:
-    """Return the options of the admin listener. Refuses a wrong address, and a missing token."""
-    try:
-        return admin_options(address, token)
-    except ValueError as error:
-        raise refusal(str(error)) from None
-
-
 def _as_typed(option: tuple[str, Any]) -> str:
     name, value = option
     return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
@@ -75,8 +66,8 @@ def _as_typed(option: tuple[str, Any]) -> str:
 def check_server(server: ServerOptions) -> None:
     """Refuse options that exclude each other, and a certificate that cannot be used."""
     http = server.http
-    wheres = {"--uds": server.uds, "--fd": server.fd, "--host or --port": None}
-    wheres["--host or --port"] = http.get("host", http.get("port"))
+    host_or_port = http.get("host", http.get("port"))
+    wheres = {"--uds": server.uds, "--fd": server.fd, "--host or --port": host_or_port}
     named = [name for name, value in wheres.items() if value is not None]
     if len(named) > 1:
         raise refusal(f"{named[0]} and {named[1]} are both given; a server has one address")

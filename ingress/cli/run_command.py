@@ -12,8 +12,9 @@ import uvicorn
 
 from ingress.base.settings import TRACING, Settings, export, export_threads
 from ingress.base.standard_streams import make_lossy
+from ingress.cli.admin import admin_options
 from ingress.cli.reloading import FileState
-from ingress.cli.run_checks import check_admin, check_engine, check_server, check_workers, given
+from ingress.cli.run_checks import check_engine, check_server, check_workers, given
 from ingress.cli.run_file import (
     builder_arguments,
     check_file,
@@ -31,7 +32,7 @@ from ingress.cli.serving import (
     serve_until_ctrl_c,
     start_again_if_needed,
 )
-from ingress.cli.target import read_file, refusal
+from ingress.cli.target import read_file, refusal, refusing
 from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served
 from ingress.config_file.loading import ConfigFile, is_config_file
@@ -126,6 +127,8 @@ def _log_arguments(options: RunOptions, logs: ProcessLogs) -> dict[str, Any]:
 
 def _server_options(options: RunOptions, file: ConfigFile | None, folder: Path) -> ServerOptions:
     http = options.handed(HTTP)
+    with refusing(ValueError):
+        admin = admin_options(options.admin, options.admin_token)
     return ServerOptions(
         http=http if file is None else {**file.http_options(folder), **http},
         origins={} if file is None else file.process_origins(http),
@@ -139,7 +142,7 @@ def _server_options(options: RunOptions, file: ConfigFile | None, folder: Path) 
         drain_delay_s=options.drain_delay,
         serves_http=True,
         has_own_server=not options.has_new_processes,
-        admin=check_admin(options.admin, options.admin_token),
+        admin=admin,
     )
 
 
@@ -151,10 +154,8 @@ def _served(
     folder: Path,
 ) -> Served:
     name, route_prefix = options.name or "default", options.route_prefix or "/"
-    try:
+    with refusing(ValueError, RayServeException):
         check_names(name, route_prefix)
-    except (ValueError, RayServeException) as error:
-        raise refusal(str(error)) from None
     return Served(
         options.target,
         options.app_dir.absolute(),
@@ -186,10 +187,9 @@ def _run_here(
     if served.file is not None:
         state = FileState(served.file, served.app_dir, variables, served.folder)
     budget = budget_for([each.target for each in targets], settings, processes=options.workers)
-    to_set = budget.variables
-    export_threads(to_set)
+    export_threads(budget.variables)
     if not options.has_new_processes:
-        start_again_if_needed(budget, to_set, served.folder)
+        start_again_if_needed(budget, served.folder)
         serve_until_ctrl_c(targets, served, settings, budget, "local", state, watches=options.watch)
         return
     print_plan([each.target for each in targets], settings, budget)

@@ -9,7 +9,7 @@ import typer
 
 from ingress.api import RunTarget
 from ingress.base.settings import log_encoding
-from ingress.cli.target import refusal, refusals, reporting_mistakes
+from ingress.cli.target import refusal, refusals, refusing, reporting_mistakes
 from ingress.cli.worker import Served
 from ingress.config import LoggingConfig
 from ingress.config_file.loading import ConfigFile
@@ -69,11 +69,9 @@ def process_logs(
     `prints` is false with a `--log-config`.
     """
     options: dict[str, Any] = {}
-    try:
+    with refusing(ValueError):
         if (named := log_encoding()) is not None:
             options["encoding"] = named
-    except ValueError as error:
-        raise refusal(str(error)) from None
     if file is not None:
         config = file.config.logging
         options |= {name: getattr(config, name) for name in config.model_fields_set}

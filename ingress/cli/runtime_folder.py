@@ -61,8 +61,7 @@ def user_at(other_end: socket.socket) -> int | None:
     """Return the user at the other end of a connection; `None` where the system does not tell."""
     if sys.platform != "linux":
         return None
-    size = _CREDENTIALS.size
-    given = other_end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    given = other_end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(given)[1]
     return user
 

@@ -15,8 +15,7 @@ logger = logging.getLogger("ingress")
 
 def notify(state: str) -> None:
     """Send a state such as "READY=1" to systemd, if it has started this process."""
-    address = notify_socket()
-    if address is None or not hasattr(socket, "AF_UNIX"):
+    if (address := notify_socket()) is None or not hasattr(socket, "AF_UNIX"):
         return
     if address.startswith("@"):  # an abstract socket, without a file
         address = "\0" + address[1:]

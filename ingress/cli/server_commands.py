@@ -79,8 +79,7 @@ def check(wanted: Changes, *, is_scaling: bool = False) -> None:
     """
     running = local_engine().applications
     for name, options in wanted.items():
-        application = running.get(name)
-        if application is None:
+        if (application := running.get(name)) is None:
             there = ", ".join(map(repr, running)) or "none"
             raise CommandError(f"no application {name!r} runs; running: {there}")
         for each in options if is_scaling else ():

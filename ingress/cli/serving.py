@@ -35,7 +35,7 @@ from ingress.cli.reloading import (
 )
 from ingress.cli.sd_notify import notify
 from ingress.cli.server_commands import commands_of_one_process
-from ingress.cli.target import mistake, refusal
+from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
 from ingress.cli.worker_commands import WorkersCommands
@@ -59,36 +59,29 @@ READY = "READY=1"  # systemd's word
 NEW_EVENT_LOOP = "ingress.calls.loops:new_event_loop"  # as uvicorn takes it
 
 
+@refusing(ValueError)
 def read_settings() -> Settings:
-    try:
-        return Settings.from_environment()
-    except ValueError as error:
-        raise refusal(str(error)) from None
+    return Settings.from_environment()
 
 
+@refusing(Exception)
 def budget_for(
     applications: Sequence[Application], settings: Settings, *, processes: int
 ) -> ThreadBudget:
-    try:
-        # The start warns of options without effect.
-        built = [build(each, "default", acts_on_all=True) for each in applications]
-        deployments = tuple(chain.from_iterable(each.deployments for each in built))
-        for each in deployments:
-            check_here(each)
-        together = BuiltApplication("default", deployments)
-        return thread_budget(together, settings, processes=processes)
-    except Exception as error:
-        raise refusal(str(error)) from None
+    # The start warns of options without effect.
+    built = [build(each, "default", acts_on_all=True) for each in applications]
+    deployments = tuple(chain.from_iterable(each.deployments for each in built))
+    for each in deployments:
+        check_here(each)
+    return thread_budget(BuiltApplication("default", deployments), settings, processes=processes)
 
 
-def start_again_if_needed(
-    budget: ThreadBudget, to_set: Mapping[str, str], folder: Path | None = None
-) -> None:
+def start_again_if_needed(budget: ThreadBudget, folder: Path | None = None) -> None:
     """Restart the process if a library has read its number of threads before it was set.
 
     `folder` is the current folder of the command, if a `working_dir` has replaced it since.
     """
-    if OMP_NUM_THREADS in to_set and (read := budget.already_read()):
+    if OMP_NUM_THREADS in budget.variables and (read := budget.already_read()):
         verb = "was" if len(read) == 1 else "were"
         what = f"{' and '.join(read)} {verb} imported with a thread for every core"
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
@@ -98,12 +91,10 @@ def start_again_if_needed(
         start_again()
 
 
+@refusing(RuntimeError)
 def prepare_ray(address: str | None, working_dir: str | None, server: ServerOptions) -> None:
     """Choose the Ray engine, before the module is imported: it may call `serve.start`."""
-    try:
-        ray_engine().use(address, working_dir, server)
-    except RuntimeError as error:
-        raise refusal(str(error)) from None
+    ray_engine().use(address, working_dir, server)
     export({ENGINE: "ray"})
 
 
@@ -140,8 +131,7 @@ def serve_until_ctrl_c(
             _start(targets, engine, served.logs.config)
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
-            _say(ready_lines(targets, current_engine().url(), where))
-            _say_admin(admin)
+            _say(ready_lines(targets, current_engine().url(), where), admin)
             notify(READY)
             reloads.begin()
     except KeyboardInterrupt:  # during the start
@@ -176,13 +166,9 @@ def _admin(
         yield line
 
 
-def _say_admin(line: str) -> None:
-    if line:
-        _say(line)
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+def _say(*lines: str) -> None:
+    for line in filter(None, lines):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> None:
@@ -208,14 +194,10 @@ def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> No
     except Exception as error:
         api.shutdown()
         if engine == "local":
-            cause = error.__cause__
-            needs_a_look = cause is not None and not isinstance(cause, OSError)
-        else:  # errors of user code are in the workers' log records
-            expected = (RuntimeError, TypeError, ValueError, RayServeException)
-            needs_a_look = not isinstance(error, expected)
-        if needs_a_look and engine == "local":
-            raise mistake(format_failed_start(error)) from None
-        if needs_a_look:
+            if error.__cause__ is not None and not isinstance(error.__cause__, OSError):
+                raise mistake(format_failed_start(error)) from None
+        # Errors of user code are in the workers' log records.
+        elif not isinstance(error, RuntimeError | TypeError | ValueError | RayServeException):
             raise
         raise refusal(str(error)) from None
 
@@ -243,10 +225,8 @@ def serve_in_new_processes(
     options = local_engine().http.options  # with those of `serve.start` in the module
     limits = options.limits(settings.http_limits)  # each process has its own
     address = server.address(options, settings)
-    try:
+    with refusing(RuntimeError):
         bound = address.bind()
-    except RuntimeError as error:
-        raise refusal(str(error)) from None
     made = uvicorn.Config(
         served.target,
         timeout_graceful_shutdown=math.ceil(drain_s) + 1,
@@ -294,8 +274,7 @@ def _supervise(
     reloads = Reloads(reload, state.file if state is not None and watches else None)
 
     def when_ready() -> None:
-        _say(line)
-        _say_admin(admin)
+        _say(line, admin)
         notify(READY)
         reloads.begin()
 

@@ -40,8 +40,8 @@ def headline(view: View) -> Text:
     """Return the line about the server."""
     workers = len(view["workers"])
     text = Text(no_wrap=True, overflow="ellipsis").append(f"server {view['pid']}", "bold")
-    text.append(f", {workers} workers" if workers > 1 else "")
-    text.append(f" at {view['url']}" if view["url"] else "")
+    several = f", {workers} workers" if workers > 1 else ""
+    text.append(several + (f" at {view['url']}" if view["url"] else ""))
     return text.append("  ").append(*_health(view))
 
 
@@ -101,7 +101,7 @@ def deployments(
         name = f"{application['name']}:{each['name']}" if several else each["name"]
         row = [Text(name, "bold"), _status(each["status"]), _states(each["replica_states"])]
         row += [Text(str(each["ongoing"])), Text(str(each["queued"]))]
-        row += [Text(_number(each["rate"])), _errors(each["errors"])]
+        row += [Text(_number(each["rate"])), Text(_number(each["errors"]), "bold red" if each["errors"] else "")]
         row += [Text(milliseconds(each[key])) for key in percentiles]
         if charts:
             row += [Text(sparkline(each["recent"][key], 8), "cyan") for key in ("rate", "p99")]
@@ -155,10 +155,6 @@ def _states(states: Mapping[str, int]) -> Text:
     if [*states] == ["RUNNING"]:
         return Text(str(states["RUNNING"]))
     return Text(", ".join(f"{count} {state}" for state, count in states.items()) or "0", "yellow")
-
-
-def _errors(rate: float) -> Text:
-    return Text(_number(rate), "bold red" if rate else "")
 
 
 def _number(value: float) -> str:

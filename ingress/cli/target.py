@@ -89,6 +89,15 @@ def _is_no_mistake(record: logging.LogRecord) -> bool:
     return NEEDS_MULTIPART not in record.getMessage()
 
 
+@contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Print an error of these kinds in one line, and end the program. Also a decorator."""
+    try:
+        yield
+    except kinds as error:
+        raise refusal(str(error)) from None
+
+
 def mistake(text: str) -> typer.Exit:
     """Print a mistake in user code, and return the exception that ends the program."""
     typer.echo(text, err=True)

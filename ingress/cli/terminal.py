@@ -49,9 +49,7 @@ def tamed(value: Any) -> Any:
         return tame(value)
     if isinstance(value, dict):
         return {tamed(key): tamed(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [tamed(each) for each in value]
-    return value
+    return [tamed(each) for each in value] if isinstance(value, list) else value
 
 
 def print_json(value: Any) -> None:
@@ -75,8 +73,7 @@ def write(output: Path | None, text: str) -> None:
 def showing_start(status: Callable[[], ServeStatus]) -> Iterator[None]:
     """Print the progress of a start: on a terminal in one line, elsewhere when it changes."""
     over = Event()
-    args = (status, over)
-    thread = Thread(target=_show_start, args=args, name="ingress-progress", daemon=True)
+    thread = Thread(target=_show_start, args=(status, over), name="ingress-progress", daemon=True)
     thread.start()
     try:
         yield
@@ -91,7 +88,7 @@ def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
     pause_s = NEWS_S
     told = ""
     # A failed print must not end a start.
-    with suppress(Exception, SystemExit):
+    with suppress(OSError, ValueError, RuntimeError, SystemExit):
         while not over.wait(LIVE_S if is_live and told else pause_s):
             news = "; ".join(_starting(status()))
             if not news or (news == told and not is_live):

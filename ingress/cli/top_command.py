@@ -6,7 +6,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import localtime, monotonic, strftime
 
@@ -46,8 +46,7 @@ def top(name: Name = None, pid: Pid = None) -> None:
     server = chosen(name, pid)
     screen = Screen()
     if not (console.is_terminal and sys.stdin.isatty()) or sys.platform == "win32":
-        view = tamed(ask_server(server, "view", ASK_S))
-        console.print(screen.picture(view, console.width, None))
+        console.print(screen.picture(tamed(ask_server(server, "view", ASK_S)), console.width, None))
         return
     with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         _run(server, screen, live, keys)
@@ -117,15 +116,14 @@ class Screen:
             # Each table has a head and perhaps a line of what is left out, and an empty line.
             room = height - 2 - 3 - 3
             of_problems = min(len(found), max(1, room // 5))
-            wraps = sum(len(each.wrap(console, width)) - 1 for each in found[:of_problems])
-            room -= wraps
+            room -= sum(len(each.wrap(console, width)) - 1 for each in found[:of_problems])
             of_deployments = min(several, max(1, (room - of_problems) // 2))
             of_replicas = max(1, room - of_problems - of_deployments)
-        lines += found[:of_problems]
-        lines += ["", status_tables.deployments(
-            view, sort=self.sort, wanted=self.wanted, most=of_deployments, charts=width >= 76,
-        )]  # fmt: skip
-        lines += ["", status_tables.replicas(view, wanted=self.wanted, most=of_replicas)]
+        deployments = status_tables.deployments(
+            view, sort=self.sort, wanted=self.wanted, most=of_deployments, charts=width >= 76
+        )
+        replicas = status_tables.replicas(view, wanted=self.wanted, most=of_replicas)
+        lines += [*found[:of_problems], "", deployments, "", replicas]
         if height is not None:
             lines.append(self._foot())
         return Group(*lines)
@@ -148,21 +146,17 @@ class Screen:
         return Text(_KEYS, "dim", no_wrap=True, overflow="ellipsis")
 
 
+@dataclass(frozen=True, slots=True)
 class Keys:
     """The keys that the user presses; standard input is in cbreak mode."""
 
-    __slots__ = ("_descriptor",)
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    _descriptor: int
 
     def wait(self, timeout_s: float) -> str:
         """Return the characters of the next keys, "" if none was pressed meanwhile."""
-        readable, _, _ = select.select([self._descriptor], [], [], timeout_s)
-        if not readable:
+        if not select.select([self._descriptor], [], [], timeout_s)[0]:
             return ""
-        data = os.read(self._descriptor, 64)
-        if not data:
+        if not (data := os.read(self._descriptor, 64)):
             return "q"  # the terminal has gone
         text = data.decode("utf-8", "replace")
         # The keys with arrows send a sequence that begins as Escape does.
@@ -175,8 +169,7 @@ def _keys() -> Iterator[Keys]:
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
     try:
-        yield Keys(descriptor)
-    except KeyboardInterrupt:
-        pass
+        with suppress(KeyboardInterrupt):
+            yield Keys(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

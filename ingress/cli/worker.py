@@ -20,7 +20,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from multiprocessing import parent_process
@@ -98,10 +98,6 @@ class Served:
     http: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
     changes: Changes = field(default_factory=dict)
-
-    def as_process(self, name: str) -> Served:
-        """Return the same for a process that calls itself so in its snapshots."""
-        return replace(self, server=replace(self.server, process=name))
 
     def changed_by(self, wanted: Changes) -> Served:
         """Return the same applications with other options."""
@@ -197,11 +193,10 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     make_lossy()
     config.configure_logging()
-    lame_duck_s = max(LAME_DUCK_S, served.server.drain_delay_s)
     server = Worker(
         config,
         pipe,
-        lame_duck_s=lame_duck_s,
+        lame_duck_s=max(LAME_DUCK_S, served.server.drain_delay_s),
         owns_socket=port.has_own_sockets,
         pushes=served.server.admin is not None and not served.server.admin.is_off,
     )
@@ -254,11 +249,8 @@ class Worker(UvicornServer):
         self.report(self.started)
 
     def report(self, what: bool | str | tuple[int, Any] | Snapshot) -> None:
-        with self._lock:
-            try:
-                self._pipe.send(what)
-            except OSError:
-                pass  # the supervisor has ended; `beat` handles that
+        with self._lock, suppress(OSError):  # the supervisor has ended; `beat` handles that
+            self._pipe.send(what)
 
     def beat(self) -> None:
         """Send the supervisor a heartbeat each second, until either process ends.
@@ -343,8 +335,7 @@ def work_until_reloaded(
         sys.exit(format_mistake(error))
     url = url_of(sockets[0], is_tls=config.is_ssl)
     observer = Observer(partial(parts_of, local_engine()), lambda: url)
-    commands = _commands_of_the_reloaded(observer, url)
-    control = ControlSocket(commands, os.getppid())
+    control = ControlSocket(_commands_of_the_reloaded(observer, url), os.getppid())
     try:
         options = resolved(served.server.admin)
         with observer, admin_listening(local_engine().snapshot, options, observer) as admin:
@@ -355,6 +346,7 @@ def work_until_reloaded(
 
 def _commands_of_the_reloaded(observer: Observer, url: str) -> dict[str, Command]:
     """Return the commands of the control socket, which has the command's process id: that stays."""
+
     of_this_process = commands_of_one_process(observer)
 
     def status(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,10 @@ worker            answers in a thread of its own
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -31,6 +33,7 @@ READS = ("status", *WHAT)
 """Commands that change nothing: they are sent to those workers that serve."""
 
 
+@dataclass(eq=False, slots=True)
 class Asked:
     """One command for all workers. `answers` maps process ids to values, or to an error's text.
 
@@ -38,21 +41,15 @@ class Asked:
     caller's: the supervisor then forgets it, with the answers that came.
     """
 
-    __slots__ = (
-        "answers", "arguments", "command", "is_answered", "is_early", "is_given_up", "refusal",
-        "starting", "waits_for",
-    )  # fmt: skip
-
-    def __init__(self, command: str, arguments: Mapping[str, Any]) -> None:
-        self.command = command
-        self.arguments = dict(arguments)
-        self.refusal = ""  # the reason if it was sent to no worker
-        self.is_early = False  # if that is the start of a worker
-        self.starting: tuple[int, ...] = ()  # the workers that it was not sent to
-        self.waits_for: set[int] = set()
-        self.answers: dict[int, Any] = {}
-        self.is_answered = threading.Event()
-        self.is_given_up = False
+    command: str
+    arguments: Mapping[str, Any]
+    refusal: str = ""  # the reason if it was sent to no worker
+    is_early: bool = False  # if that is the start of a worker
+    starting: tuple[int, ...] = ()  # the workers that it was not sent to
+    waits_for: set[int] = field(default_factory=set)
+    answers: dict[int, Any] = field(default_factory=dict)
+    is_answered: threading.Event = field(default_factory=threading.Event)
+    is_given_up: bool = False
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the answers; give those up that are still missing then."""
@@ -75,9 +72,6 @@ class Asked:
 class Workers(Protocol):
     """The supervisor, as the control thread sees it."""
 
-    @property
-    def pid(self) -> int: ...
-
     def post(self, asked: Asked) -> None:
         """Send a command to all workers that serve. Thread-safe."""
 
@@ -91,6 +85,7 @@ class Workers(Protocol):
         """Begin to replace all workers, one after another. Thread-safe."""
 
 
+@dataclass(eq=False, slots=True)
 class Rolling:
     """The replacement of all workers by workers with another version of the file.
 
@@ -98,14 +93,11 @@ class Rolling:
     all, were replaced.
     """
 
-    __slots__ = ("error", "file", "is_begun", "is_over", "port")
-
-    def __init__(self, file: ConfigFile, port: SharedPort | None) -> None:
-        self.file = file
-        self.port = port
-        self.error = ""
-        self.is_begun = False  # a new worker serves: the version is that of later workers too
-        self.is_over = threading.Event()
+    file: ConfigFile
+    port: SharedPort | None
+    error: str = ""
+    is_begun: bool = False  # a new worker serves: the version is that of later workers too
+    is_over: threading.Event = field(default_factory=threading.Event)
 
     def end(self, error: str = "") -> None:
         """End it."""
@@ -132,8 +124,7 @@ def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[An
     if asked.waits_for:
         silent = ", ".join(map(str, sorted(asked.waits_for)))
         raise CommandError(f"worker {silent} did not answer within {APPLY_S:g} s")
-    failed = [text for text in asked.answers.values() if isinstance(text, Failed)]
-    if failed:
+    if failed := [text for text in asked.answers.values() if isinstance(text, Failed)]:
         raise CommandError(str(failed[0]))
     return list(asked.answers.values())
 
@@ -152,7 +143,7 @@ class WorkersCommands:
 
     def __init__(self, workers: Workers, url: str | None) -> None:
         self.url = url
-        self._workers = workers
+        self.workers = workers
         self._changing = threading.Lock()  # one change at a time
         self.observer = Observer(self._answers, lambda: self.url)
 
@@ -162,20 +153,20 @@ class WorkersCommands:
             "status": self.status,
             "view": lambda arguments: self.observer.view(),
             "stop": stop,
-            "scale": self.scale,
+            "scale": lambda arguments: self.change(scaling(arguments), SCALE, is_scaling=True),
         }
 
     def status(self, arguments: Mapping[str, Any]) -> Any:
         found, absent = self._answers("status")
         silent = [pid for pid, reason in absent.items() if reason == SILENT]
-        return {**summed(self._workers.pid, self.url, found), "silent": silent}
+        return {**summed(os.getpid(), self.url, found), "silent": silent}
 
     def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
         """Return the answers of the workers, and the reasons of those without one, by id."""
         wait_s = STATUS_S
         if command == "record":
             wait_s += argument + ASK_S  # a worker waits so long for its child processes
-        asked = _asked(self._workers, command, wait_s, {"argument": argument})
+        asked = _asked(self.workers, command, wait_s, {"argument": argument})
         absent = dict.fromkeys(asked.starting, "starts")
         absent |= dict.fromkeys(sorted(asked.waits_for), SILENT)
         answers = []
@@ -186,12 +177,6 @@ class WorkersCommands:
                 answers.append(each)
         return answers, absent
 
-    def scale(self, arguments: Mapping[str, Any]) -> list[str]:
-        return self.change(scaling(arguments), SCALE, is_scaling=True)
-
-    def remember_file(self, file: ConfigFile) -> None:
-        self._workers.remember_file(file)
-
     def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
         """Replace all workers, by those of `port` if it is another one.
 
@@ -199,7 +184,7 @@ class WorkersCommands:
         """
         with self._changing:
             rolling = Rolling(file, port)
-            self._workers.roll(rolling)
+            self.workers.roll(rolling)
             rolling.is_over.wait()
         if rolling.error:
             raise CommandError(rolling.error)
@@ -210,14 +195,14 @@ class WorkersCommands:
         `origin` is the file or the command that asks for them.
         """
         with self._changing:
-            answered_by_all(self._workers, "check", wanted=wanted, is_scaling=is_scaling)
+            answered_by_all(self.workers, "check", wanted=wanted, is_scaling=is_scaling)
             # From here on it is decided: a worker that dies is replaced by one with these options.
-            self._workers.remember(wanted)
+            self.workers.remember(wanted)
             given_up = monotonic() + APPLY_S
             asked = {"wanted": wanted, "origin": origin}
             while True:
                 try:
-                    return next(iter(answered_by_all(self._workers, "change", **asked)))
+                    return next(iter(answered_by_all(self.workers, "change", **asked)))
                 except WorkerStartsError:
                     if monotonic() > given_up:
                         raise

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
@@ -34,7 +35,7 @@ class WorkerProcess:
 
     __slots__ = (
         "_pipe", "_reader", "_silence_s", "_told", "_wake", "answers", "cause", "failures",
-        "heard_at", "is_ready", "killing_at", "number", "process", "snapshot",
+        "heard_at", "is_ready", "killing_at", "number", "pid", "process", "snapshot",
     )  # fmt: skip
 
     def __init__(
@@ -60,10 +61,13 @@ class WorkerProcess:
         self._told: SimpleQueue[Any] = SimpleQueue()
         self._wake = wake
         self._pipe, theirs = spawn.Pipe()
-        named = served.as_process(f"worker-{number}")
+        # The name of the process in its snapshots.
+        named = replace(served, server=replace(served.server, process=f"worker-{number}"))
         self.process = spawn.Process(target=work, args=(config, named, port, theirs))
         with _signals_blocked():
             self.process.start()
+        assert self.process.pid is not None  # it has started
+        self.pid = self.process.pid
         theirs.close()  # otherwise the pipe would stay open after the worker's end
         self._reader = threading.Thread(
             target=self._read, name=f"ingress-worker-{number}", daemon=True

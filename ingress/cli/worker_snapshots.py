@@ -62,12 +62,11 @@ def snapshot_of_workers(workers: WorkersWithSnapshots, url: str | None) -> Snaps
     if not parts:
         parts = [Snapshot(time(), os.getpid())]
     whole = merged(parts, ended.snapshot)
-    workers_here = [pid for pid in whole.workers if pid not in silent]
     return replace(
         whole,
         pid=os.getpid(),
         url=url,
-        workers=workers_here,
+        workers=[pid for pid in whole.workers if pid not in silent],
         silent=silent,
         processes=[mine, *whole.processes],
     )

@@ -5,6 +5,10 @@ ends after it has served                 starts another worker
 is silent for `SILENCE_S`                kills it, and starts another worker
 cannot start, and none has started yet   stops, with exit code 3, and prints the cause once
 fails to start three times in a row      does the same
+
+Not uvicorn's `Multiprocess` (as of 0.54): it waits for one worker's pong after another, for up to
+`timeout_worker_healthcheck` each, ends all workers if a later one fails to start, and neither sends
+commands to workers nor hears their counters and the causes of their ends.
 """
 
 from __future__ import annotations
@@ -93,14 +97,10 @@ class Supervisor:
         assert self._code is not None
         return self._code
 
-    @property
-    def pid(self) -> int:
-        return os.getpid()
-
     def last_snapshots(self) -> dict[int, Snapshot]:
         """Return the last snapshots that live workers have pushed, by pid. Thread-safe."""
-        found = {each.process.pid: each.snapshot for each in list(self._workers)}
-        return {pid: each for pid, each in found.items() if pid is not None and each is not None}
+        found = {each.pid: each.snapshot for each in list(self._workers)}
+        return {pid: each for pid, each in found.items() if each is not None}
 
     def post(self, asked: Asked) -> None:
         """Send a command to all workers. Thread-safe."""
@@ -122,8 +122,7 @@ class Supervisor:
 
     def _roll_on(self) -> None:
         """Take the next step of a replacement: start a worker, or stop the one that it replaces."""
-        rolling = self._rolling
-        if rolling is None:
+        if (rolling := self._rolling) is None:
             return
         if self._code is not None:
             self._end_roll("the server stops")
@@ -179,8 +178,8 @@ class Supervisor:
     def _send_posted(self) -> None:
         while not self._posted.empty():
             asked = self._posted.get()
-            starting = [each.process.pid for each in self._workers if not each.is_ready]
-            late = [each.process.pid for each in self._workers if each.is_late]
+            starting = [each.pid for each in self._workers if not each.is_ready]
+            late = [each.pid for each in self._workers if each.is_late]
             if asked.command == "snapshot" or (asked.command in READS and self._code is None):
                 self._send(asked)  # it changes nothing: it goes to the workers that serve
             elif self._code is not None:
@@ -198,33 +197,29 @@ class Supervisor:
         self._asked[self._count] = asked
         starting = []
         for worker in self._workers:
-            pid = worker.process.pid
-            assert pid is not None
             if worker.is_ready:
-                asked.waits_for.add(pid)
+                asked.waits_for.add(worker.pid)
             elif worker is not self._newcomer:  # while that one starts, all others serve
-                starting.append(pid)
+                starting.append(worker.pid)
         asked.starting = tuple(starting)
         if not asked.waits_for:
             asked.is_answered.set()
         for worker in self._workers:
             # One that does not read could fill its pipe, and block this thread.
-            if worker.process.pid in asked.waits_for and not worker.is_late:
+            if worker.pid in asked.waits_for and not worker.is_late:
                 with suppress(OSError):  # it has just ended, which `_look_at` sees
                     worker.send((self._count, asked.command, asked.arguments))
 
     def _take_answers(self, worker: WorkerProcess) -> None:
-        pid = worker.process.pid
-        assert pid is not None
         answers, worker.answers = worker.answers, []
         for number, value in answers:
             if isinstance(value, Snapshot):
                 worker.snapshot = value  # a count that a client has seen must not get less
             if number in self._asked:
-                self._asked[number].answer(pid, value)
+                self._asked[number].answer(worker.pid, value)
         if not worker.process.is_alive():
             for asked in self._asked.values():
-                asked.answer(pid, Failed(f"worker {pid} ended"))
+                asked.answer(worker.pid, Failed(f"worker {worker.pid} ended"))
         self._asked = {
             number: asked
             for number, asked in self._asked.items()
@@ -236,16 +231,13 @@ class Supervisor:
         hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
         handlers = dict.fromkeys(stop_signals(), self._on_signal)
         if hang_up is not None:
-            handlers[hang_up] = self._on_hang_up
+            handlers[hang_up] = lambda number, frame: self._hang_up()
         previous = {number: signal.signal(number, each) for number, each in handlers.items()}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
-        self._hang_up()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # the second signal
@@ -288,7 +280,7 @@ class Supervisor:
         worker.hear()
         self._has_served |= worker.is_ready
         if worker.is_ready and not was_ready and self._when_ready is None:
-            info("worker %s is ready", worker.process.pid)
+            info("worker %s is ready", worker.pid)
         process = worker.process
         killing_at = worker.killing_at if self._code is None else self._killing_at
         is_late = killing_at is not None and monotonic() > killing_at
@@ -299,8 +291,7 @@ class Supervisor:
             return
         process.join()
         worker.hear_the_last()
-        if process.pid is not None:
-            self.ended = self.ended.with_worker(process.pid, worker.snapshot)
+        self.ended = self.ended.with_worker(worker.pid, worker.snapshot)
         self._workers.remove(worker)
         if self._code is not None or self._is_expected(worker):
             return
@@ -345,8 +336,7 @@ class Supervisor:
 
 
 def _how(process: multiprocessing.process.BaseProcess) -> str:
-    code = process.exitcode
-    if code is None or code >= 0:
+    if (code := process.exitcode) is None or code >= 0:
         return f"exit code {code}"
     try:
         return signal.Signals(-code).name
