@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -355,7 +356,7 @@ VIEW = {
     "problems": [{"level": "bad", "application": EVIL, "deployment": EVIL, "text": EVIL}],
     "applications": [{
         "name": EVIL, "status": EVIL, "message": EVIL, "deployed_at_s": 0.0, "route_prefix": EVIL,
-        "deployments": [_DEPLOYMENT],
+        "deployments": [_DEPLOYMENT, {**_DEPLOYMENT, "name": "M"}],
     }],
     "replicas": [{
         "application": EVIL, "deployment": EVIL, "replica": EVIL, "process": EVIL, "pid": 1,
@@ -365,10 +366,8 @@ VIEW = {
         "calls": [], "more_calls": 0,
     }],
 }  # fmt: skip
-STATUS = {"pid": 4711, "applications": {EVIL: {"deployments": {"M": {}}}}}
 ANSWERS: dict[str, Any] = {
     "view": {"result": VIEW},
-    "status": {"result": STATUS},
     "scale": {"result": [EVIL]},
 }
 COMMANDS = {
@@ -462,7 +461,7 @@ def test_a_server_is_found_scaled_and_stopped(
         assert [*told["applications"]] == ["one", "two", "auto"]
 
         # Of several servers, none is taken at random. This process is the other one.
-        with ControlSocket({"status": lambda _: {**told, "pid": os.getpid(), "applications": {}}}):
+        with ControlSocket({"view": lambda _: {**told, "pid": os.getpid(), "applications": []}}):
             with pytest.raises(typer.Exit):
                 control_commands.stop()
             refused = capsys.readouterr().err
@@ -492,7 +491,7 @@ def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
         server.wait_for("Ctrl-C to stop")
         pid = server.process.pid
         running = RunningServer(pid, runtime / f"{pid}.sock")
-        wait_until(lambda: len(running.ask("status")["workers"]) == 2)
+        wait_until(lambda: len(running.ask("view")["workers"]) == 2)
         assert replicas(running) == [2, 2]
 
         with pytest.raises(typer.Exit):
@@ -502,10 +501,10 @@ def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
         control_commands.scale(["Model=3"])
         wait_until(lambda: replicas(running) == [3, 3])
 
-        before = running.ask("status")["workers"]
+        before = running.ask("view")["workers"]
         os.kill(before[0], signal.SIGKILL)
         server.wait_for(r"worker \d+ is ready")
-        assert replicas(running) == [3, 3]
+        wait_until(lambda: replicas(running) == [3, 3])
         control_commands.stop()
         assert server.wait() == 0
     assert list(runtime.iterdir()) == []
@@ -513,7 +512,8 @@ def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
 
 def replicas(server: RunningServer) -> Any:
     """Return the number of `Model`'s replicas in each worker."""
-    return server.ask("status")["applications"]["default"]["deployments"]["Model"]["per_worker"]
+    found = [each for each in server.ask("view")["replicas"] if each["deployment"] == "Model"]
+    return [*Counter(each["process"] for each in found).values()]
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def answered(url: str, body: dict[str, Any]) -> int:
 
 def status(runtime: Path, server: ServerProcess) -> Any:
     pid = server.process.pid
-    return RunningServer(pid, runtime / f"{pid}.sock").ask("status", PATIENCE_S)
+    return RunningServer(pid, runtime / f"{pid}.sock").ask("view", PATIENCE_S)
 
 
 @pytest.fixture

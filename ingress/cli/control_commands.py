@@ -52,7 +52,7 @@ def status(
     if name is None and pid is None and (address or read_settings().ray_address):
         cluster_commands.status(address, as_json)
         return
-    servers, stale = _servers("view")
+    servers, stale = _servers()
     found = _matching(servers, name, pid)
     if stale:
         typer.echo(_removed(stale), err=True)
@@ -134,11 +134,9 @@ def scale(
     """
     wanted = [_scaling(each) for each in targets]
     server = chosen(name, pid)
-    status = ask_server(server, "status", ASK_S)
+    view = ask_server(server, "view", ASK_S)
     known = [
-        (each, one)
-        for each, found in status["applications"].items()
-        for one in found["deployments"]
+        (each["name"], one["name"]) for each in view["applications"] for one in each["deployments"]
     ]
     replicas: dict[str, dict[str, int]] = {}
     for application, deployment, count in wanted:
@@ -182,9 +180,8 @@ def _scaling(text: str) -> tuple[str | None, str, int]:
 
 
 def _names(answer: Any) -> list[str]:
-    """Return the applications of a status, which are a dict, or of a view."""
-    found = [] if answer is None else answer["applications"]
-    return [each if isinstance(each, str) else each["name"] for each in found]
+    """Return the applications of a view; none if the server does not answer."""
+    return [] if answer is None else [each["name"] for each in answer["applications"]]
 
 
 def _matching(
@@ -197,8 +194,8 @@ def _matching(
     ]
 
 
-def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], list[Path]]:
-    """Return each server with its answer, `None` if it does not answer, and the stale sockets."""
+def _servers() -> tuple[list[tuple[RunningServer, Any]], list[Path]]:
+    """Return each server with its view, `None` if it does not answer, and the stale sockets."""
     if sys.platform == "win32":
         raise refusal("there are no control sockets on Windows")
     with refusing(PermissionError):
@@ -206,7 +203,7 @@ def _servers(command: str = "status") -> tuple[list[tuple[RunningServer, Any]], 
     found = []
     for server in running:
         try:
-            found.append((server, server.ask(command, ASK_S)))
+            found.append((server, server.ask("view", ASK_S)))
         except (CommandError, OSError):
             found.append((server, None))
     return found, stale

@@ -10,7 +10,6 @@ from typing import Any
 
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
-from ingress.cli.snapshot import snapshot
 from ingress.control import changes
 from ingress.engines import local_engine
 from ingress.live.observer import Observer
@@ -27,7 +26,6 @@ def commands_of_one_process(observer: Observer) -> dict[str, Command]:
     """Return the commands of a server that is one process."""
     return {
         "livez": livez,
-        "status": _status,
         "view": lambda arguments: observer.view(),
         "stop": stop,
         "scale": scale,
@@ -37,7 +35,6 @@ def commands_of_one_process(observer: Observer) -> dict[str, Command]:
 def commands_of_a_worker() -> dict[str, Command]:
     """Return the commands that the supervisor passes on to each worker."""
     return {
-        "status": _status,
         "snapshot": lambda arguments: local_engine().snapshot(),
         **{what: partial(_part, what) for what in WHAT},
         "check": lambda arguments: check(**arguments),
@@ -109,7 +106,3 @@ def change(wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[st
 
 def _part(what: str, arguments: Mapping[str, Any]) -> Any:
     return WHAT[what](local_engine(), arguments.get("argument", 0.0))
-
-
-def _status(arguments: Mapping[str, Any]) -> Any:
-    return snapshot()

@@ -335,7 +335,7 @@ def work_until_reloaded(
         sys.exit(format_mistake(error))
     url = url_of(sockets[0], is_tls=config.is_ssl)
     observer = Observer(partial(parts_of, local_engine()), lambda: url)
-    control = ControlSocket(_commands_of_the_reloaded(observer, url), os.getppid())
+    control = ControlSocket(_commands_of_the_reloaded(observer), os.getppid())
     try:
         options = resolved(served.server.admin)
         with observer, admin_listening(local_engine().snapshot, options, observer) as admin:
@@ -344,13 +344,8 @@ def work_until_reloaded(
         sys.exit(f"Error: {error}")
 
 
-def _commands_of_the_reloaded(observer: Observer, url: str) -> dict[str, Command]:
+def _commands_of_the_reloaded(observer: Observer) -> dict[str, Command]:
     """Return the commands of the control socket, which has the command's process id: that stays."""
-
-    of_this_process = commands_of_one_process(observer)
-
-    def status(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {**of_this_process["status"](arguments), "pid": os.getppid(), "url": url}
 
     def view(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {**observer.view(), "pid": os.getppid()}
@@ -363,7 +358,7 @@ def _commands_of_the_reloaded(observer: Observer, url: str) -> dict[str, Command
     def stop(arguments: Mapping[str, Any]) -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
-    return {**of_this_process, "reload": reload, "status": status, "stop": stop, "view": view}
+    return {**commands_of_one_process(observer), "reload": reload, "stop": stop, "view": view}
 
 
 def _outlive_no_parent(config: uvicorn.Config) -> None:

@@ -7,7 +7,6 @@ worker            answers in a thread of its own
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,21 +15,15 @@ from typing import Any, Protocol
 
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.server_commands import SCALE, Changes, livez, scaling, stop
-from ingress.cli.snapshot import summed
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
 from ingress.live.observer import Observer
-from ingress.live.part import WHAT
 from ingress.live.recording import ASK_S
 from ingress.live.words import SILENT
 
-STATUS_S = 3.0  # for the status of a worker, which may stall
+STATUS_S = 3.0  # for the state of a worker, which may stall
 APPLY_S = 60.0
 RETRY_S = 0.1
-
-
-READS = ("status", *WHAT)
-"""Commands that change nothing: they are sent to those workers that serve."""
 
 
 @dataclass(eq=False, slots=True)
@@ -150,16 +143,10 @@ class WorkersCommands:
     def table(self) -> dict[str, Command]:
         return {
             "livez": livez,
-            "status": self.status,
             "view": lambda arguments: self.observer.view(),
             "stop": stop,
             "scale": lambda arguments: self.change(scaling(arguments), SCALE, is_scaling=True),
         }
-
-    def status(self, arguments: Mapping[str, Any]) -> Any:
-        found, absent = self._answers("status")
-        silent = [pid for pid, reason in absent.items() if reason == SILENT]
-        return {**summed(os.getpid(), self.url, found), "silent": silent}
 
     def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
         """Return the answers of the workers, and the reasons of those without one, by id."""

@@ -31,11 +31,12 @@ from ingress.base.signals import stop_signals
 from ingress.base.snapshot import Snapshot
 from ingress.cli.server_commands import Changes
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served
-from ingress.cli.worker_commands import READS, Asked, Failed, Rolling
+from ingress.cli.worker_commands import Asked, Failed, Rolling
 from ingress.cli.worker_process import LATE_S, WorkerProcess, spawn
 from ingress.cli.worker_snapshots import Ended
 from ingress.config_file.loading import ConfigFile
 from ingress.http.shared_port import SharedPort
+from ingress.live.part import WHAT
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 FAILURES = 3
@@ -180,7 +181,7 @@ class Supervisor:
             asked = self._posted.get()
             starting = [each.pid for each in self._workers if not each.is_ready]
             late = [each.pid for each in self._workers if each.is_late]
-            if asked.command == "snapshot" or (asked.command in READS and self._code is None):
+            if asked.command == "snapshot" or (asked.command in WHAT and self._code is None):
                 self._send(asked)  # it changes nothing: it goes to the workers that serve
             elif self._code is not None:
                 asked.refuse("the server stops")
