@@ -90,7 +90,7 @@ def check(timeline: Timeline) -> tuple[Trace, Picture]:
     return Trace(as_json([timeline], "t")), Picture(as_svg(timeline, "t"))
 
 
-def kinds(timeline: Timeline, journey: Journey) -> list[WaitKind]:
+def kinds(timeline: Timeline, journey: Journey) -> list[str]:
     return [wait.kind for wait in waits_of(timeline).get(journey, [])]
 
 

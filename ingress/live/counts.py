@@ -24,9 +24,8 @@ def _of_requests(router: Router) -> dict[tuple[str, str], Sums]:
     for (route, method, status), each in router.http.summed().items():
         if method != "WS":
             buckets = tuple(each.buckets)
-            count = sum(buckets)
-            errors = count if status >= 500 else 0
-            found[f"{method} {status}", route] = count, errors, each.total_ms, buckets
+            errors = sum(buckets) if status >= 500 else 0
+            found[f"{method} {status}", route] = sum(buckets), errors, each.total_ms, buckets
     return found
 
 
@@ -34,11 +33,10 @@ def _of_calls(replicas: Iterable[Replica]) -> dict[tuple[str, str], Sums]:
     """Return the calls by handle: the times that they ran."""
     found: dict[tuple[str, str], Sums] = {}
     for replica in replicas:
-        tag = replica.replica_id.unique_id
         # A copy: the user loop adds a route at any time.
         for route, each in replica.latencies.copy().items():
-            buckets = tuple(each.buckets)
-            found[tag, route] = sum(buckets), each.errors, each.total_ms, buckets
+            buckets, key = tuple(each.buckets), (replica.replica_id.unique_id, route)
+            found[key] = sum(buckets), each.errors, each.total_ms, buckets
     return found
 
 
@@ -48,12 +46,10 @@ def counts(applications: Iterable[RunningApplication]) -> dict[Deployment, Count
     for application in applications:
         for name, deployment in list(application.deployments.items()):
             replicas = deployment.replicas
-            ongoing = sum(each.ongoing for each in replicas)
-            routes = _of_requests(deployment.router) or _of_calls(replicas)
             found[application.name, name] = {
                 "queued": deployment.router.num_queued,
-                "ongoing": ongoing,
+                "ongoing": sum(each.ongoing for each in replicas),
                 "requests": deployment.router.num_requests,
-                "routes": routes,
+                "routes": _of_requests(deployment.router) or _of_calls(replicas),
             }
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -15,12 +14,9 @@ from ingress.live.configuration import HTTPSide, configuration_of
 from ingress.live.counts import counts
 from ingress.live.documents import ConfigurationPart, CountPart, Links, Part, Recording
 from ingress.live.recording import record
-from ingress.live.running import Running
+from ingress.live.running import RUNNING
 from ingress.replicas.replica import Replica
 from ingress.schema import ServeStatus
-
-_RUNNING = Running()
-_LOOKING = threading.Lock()  # `_RUNNING` is for one thread at a time
 
 
 class Server(Protocol):
@@ -58,8 +54,7 @@ def part(server: Server, argument: float = 0.0) -> Part:
     replicas = _replicas(running)
     slowest, failed = NOTABLE.recent()
     answers = children.ask(replicas)
-    with _LOOKING:
-        seen = _RUNNING.look(replicas, {name: each.deployed_at_s for name, each in running.items()})
+    seen = RUNNING.look(replicas, {name: each.deployed_at_s for name, each in running.items()})
     children.add(seen, answers)
     return {
         **count_part(server),
@@ -116,10 +111,7 @@ def _links(application: RunningApplication | None) -> Links:
     bound = application.ingress.bound_app
     docs = None if bound is None else bound.docs_path
     prefix = application.route_prefix
-    return {
-        "route_prefix": prefix,
-        "docs": None if docs is None else prefix.rstrip("/") + docs,
-    }
+    return {"route_prefix": prefix, "docs": None if docs is None else prefix.rstrip("/") + docs}
 
 
 WHAT: Mapping[str, Callable[[Server, float], Mapping[str, object]]] = {

@@ -16,6 +16,7 @@ import linecache
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from time import monotonic
 from types import FrameType
 
@@ -43,6 +44,7 @@ from ingress.watchdog.stacks import (
     is_idle_worker,
     read,
     running_task,
+    value_in,
     worker_context,
 )
 
@@ -55,20 +57,25 @@ STALLS = 5
 """Number of recent stalls of a replica that are listed."""
 
 
+@dataclass(eq=False, slots=True)
 class Running:
-    """The looks at the replicas of this process. For one thread at a time."""
+    """The looks at the replicas of this process. Thread-safe."""
 
-    __slots__ = ("_clocks", "_ran")
-
-    def __init__(self) -> None:
-        self._clocks = ThreadClocks()
-        self._ran: dict[int, tuple[float, float]] = {}  # by thread: when it was read, its time
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _clocks: ThreadClocks = field(default_factory=ThreadClocks)
+    # By thread: when it was read, and its time.
+    _ran: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def look(
         self, replicas: Iterable[Replica], deployed_at_s: Mapping[str, float]
     ) -> list[ReplicaNow]:
         """Return what runs on each of these replicas, with the stalls since the deployments."""
-        replicas = list(replicas)
+        with self._lock:
+            return self._look(list(replicas), deployed_at_s)
+
+    def _look(
+        self, replicas: list[Replica], deployed_at_s: Mapping[str, float]
+    ) -> list[dict[str, Any]]:
         now = monotonic()
         frames = current_frames()
         threads = {each.ident: each for each in threading.enumerate() if each.ident is not None}
@@ -82,8 +89,17 @@ class Running:
                 stalls.setdefault(whose, []).append(stall)
         try:
             return [
-                _Look(each, frames, threads, loops[id(each)], busy, stalls, now).as_json()
+                _Look(
+                    each,
+                    frames,
+                    threads,
+                    loops[id(each)],
+                    busy.get(loops[id(each)]),
+                    stalls.get((here.app_name, here.deployment, here.replica_tag), []),
+                    now,
+                ).as_json()
                 for each in replicas
+                for here in (each.context,)
             ]
         finally:
             frames.clear()  # their locals are the user's objects
@@ -99,30 +115,22 @@ class Running:
         }
 
 
+RUNNING = Running()
+
+
+@dataclass(eq=False, slots=True)
 class _Look:
     """One look at one replica."""
 
-    __slots__ = ("_at", "_busy", "_frames", "_ident", "_now", "_replica", "_stalls", "_threads")
-
-    def __init__(
-        self,
-        replica: Replica,
-        frames: dict[int, FrameType],
-        threads: dict[int, threading.Thread],
-        ident: int,
-        busy: dict[int, float],
-        stalls: dict[tuple[str, str, str], list[Stall]],
-        now: float,
-    ) -> None:
-        self._replica = replica
-        self._frames = frames
-        self._threads = threads
-        self._ident = ident
-        self._busy = busy.get(ident)
-        context = replica.context
-        self._stalls = stalls.get((context.app_name, context.deployment, context.replica_tag), [])
-        self._now = now
-        self._at: dict[Call, tuple[str, Place]] = {}  # the thread and the line of calls that run
+    _replica: Replica
+    _frames: dict[int, FrameType]
+    _threads: dict[int, threading.Thread]
+    _ident: int
+    _busy: float | None
+    _stalls: list[Stall]
+    _now: float
+    # The thread and the line of calls that run.
+    _at: dict[Call, tuple[str, Place]] = field(default_factory=dict)
 
     def as_json(self) -> ReplicaNow:
         replica = self._replica
@@ -162,8 +170,7 @@ class _Look:
         frame = self._frames.get(self._ident)
         runs: LoopRun | None = None
         if frame is not None:
-            _, context = running_task(replica.loop, frame)
-            call = None if context is None else context.get(CURRENT_CALL)
+            call = value_in(running_task(replica.loop, frame)[1], CURRENT_CALL)
             if call is not None and call.runner is replica:
                 stack = read(frame, replica.context)
                 self._at[call] = "loop", stack.place
@@ -186,11 +193,9 @@ class _Look:
         threads, unfinished = pool.threads.at_work()
         runs: list[ThreadRun] = []
         for thread in threads:
-            frame = self._frames.get(thread.ident or 0)
-            if frame is None or is_idle_worker(frame):
+            if (frame := self._frames.get(thread.ident or 0)) is None or is_idle_worker(frame):
                 continue
-            context = worker_context(frame)
-            call = None if context is None else context.get(CURRENT_CALL)
+            call = value_in(worker_context(frame), CURRENT_CALL)
             stack = read(frame, self._replica.context)
             named: Named = {"request_id": "", "title": "", "ms": None}
             if call is not None:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ingress.timeline.recorder import Journey, Standstill, Timeline
-from ingress.timeline.waits import Wait, rows, waits_of
+from ingress.timeline.waits import Span, rows, waits_of
 
 Event = dict[str, object]
 
@@ -25,7 +25,9 @@ def as_json(timelines: Sequence[Timeline], title: str) -> str:
     The processes of `timelines` share a machine, and so a clock. `zero_s` in the file is the time
     on that clock when its own times begin.
     """
-    zero = min(map(_begin_of, timelines))
+    # A stall may have begun before the first request.
+    stalls = (each.began_at for timeline in timelines for each in timeline.standstills)
+    zero = min([*(each.began_at for each in timelines), *stalls])
     # Line by line: one call of the encoder would hold the GIL for the whole file.
     events = ",\n".join(
         json.dumps(event) for each in timelines for event in _Events(each, title, zero)
@@ -38,20 +40,14 @@ def merged(texts: Sequence[str]) -> str:
     """Return the trace files of several processes of a machine as one."""
     traces = [json.loads(text) for text in texts]
     zero = min(each["otherData"]["zero_s"] for each in traces)
-    events = []
+    events = [event for each in traces for event in each["traceEvents"]]
     for each in traces:
         later_us = (each["otherData"]["zero_s"] - zero) * 1e6
         for event in each["traceEvents"]:
             if "ts" in event:
                 event["ts"] = round(event["ts"] + later_us, 3)
-            events.append(event)
     about = {**traces[0]["otherData"], "zero_s": zero}
     return json.dumps({**traces[0], "otherData": about, "traceEvents": events})
-
-
-def _begin_of(timeline: Timeline) -> float:
-    # A stall may have begun before the first request.
-    return min([timeline.began_at, *(each.began_at for each in timeline.standstills)])
 
 
 class _Events:
@@ -100,7 +96,7 @@ class _Events:
         times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}
         return {"ph": "X", "cat": cat, "name": name, **times, "pid": self._pid, "tid": tid}
 
-    def _request(self, journey: Journey, waits: list[Wait]) -> Iterator[Event]:
+    def _request(self, journey: Journey, waits: list[Span]) -> Iterator[Event]:
         number = f"{journey.number:#x}"
         args = _identity(journey) | {
             "kind": journey.kind,

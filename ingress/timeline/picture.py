@@ -12,12 +12,12 @@ the time, in ms, since the first request arrived
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ingress.timeline import svg, words
 from ingress.timeline.recorder import Journey, Standstill, Timeline, Track
 from ingress.timeline.svg import BAR, GAP, MARGIN, STALL, WIDTH, bar, text, width_of
-from ingress.timeline.waits import rows, waits_of
+from ingress.timeline.waits import Span, rows, waits_of
 from ingress.timeline.words import LEGEND, in_ms
 
 SHOWN = 50
@@ -52,15 +52,6 @@ def _last(timeline: Timeline) -> Timeline:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A part of a bar. `kind` is a key of the legend."""
-
-    kind: str
-    began_at: float
-    ended_at: float
-
-
 class _Picture:
     def __init__(self, timeline: Timeline, title: str, seen: str) -> None:
         self._timeline = timeline
@@ -77,8 +68,7 @@ class _Picture:
     def text(self) -> str:
         for track in self._timeline.tracks:
             self._add_track(track)
-        on_none = [each for each in self._timeline.journeys if each.loop is None]
-        if on_none:
+        if on_none := [each for each in self._timeline.journeys if each.loop is None]:
             self._add_label("on no replica")
             self._add_requests(on_none)
         head, top = self._head()
@@ -133,7 +123,7 @@ class _Picture:
                 self._add_stalls(stalls)
         elif runs := [run for run in self._timeline.runs if run.track is track]:
             self._add_label(track.name)
-            parts = [[_Segment("work", run.began_at, run.ended_at)] for run in runs]
+            parts = [[Span("work", run.began_at, run.ended_at)] for run in runs]
             for run, segments, until in zip(runs, parts, self._next_begins(parts), strict=True):
                 self._add_bar("work", run.journey, segments, words.about_run(run), until)
             self._y += BAR + GAP
@@ -150,16 +140,16 @@ class _Picture:
                 self._add_bar("request", each, segments, about, until)
             self._y += BAR + GAP
 
-    def _next_begins(self, row: list[list[_Segment]]) -> list[float]:
+    def _next_begins(self, row: list[list[Span]]) -> list[float]:
         """Return for each bar of a row the x at which the next bar begins."""
         self._free_x = MARGIN
         return [*(self._x(_extent(segments)[0]) for segments in row[1:]), WIDTH - MARGIN]
 
-    def _segments(self, journey: Journey) -> list[_Segment]:
+    def _segments(self, journey: Journey) -> list[Span]:
         """Return the segments of a request. When it neither waits nor runs, it awaits."""
-        known = [_Segment(*wait) for wait in self._waits.get(journey, [])]
+        known = [*self._waits.get(journey, [])]
         known += [
-            _Segment("run", run.began_at, run.ended_at)
+            Span("run", run.began_at, run.ended_at)
             for run in self._timeline.runs
             if run.journey is journey and run.track is journey.loop
         ]
@@ -167,14 +157,14 @@ class _Picture:
         at = journey.began_at or journey.ended_at
         for each in sorted(known, key=lambda each: each.began_at):
             if each.began_at > at:
-                awaits.append(_Segment("await", at, each.began_at))
+                awaits.append(Span("await", at, each.began_at))
             at = max(at, each.ended_at)
         if at < journey.ended_at or not known:
-            awaits.append(_Segment("await", at, journey.ended_at))
+            awaits.append(Span("await", at, journey.ended_at))
         return [*awaits, *known]
 
     def _add_bar(
-        self, what: str, journey: Journey, segments: Sequence[_Segment], about: str, until: float
+        self, what: str, journey: Journey, segments: Sequence[Span], about: str, until: float
     ) -> None:
         """Draw one bar of a row. The next bar begins at `until`."""
         lines = []
@@ -188,7 +178,7 @@ class _Picture:
         known = {"request": journey.number} | self._times(*_extent(segments))
         self._body += svg.group(what, about, known, lines)
 
-    def _label(self, label: str, segments: Sequence[_Segment], until: float) -> list[str]:
+    def _label(self, label: str, segments: Sequence[Span], until: float) -> list[str]:
         """Write the label of a bar: in its widest segment, or behind or before it, or nowhere."""
         y, needed = self._y + 13, width_of(label) + 8
         began_at, ended_at = _extent(segments)
@@ -202,9 +192,7 @@ class _Picture:
         if until - end >= needed:
             self._free_x = end + needed
             return [text(end + 4, y, label, "muted")]
-        if begin - free >= needed:
-            return [text(begin - 4, y, label, "muted", anchor="end")]
-        return []
+        return [text(begin - 4, y, label, "muted", anchor="end")] if begin - free >= needed else []
 
     def _add_stalls(self, stalls: list[Standstill]) -> None:
         """Draw the stalls of a loop below it, with their durations and places."""
@@ -217,7 +205,7 @@ class _Picture:
         for row in rows(labelled, lambda each: (each[0], each[1])):
             for x, _, took, each in row:
                 self._kinds.add("stall")
-                segment = _Segment("stall", each.began_at, each.ended_at)
+                segment = Span("stall", each.began_at, each.ended_at)
                 lines = [
                     bar("stall", self._x(each.began_at), self._y, self._width(segment), STALL),
                     text(x, self._y + 17, took, "muted"),
@@ -225,8 +213,7 @@ class _Picture:
                 known = self._times(each.began_at, each.ended_at)
                 self._body += svg.group("standstill", words.about_stall(each), known, lines)
             self._y += 22
-        places = dict.fromkeys(words.place_of_stall(each) for each in stalls)
-        for place in list(places)[:_PLACES]:
+        for place in list(dict.fromkeys(words.place_of_stall(each) for each in stalls))[:_PLACES]:
             self._body.append(text(MARGIN, self._y + 12, svg.cut(place), "muted"))
             self._y += 18
 
@@ -236,7 +223,7 @@ class _Picture:
         share = (at - self._began_at) / self._span_s
         return MARGIN + min(max(share, 0.0), 1.0) * (WIDTH - 2 * MARGIN)
 
-    def _width(self, each: _Segment) -> float:
+    def _width(self, each: Span) -> float:
         return self._x(each.ended_at) - self._x(each.began_at)
 
     def _times(self, began_at: float, ended_at: float) -> dict[str, object]:
@@ -246,7 +233,7 @@ class _Picture:
         }
 
 
-def _extent(segments: Sequence[_Segment]) -> tuple[float, float]:
+def _extent(segments: Sequence[Span]) -> tuple[float, float]:
     return min(each.began_at for each in segments), max(each.ended_at for each in segments)
 
 

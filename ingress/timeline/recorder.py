@@ -148,8 +148,7 @@ class Recorder:
     def arrive(self, call: Call, kind: str, name: str, deployment: str) -> Journey:
         """Record that a call asks for a slot, or that a batch begins."""
         request_id = call.metadata.request_id
-        number = next(self._numbers)
-        journey = Journey(number, kind, name, request_id, deployment, monotonic())
+        journey = Journey(next(self._numbers), kind, name, request_id, deployment, monotonic())
         self._open[call] = journey
         return journey
 
@@ -162,14 +161,12 @@ class Recorder:
         return self.journey_of(CURRENT_CALL.get(None))
 
     def take_slot(self, call: Call) -> None:
-        journey = self._open.get(call)
-        if journey is not None:
+        if (journey := self._open.get(call)) is not None:
             journey.slot_at = monotonic()
 
     def stand_in_queue(self, call: Call) -> None:
         """Record that a call has asked for a slot and was not refused."""
-        journey = self._open.get(call)
-        if journey is not None and not journey.slot_at:
+        if (journey := self._open.get(call)) is not None and not journey.slot_at:
             journey.was_queued = True
 
     def leave_queue(self, call: Call) -> None:
@@ -180,8 +177,7 @@ class Recorder:
 
     def give_back(self, call: Call) -> None:
         """Record that a call releases its slot. It ends, unless it moves elsewhere unbegun."""
-        journey = self._open.get(call)
-        if journey is not None:
+        if (journey := self._open.get(call)) is not None:
             if journey.began_at or call.settled:
                 self.end(call)
             else:
@@ -189,16 +185,14 @@ class Recorder:
 
     def answer(self, call: Call) -> None:
         """Record that a call is answered. It ends, unless it has a slot."""
-        journey = self._open.get(call)
         # Race with the router, which may give the call a slot at this moment: then its replica
         # releases the slot unused, and the journey ends there.
-        if journey is not None and not journey.slot_at:
+        if (journey := self._open.get(call)) is not None and not journey.slot_at:
             self.end(call)
 
     def end(self, call: Call) -> None:
         # Race of the slot's release with the answer: the thread that pops the journey ends it.
-        journey = self._open.pop(call, None)
-        if journey is not None:
+        if (journey := self._open.pop(call, None)) is not None:
             journey.ended_at = monotonic()
             if call.error is not None:
                 journey.error = type(call.error).__name__
@@ -278,16 +272,15 @@ class Recorder:
         unfinished = [each for each in journeys.values() if not each.ended_at]
         for each in unfinished:
             each.ended_at = now
-        known = {(run.track, run.began_at): run for run in running}
-        known |= {(run.track, run.began_at): run for run in runs}
+        known = {(run.track, run.began_at): run for run in [*running, *runs]}
         whole = [
             run._replace(journey=journeys[run.journey], ended_at=run.ended_at or now)
             for run in known.values()
             if run.journey in journeys  # else its journey was dropped
         ]
         whole.sort(key=lambda run: run.began_at)
-        tracks = dict.fromkeys(run.track for run in whole)
-        tracks |= dict.fromkeys(each.loop for each in journeys.values() if each.loop is not None)
+        loops = (each.loop for each in journeys.values() if each.loop is not None)
+        tracks = dict.fromkeys([*(run.track for run in whole), *loops])
         standstills = standstills_of([*tracks], whole, [*journeys.values()])
         tracks |= dict.fromkeys(each.track for each in standstills)
         in_order = sorted(journeys.values(), key=lambda each: each.arrived_at)
@@ -320,8 +313,7 @@ def standstills_of(
         ran = {run.track for run in runs if run.began_at < ended_at and run.ended_at > began_at}
         named = loops_of(stall, tracks, journeys)
         # Applications may have deployments of the same name: take the one that ran then.
-        track = next((each for each in named if each in ran), None)
-        if track is None:
+        if (track := next((each for each in named if each in ran), None)) is None:
             track = named[0] if named else Track(stall.loop, is_loop=True)
             tracks.append(track)
         found.append(Standstill(track, began_at, ended_at, stall))
@@ -364,5 +356,4 @@ def _sorted(tracks: Iterable[Track], journeys: list[Journey]) -> list[Track]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts worker-10 behind worker-9, and a loop before its workers."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from ingress.timeline.recorder import Journey, Run, Standstill, Timeline
-from ingress.timeline.waits import Wait, WaitKind, waits_of
+from ingress.timeline.waits import Span, WaitKind, waits_of
 from ingress.watchdog import StallReason
 
 LEGEND = {
@@ -52,13 +52,12 @@ def label(journey: Journey) -> str:
 def description(timeline: Timeline) -> str:
     """Return a sentence for each request and each stall."""
     waits = waits_of(timeline)
-    said = [summary(timeline)]
-    said += [about_request(each, timeline, waits.get(each, [])) for each in timeline.journeys]
-    said += [f"{each.track.name} {about_stall(each)}" for each in timeline.standstills]
-    return " ".join(f"{each}." for each in said)
+    requests = (about_request(each, timeline, waits.get(each, [])) for each in timeline.journeys)
+    stalls = (f"{each.track.name} {about_stall(each)}" for each in timeline.standstills)
+    return " ".join(f"{each}." for each in (summary(timeline), *requests, *stalls))
 
 
-def about_request(journey: Journey, timeline: Timeline, waits: list[Wait]) -> str:
+def about_request(journey: Journey, timeline: Timeline, waits: list[Span]) -> str:
     began_at, ended_at = (
         in_ms(at - timeline.began_at) for at in (journey.arrived_at, journey.ended_at)
     )
@@ -70,8 +69,7 @@ def about_request(journey: Journey, timeline: Timeline, waits: list[Wait]) -> st
             parts.append(f"{LEGEND[kind]} {in_ms(waited_s)}")
     runs = [run for run in timeline.runs if run.journey is journey]
     for where, is_loop in (("run", True), ("work", False)):
-        ran_s = _total_s(run for run in runs if run.track.is_loop is is_loop)
-        if ran_s:
+        if ran_s := _total_s(run for run in runs if run.track.is_loop is is_loop):
             parts.append(f"{LEGEND[where]} {in_ms(ran_s)}")
     if journey in timeline.unfinished:
         parts.append("has not ended")
@@ -96,5 +94,5 @@ def place_of_stall(each: Standstill) -> str:
     return f"stalled{line}" + (f" in {stall.method}" if stall.method else "")
 
 
-def _total_s(spans: Iterable[Run | Wait]) -> float:
+def _total_s(spans: Iterable[Run | Span]) -> float:
     return sum(each.ended_at - each.began_at for each in spans)

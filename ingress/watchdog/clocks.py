@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 if sys.platform != "win32":
     import resource
@@ -17,13 +18,11 @@ _IS_LINUX = sys.platform == "linux"
 ENOUGH_WAITS = 5  # more than a thread has that waited for its turn once or twice
 
 
+@dataclass(eq=False, slots=True)
 class ThreadClocks:
     """The run times of threads on a processor. Empty where the system has no such clocks."""
 
-    __slots__ = ("_clocks",)
-
-    def __init__(self) -> None:
-        self._clocks: dict[int, int | None] = {}
+    _clocks: dict[int, int | None] = field(default_factory=dict)
 
     def read(self, idents: Iterable[int]) -> dict[int, float]:
         """Return the seconds that each of these threads has run, where they are known."""

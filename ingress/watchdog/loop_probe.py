@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def call(self) -> Call | None:
-        return None if self.context is None else self.context.get(CURRENT_CALL)
+        return stacks.value_in(self.context, CURRENT_CALL)
 
     @property
     def method(self) -> str:
@@ -109,16 +109,9 @@ class LoopProbe:
         self.beats = 0  # answered so far
         self.asked_at: float | None = None
         self.answered_at: float | None = None
-        self.samples: list[Sample] = []
-        self.waited = 0
-        self.starved_s = 0.0
-        self.see_at = 0.0
-        self.was_reported = False
-        self.was_traced = False
-        self.was_logged = False
-        self.clocks: dict[int, float] = {}
         self._mailbox = mailbox_of(loop)
         self._waits_in: CodeType | None = None
+        self.begin({})
 
     @property
     def ongoing(self) -> int:
@@ -131,13 +124,10 @@ class LoopProbe:
 
     def begin(self, clocks: dict[int, float]) -> None:
         """Forget the samples of the last heartbeat."""
-        self.samples = []
+        self.samples: list[Sample] = []
         self.waited = 0
-        self.starved_s = 0.0
-        self.see_at = 0.0
-        self.was_reported = False
-        self.was_traced = False
-        self.was_logged = False
+        self.starved_s = self.see_at = 0.0
+        self.was_reported = self.was_traced = self.was_logged = False
         self.clocks = clocks
 
     def ask(self) -> None:
@@ -168,12 +158,11 @@ class LoopProbe:
         task, context = stacks.running_task(self.loop, frame)
         if context is not None:
             context = context.copy()
-        stack = stacks.read(frame, self.replica_of(context))
-        self.samples.append(Sample(stack, task, context))
+        self.samples.append(Sample(stacks.read(frame, self.replica_of(context)), task, context))
 
     def replica_of(self, context: Context | None) -> ReplicaRuntime | None:
         """Return the replica whose code runs in a context, or else the loop's only replica."""
-        replica = None if context is None else context.get(REPLICA)
+        replica = stacks.value_in(context, REPLICA)
         owners = list(self.owners)
         return owners[0].context if replica is None and len(owners) == 1 else replica
 
@@ -185,8 +174,7 @@ class LoopProbe:
         Both are `None` if no code in particular kept the loop busy, or if no thread of this process
         delayed it because the system ran other processes.
         """
-        verdict = self._verdict(took_s, runners)
-        if verdict is None:
+        if (verdict := self._verdict(took_s, runners)) is None:
             return None, None
         reason, same, others = verdict
         best: Sample | None = None

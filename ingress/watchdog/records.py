@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from time import monotonic
 
 from ingress.watchdog.stacks import Place
@@ -125,27 +126,19 @@ class Stall:
 
 
 @dataclass(slots=True)
-class _Line:
-    """The last log record of one line of code, and the number of stalls there since."""
-
-    logged_at: float
-    more: int = 0
-
-
-@dataclass(slots=True)
 class StallLog:
     """The recent stalls. Owned by the watchdog's thread; any thread may read `recent`."""
 
     recent: deque[Stall] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _lines: dict[tuple[str, int], _Line] = field(default_factory=dict)
+    # By line of code: when it was logged last, and the number of stalls there since.
+    _lines: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
 
     def log(self, stall: Stall, context: Context, *, follows: bool = False) -> bool:
         """Log a stall. Returns False if another stall at its line was logged just before.
 
         `follows` says that this is the end of a stall that was logged while it lasted.
         """
-        more = self._more(stall.place)
-        if more is None and not follows:
+        if (more := self._more(stall.place)) is None and not follows:
             return False
         again = f" ({more} more stalls at this line since the last record)" if more else ""
         # An import happens once, so that there is no further stall to warn of.
@@ -160,14 +153,14 @@ class StallLog:
         """
         key = (place.file, place.line)
         now = monotonic()
-        line = self._lines.get(key)
-        if line is not None and now - line.logged_at < QUIET_S:
-            line.more += 1
+        logged_at, more = self._lines.get(key, (-inf, 0))
+        if now - logged_at < QUIET_S:
+            self._lines[key] = logged_at, more + 1
             return None
         while len(self._lines) >= _LINES:
             del self._lines[next(iter(self._lines))]
-        self._lines[key] = _Line(now)
-        return 0 if line is None else line.more
+        self._lines[key] = now, 0
+        return more
 
 
 def _some(names: Sequence[str], between: str = ", ") -> str:

@@ -104,8 +104,7 @@ class Sampler:
 
     def _pause_s(self, now: float) -> float:
         if not self._standing:
-            is_busy = any(each.ongoing for each in self._loops)
-            return self._look_s if is_busy else 2 * self._look_s
+            return self._look_s if any(each.ongoing for each in self._loops) else 2 * self._look_s
         next_s = min(each.see_at for each in self._standing) - now
         return min(max(next_s, _SHORTEST_PAUSE_S), self._look_s)
 
@@ -190,8 +189,7 @@ class Sampler:
             self._log.recent.append(stall)
             for owner in list(loop.owners):
                 if owner.context is replica:
-                    counted = owner.stalls.setdefault(stall.method, Latency())
-                    counted.add(stall.duration_ms)
+                    owner.stalls.setdefault(stall.method, Latency()).add(stall.duration_ms)
         # Stalls that delay no request are not logged, such as a task at start-up; nor are stalls in
         # a debugger.
         is_of_interest = stall.waited or stall.request_ids
@@ -230,8 +228,7 @@ class Sampler:
             return []
         least_s = max(ran.values()) * _HOLDS
         for ident, ran_s in ran.items():
-            frame = frames.get(ident)
-            if frame is None or ran_s < least_s:
+            if (frame := frames.get(ident)) is None or ran_s < least_s:
                 continue
             is_loop = ident in loops
             if stacks.is_idle_worker(frame) or (is_loop and loops[ident].is_idle(frame)):
@@ -256,5 +253,4 @@ class Sampler:
 
 
 def _read(frame: FrameType) -> Stack:
-    context = stacks.worker_context(frame)
-    return stacks.read(frame, None if context is None else context.get(REPLICA))
+    return stacks.read(frame, stacks.value_in(stacks.worker_context(frame), REPLICA))

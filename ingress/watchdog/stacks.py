@@ -17,16 +17,18 @@ import sys
 import threading
 from asyncio.events import Handle
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from types import AsyncGeneratorType, CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ingress.base.libraries import is_library
 from ingress.calls.loops import Mailbox
 from ingress.context import ReplicaRuntime
 from ingress.execution.execution import ExecutionPlan
 from ingress.execution.threads import Work, WorkerThreads
+
+T = TypeVar("T")
 
 _DEPTH = 64  # lines kept of a stack
 _DEBUGGERS = frozenset(("bdb", "debugpy", "pydevd", "_pydevd_bundle"))
@@ -216,8 +218,7 @@ def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int
 
     0 and `None` if a callback runs, or another task than when the frames were read.
     """
-    task = asyncio.current_task(loop)
-    if task is None:
+    if (task := asyncio.current_task(loop)) is None:
         return 0, None
     root = getattr(task.get_coro(), "cr_frame", None)
     at: FrameType | None = frame
@@ -226,6 +227,11 @@ def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int
             return 0, None
         at = at.f_back
     return id(task), context_of(task)
+
+
+def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
+    """Return the value of a variable in a context that may be missing; `None` if it has none."""
+    return None if context is None else context.get(variable)
 
 
 def worker_context(frame: FrameType | None) -> Context | None:

@@ -61,8 +61,7 @@ class Watchdog:
         The threshold of the first loop holds for all.
         """
         with self._lock:
-            probe = self._loops.get(loop)
-            if probe is None:
+            if (probe := self._loops.get(loop)) is None:
                 probe = self._loops[loop] = LoopProbe(loop)
             probe.owners[owner] = None
             if self._thread is None or self._is_stopping:
@@ -83,8 +82,7 @@ class Watchdog:
     def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
         """Stop watching a loop, unless it has other owners. No effect if it is not watched."""
         with self._lock:
-            probe = self._loops.get(loop)
-            if probe is None or owner not in probe.owners:
+            if (probe := self._loops.get(loop)) is None or owner not in probe.owners:
                 return
             if len(probe.owners) > 1:
                 del probe.owners[owner]
@@ -118,8 +116,7 @@ class Watchdog:
         """Return those of this process: no stalls of replicas in child processes."""
         found = list(self._log.recent)
         for probe in list(self._loops.values()):
-            asked_at = probe.asked_at
-            if asked_at is not None and probe.answered_at is None:
+            if (asked_at := probe.asked_at) is not None and probe.answered_at is None:
                 stood_s = monotonic() - asked_at
                 if stood_s >= self._threshold_s:
                     stall, _ = probe.judge(stood_s, [], is_over=False)
