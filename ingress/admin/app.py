@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from time import monotonic
 from urllib.parse import urlsplit
@@ -61,6 +62,7 @@ def admin_app(source: Source, options: AdminOptions, more: Sequence[BaseRoute] =
     return Guard(Starlette(routes=[*routes(source), *more]), options)
 
 
+@dataclass(eq=False, slots=True)
 class WrongTokens:
     """The addresses that have sent wrong tokens lately. Used by the listener's loop only.
 
@@ -68,10 +70,8 @@ class WrongTokens:
     one: it could be a guess.
     """
 
-    __slots__ = ("_periods",)
-
-    def __init__(self) -> None:
-        self._periods: dict[str, tuple[float, int]] = {}  # the end, and the number; oldest first
+    # The end of the period, and the number in it; the oldest first.
+    _periods: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def wait_s(self, address: str) -> float:
         """Return the time for which this address gets no answer; 0 for one that gets it."""
@@ -125,8 +125,7 @@ class Guard:
         host = headers.get("host", "")
         if self._checks_host and not is_loopback(_name_of(f"//{host}")):
             return PlainTextResponse("This Host is not allowed here; use 127.0.0.1.", 403)
-        origin = headers.get("origin")
-        if origin is not None and _place_of(origin) != host:
+        if (origin := headers.get("origin")) is not None and _place_of(origin) != host:
             return PlainTextResponse("Requests from other sites are not allowed.", 403)
         # The page itself has no data: it asks its reader for the token, and sends it.
         token = None if scope["path"] == "/" else self._token
@@ -144,7 +143,9 @@ class Guard:
                 429,
                 {"retry-after": str(ceil(wait_s))},
             )
-        if _has_token(headers, token):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_same = secrets.compare_digest(given.strip().encode(), token.encode())
+        if scheme.lower() == "bearer" and is_same:
             return None
         if "authorization" in headers:
             self._wrong.note(address)
@@ -168,10 +169,3 @@ def _name_of(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-def _has_token(headers: Headers, token: str) -> bool:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(
-        given.strip().encode(), token.encode()
-    )

@@ -56,13 +56,15 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
         _add_application(lines, name, application)
     _add_http(lines, "", snapshot.unrouted)
     for process in snapshot.processes:
-        labels = _labels(process=process.name)
-        lines.add(f.MEMORY, labels, process.rss_bytes)
-        lines.add(f.CPU, labels, process.cpu_s)
-        lines.add(f.THREADS, labels, process.threads)
-        lines.add(f.GIL_WAIT, labels, process.gil_wait_s)
-    lines.add(f.WORKERS, _labels(state="ready"), len(snapshot.workers))
-    lines.add(f.WORKERS, _labels(state="silent"), len(snapshot.silent))
+        lines.add(
+            _labels(process=process.name),
+            (f.MEMORY, process.rss_bytes),
+            (f.CPU, process.cpu_s),
+            (f.THREADS, process.threads),
+            (f.GIL_WAIT, process.gil_wait_s),
+        )
+    lines.add(_labels(state="ready"), (f.WORKERS, len(snapshot.workers)))
+    lines.add(_labels(state="silent"), (f.WORKERS, len(snapshot.silent)))
     text = list(lines.text())
     shown: set[str] = set()
     for metric in snapshot.metrics:
@@ -86,14 +88,17 @@ class _Lines:
     def has(self, name: str) -> bool:
         return name in self._lines
 
-    def add(self, family: Family, labels: str, value: float) -> None:
-        self._lines[family.name].append(f"{family.name}{{{labels}}} {value}\n")
-
-    def add_latency(self, family: Family, labels: str, latency: Latency) -> None:
-        text = _histogram(family.name, labels, _LATENCY, latency.buckets, latency.total_ms)
-        if self._is_open_metrics and latency.exemplars is not None:
-            text = _with_exemplars(text, latency.exemplars)
-        self._lines[family.name].append(text)
+    def add(self, labels: str, *samples: tuple[Family, float | Latency]) -> None:
+        """Add a sample of each family, all with the same labels; a latency is a histogram."""
+        for family, value in samples:
+            name = family.name
+            if isinstance(value, Latency):
+                text = _histogram(name, labels, _LATENCY, value.buckets, value.total_ms)
+                if self._is_open_metrics and value.exemplars is not None:
+                    text = _with_exemplars(text, value.exemplars)
+            else:
+                text = f"{name}{{{labels}}} {value}\n"
+            self._lines[name].append(text)
 
     def add_distribution(
         self, family: Family, labels: str, template: str, of: Distribution
@@ -161,7 +166,7 @@ def _add_application(lines: _Lines, name: str, application: ApplicationSnapshot)
     labels = _labels(application=name)
     if application.status in _APPLICATION_STATUS:
         status = _APPLICATION_STATUS.index(application.status) + 1
-        lines.add(f.APPLICATION_STATUS, labels, status)
+        lines.add(labels, (f.APPLICATION_STATUS, status))
     for deployment, each in application.deployments.items():
         _add_deployment(lines, name, deployment, each)
     # The ingress of an earlier version may have another name; these labels do not have it.
@@ -172,8 +177,9 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
     labels = _labels(application=app, deployment=name)
     if deployment.status in _DEPLOYMENT_STATUS:
         status = _DEPLOYMENT_STATUS.index(deployment.status) + 1
-        lines.add(f.DEPLOYMENT_STATUS, labels, status)
-    for family, value in (
+        lines.add(labels, (f.DEPLOYMENT_STATUS, status))
+    lines.add(
+        labels,
         (f.TARGET_REPLICAS, deployment.target_replicas),
         (f.ROUTER_REQUESTS, deployment.requests),
         (f.QUEUED, deployment.queued),
@@ -184,12 +190,11 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
         (f.EXPIRED, deployment.expired),
         (f.LOSSES, deployment.losses),
         (f.FAILED_STARTS, deployment.failed_starts),
-    ):
-        lines.add(family, labels, value)
+    )
     for http in deployment.http:
         if http.status >= 400:
             error = _http_labels(app, http, "error_code", deployment=name)
-            lines.add(f.DEPLOYMENT_HTTP_ERRORS, error, http.latency.count)
+            lines.add(error, (f.DEPLOYMENT_HTTP_ERRORS, http.latency.count))
     for replica, counts in deployment.counts().items():
         _add_counts(lines, _labels(application=app, deployment=name, replica=replica), counts)
     _add_gauges(lines, app, name, deployment.replicas)
@@ -197,11 +202,10 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
 
 def _add_http(lines: _Lines, app: str, counts: list[HTTPCount]) -> None:
     for each in counts:
-        labels = _http_labels(app, each, "status_code")
-        lines.add(f.HTTP_REQUESTS, labels, each.latency.count)
-        lines.add_latency(f.HTTP_LATENCY, labels, each.latency)
+        count, labels = each.latency.count, _http_labels(app, each, "status_code")
+        lines.add(labels, (f.HTTP_REQUESTS, count), (f.HTTP_LATENCY, each.latency))
         if each.status >= 400:
-            lines.add(f.HTTP_ERRORS, _http_labels(app, each, "error_code"), each.latency.count)
+            lines.add(_http_labels(app, each, "error_code"), (f.HTTP_ERRORS, count))
 
 
 def _http_labels(app: str, each: HTTPCount, status: str, **more: str) -> str:
@@ -211,27 +215,30 @@ def _http_labels(app: str, each: HTTPCount, status: str, **more: str) -> str:
 
 def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:
     """Add the counters of one replica id; with `--workers`, of that id in all workers."""
-    lines.add(f.STARTS, labels, counts.starts)
+    lines.add(labels, (f.STARTS, counts.starts))
     for route, latency in counts.routes.items():
-        with_route = _and(labels, route=route)
-        lines.add(f.DEPLOYMENT_REQUESTS, with_route, latency.count - latency.errors)
-        lines.add_latency(f.PROCESSING_LATENCY, with_route, latency)
+        served = latency.count - latency.errors
+        of_route = (f.DEPLOYMENT_REQUESTS, served), (f.PROCESSING_LATENCY, latency)
+        lines.add(_and(labels, route=route), *of_route)
     for route, types in counts.errors.items():
         for name, count in types.items():
-            lines.add(f.DEPLOYMENT_ERRORS, _and(labels, route=route, exception_type=name), count)
+            lines.add(_and(labels, route=route, exception_type=name), (f.DEPLOYMENT_ERRORS, count))
     for method, latency in counts.stalls.items():
-        lines.add_latency(f.STALLS, _and(labels, method=method), latency)
+        lines.add(_and(labels, method=method), (f.STALLS, latency))
     for lane, latency in counts.thread_waits.items():
-        lines.add_latency(f.THREAD_WAIT, _and(labels, lane=lane), latency)
+        lines.add(_and(labels, lane=lane), (f.THREAD_WAIT, latency))
     _add_batches(lines, labels, counts.batches)
     if counts.model_gets:
         loads = counts.model_times.get(LOAD, Latency())
         unloads = counts.model_times.get(UNLOAD, Latency())
-        lines.add(f.MODEL_GETS, labels, counts.model_gets)
-        lines.add(f.MODEL_LOADS, labels, loads.count)
-        lines.add(f.MODEL_UNLOADS, labels, unloads.count)
-        lines.add_latency(f.MODEL_LOAD_TIME, labels, loads)
-        lines.add_latency(f.MODEL_UNLOAD_TIME, labels, unloads)
+        lines.add(
+            labels,
+            (f.MODEL_GETS, counts.model_gets),
+            (f.MODEL_LOADS, loads.count),
+            (f.MODEL_UNLOADS, unloads.count),
+            (f.MODEL_LOAD_TIME, loads),
+            (f.MODEL_UNLOAD_TIME, unloads),
+        )
 
 
 def _add_batches(lines: _Lines, labels: str, batches: Mapping[str, BatchCount]) -> None:
@@ -241,10 +248,13 @@ def _add_batches(lines: _Lines, labels: str, batches: Mapping[str, BatchCount]) 
         summed.setdefault(_short(function), BatchCount()).merge(batch)
     for name, batch in summed.items():
         with_function = _and(labels, function_name=name)
-        lines.add(f.BATCHES, with_function, batch.batches)
-        lines.add(f.BATCHED_CALLS, with_function, batch.calls)
-        lines.add_latency(f.BATCH_WAIT, with_function, batch.wait)
-        lines.add_latency(f.BATCH_EXECUTION, with_function, batch.execution)
+        lines.add(
+            with_function,
+            (f.BATCHES, batch.batches),
+            (f.BATCHED_CALLS, batch.calls),
+            (f.BATCH_WAIT, batch.wait),
+            (f.BATCH_EXECUTION, batch.execution),
+        )
         lines.add_distribution(f.BATCH_SIZE, with_function, _SIZE, batch.sizes)
         lines.add_distribution(f.BATCH_UTILIZATION, with_function, _UTILIZATION, batch.utilizations)
 
@@ -268,25 +278,27 @@ def _add_gauges(
             by_id.setdefault(replica.replica_id, []).append(replica)
     for name, ones in by_id.items():
         labels = _labels(application=app, deployment=deployment, replica=name)
-        lines.add(f.PROCESSING, labels, sum(each.ongoing for each in ones))
-        lines.add(f.SLOTS, labels, sum(each.max_ongoing for each in ones))
-        lines.add(f.ORPHANS, labels, sum(each.orphans for each in ones))
-        lines.add(f.HEALTHY, labels, int(not any(each.unhealthy_reason for each in ones)))
+        lines.add(
+            labels,
+            (f.PROCESSING, sum(each.ongoing for each in ones)),
+            (f.SLOTS, sum(each.max_ongoing for each in ones)),
+            (f.ORPHANS, sum(each.orphans for each in ones)),
+            (f.HEALTHY, int(not any(each.unhealthy_reason for each in ones))),
+        )
         if any(each.models for each in ones):
-            lines.add(f.MODELS, labels, sum(len(each.models) for each in ones))
+            lines.add(labels, (f.MODELS, sum(len(each.models) for each in ones)))
             models = {encodable(model)[:_MOST_OF_ID] for each in ones for model in each.models}
             for model in sorted(models)[:_MOST_MODELS]:
-                lines.add(f.MODEL_IDS, _and(labels, model_id=model), 1)
+                lines.add(_and(labels, model_id=model), (f.MODEL_IDS, 1))
         for function, waiting in _queues(ones).items():
-            lines.add(f.BATCH_QUEUE, _and(labels, function_name=function), waiting)
+            lines.add(_and(labels, function_name=function), (f.BATCH_QUEUE, waiting))
         for lane in ones[0].lanes:
             loads = [each.lanes[lane] for each in ones if lane in each.lanes]
             with_lane = _and(labels, lane=lane)
-            lines.add(f.LANE_LIMIT, with_lane, sum(each.limit for each in loads))
-            ongoing = _and(with_lane, state="ongoing")
-            lines.add(f.LANE_CALLS, ongoing, sum(each.ongoing for each in loads))
-            queued = _and(with_lane, state="queued")
-            lines.add(f.LANE_CALLS, queued, sum(each.queued for each in loads))
+            lines.add(with_lane, (f.LANE_LIMIT, sum(each.limit for each in loads)))
+            for state in ("ongoing", "queued"):
+                calls = sum(getattr(each, state) for each in loads)
+                lines.add(_and(with_lane, state=state), (f.LANE_CALLS, calls))
 
 
 def _queues(ones: Sequence[ReplicaSnapshot]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
 
 from pydantic import TypeAdapter
@@ -17,6 +18,7 @@ FRESH_S = 0.2
 _JSON = TypeAdapter(Snapshot)
 
 
+@dataclass(eq=False, slots=True)
 class Source:
     """The latest snapshot. Thread-safe: `make` makes it, in one thread at a time.
 
@@ -24,14 +26,11 @@ class Source:
     viewers costs the server as much as one.
     """
 
-    __slots__ = ("_json", "_latest", "_lock", "_made_at", "_make")
-
-    def __init__(self, make: Callable[[], Snapshot]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._latest: Snapshot | None = None
-        self._json: bytes | None = None
-        self._made_at = 0.0
+    _make: Callable[[], Snapshot]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _latest: Snapshot | None = None
+    _json: bytes | None = None
+    _made_at: float = 0.0
 
     def latest(self) -> Snapshot:
         """Return a snapshot that is at most `FRESH_S` old. It blocks; do not change it."""

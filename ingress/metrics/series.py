@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 from ingress.base.snapshot import MAX_ENDED, UserMetric, UserSeries, merged_metrics
@@ -26,21 +26,18 @@ OTHER = "other"
 OF_REPLICA = ("application", "deployment", "replica")
 
 
+@dataclass(eq=False, slots=True)
 class Definition:
     """A metric of a process, which all objects of its name share. Guarded by `lock`."""
 
-    __slots__ = ("_has_warned", "metric", "objects", "series")
-
-    def __init__(self, metric: UserMetric) -> None:
-        self.metric = metric
-        self.series: dict[tuple[str, ...], UserSeries] = {}
-        self.objects: WeakSet[object] = WeakSet()
-        self._has_warned = False
+    metric: UserMetric
+    series: dict[tuple[str, ...], UserSeries] = field(default_factory=dict)
+    objects: WeakSet[object] = field(default_factory=WeakSet)
+    _has_warned: bool = False
 
     def one(self, labels: tuple[str, ...]) -> UserSeries:
         """Return the series of these labels; a shared one if there are too many."""
-        found = self.series.get(labels)
-        if found is None and len(self.series) >= MAX_SERIES:
+        if (found := self.series.get(labels)) is None and len(self.series) >= MAX_SERIES:
             self._drop_ended()
         if found is None and len(self.series) >= MAX_SERIES:
             if not self._has_warned:

@@ -87,8 +87,7 @@ class _Metric:
         final = {**self._default_tags, **(tags or {})}
         if ROUTE in self._tag_keys and ROUTE not in final:
             final[ROUTE] = get_request_context().route
-        missing = [key for key in self._tag_keys if key not in final]
-        if missing:
+        if missing := [key for key in self._tag_keys if key not in final]:
             raise ValueError(
                 f"Missing value for tag key(s) of metric {self._name!r}: {', '.join(missing)}."
             )
