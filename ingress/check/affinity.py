@@ -55,12 +55,22 @@ _THREAD_STATE = {
 def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
     """Yield the uses of an event loop in a `def` that will run in a thread, with descriptions."""
     state = state_around(function.file, function.cls, sources)
-    ready = _ready_for_no_loop(function)
+    # In a `try` that catches `RuntimeError` the code is ready for no loop.
+    ready = {
+        inner
+        for node in own_nodes(function.node)
+        if isinstance(node, ast.Try)
+        and any(h.type is None or "RuntimeError" in ast.unparse(h.type) for h in node.handlers)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     for node in own_nodes(function.node):
-        if isinstance(node, ast.Call) and node not in ready:
-            used = _loop_use(node, function, sources, state)
-            if used:
-                yield Access("IG103", node, ""), used
+        if (
+            isinstance(node, ast.Call)
+            and node not in ready
+            and (used := _loop_use(node, function, sources, state))
+        ):
+            yield Access("IG103", node, ""), used
 
 
 def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
@@ -114,18 +124,6 @@ def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State
     return ""
 
 
-def _ready_for_no_loop(function: Function) -> set[ast.AST]:
-    """Return the nodes in a `try` that catches `RuntimeError`."""
-    return {
-        inner
-        for node in own_nodes(function.node)
-        if isinstance(node, ast.Try)
-        and any(h.type is None or "RuntimeError" in ast.unparse(h.type) for h in node.handlers)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-
-
 def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
     """Return the expression that binds an object to the constructor's thread, and a description.
 
@@ -133,33 +131,22 @@ def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
     """
     if made.full_name == "threading.local":
         # It may be made anywhere: an attribute set here exists only in this thread.
-        filled = _stores(constructor, made.place)
-        return (filled[0], "an attribute of a threading.local()") if filled else None
-    if made.function is not constructor or _is_shareable(made.call):
+        begin = f"{_written(made.place, constructor)}."
+        for node in own_nodes(constructor.node):
+            is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+            if is_stored and isinstance(node, ast.Attribute) and dotted(node).startswith(begin):
+                return node, "an attribute of a threading.local()"
+        return None
+    # `sqlite3.connect(..., check_same_thread=False)` is for any thread.
+    if made.function is not constructor or any(
+        each.arg == "check_same_thread" and ast.unparse(each.value) == "False"
+        for each in made.call.keywords
+    ):
         return None
     for name, what in _AFFINE.items():
         if made.full_name == name or made.full_name.startswith(f"{name}."):
             return made.call, what
     return None
-
-
-def _is_shareable(call: ast.Call) -> bool:
-    """Return whether a call is `sqlite3.connect(..., check_same_thread=False)`."""
-    return any(
-        each.arg == "check_same_thread" and ast.unparse(each.value) == "False"
-        for each in call.keywords
-    )
-
-
-def _stores(function: Function, place: str) -> list[ast.Attribute]:
-    """Return the expressions in which a function sets attributes of a place."""
-    return [
-        node
-        for node in own_nodes(function.node)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and dotted(node).startswith(f"{_written(place, function)}.")
-    ]
 
 
 def _uses(function: Function, place: str) -> bool:

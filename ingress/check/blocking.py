@@ -87,12 +87,8 @@ def blocking_calls(
         file: _rewritten(file, [each for each in functions if each.file is file])
         for file in {function.file for function in functions}
     }
-    findings = []
-    for file, diagnostic in _ruff(copies):
-        finding = _finding(file, diagnostic, functions)
-        if finding is not None:
-            findings.append(finding)
-    return findings, len(functions)
+    found = (_finding(file, diagnostic, functions) for file, diagnostic in _ruff(copies))
+    return [each for each in found if each is not None], len(functions)
 
 
 class Position(TypedDict):
@@ -143,8 +139,7 @@ def _finding(
 
 
 def _fix(fix: str, reason: OnLoop) -> str:
-    subject = reason.subject
-    if subject is None or subject.function.is_async:
+    if (subject := reason.subject) is None or subject.function.is_async:
         return fix
     in_thread = f"{SYNC_IN_THREADPOOL}=1 (see --migrate), or " if subject.moves else ""
     return f"{in_thread}`async def` and {fix}"
@@ -170,11 +165,10 @@ def _is_left_to_others(function: Function, line: int, column: int) -> bool:
     position = (line, column - 1)
     for node in ast.walk(function.node):
         if isinstance(node, ast.GeneratorExp) and _has(node, position):
-            here = any(
+            return not any(
                 isinstance(each, ast.Call) and (each.lineno, each.col_offset) == position
                 for each in own_nodes(function.node)
             )
-            return not here
     return False
 
 
@@ -209,8 +203,8 @@ def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Diagnostic]]:
         # Without the project's configuration, because blocking is not a matter of style. `noqa`
         # comments still apply.
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--exit-zero"]
-        options = ["--quiet", "--output-format=json", "--select=ASYNC2"]
-        options += [f"--target-version=py3{sys.version_info.minor}"]
+        version = f"--target-version=py3{sys.version_info.minor}"
+        options = ["--quiet", "--output-format=json", "--select=ASYNC2", version]
         done = subprocess.run(
             [*command, *options, folder],
             capture_output=True,

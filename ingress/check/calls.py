@@ -46,8 +46,7 @@ def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> I
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue
-        found = callee(node, caller, sources)
-        if found is None or found.is_async or found is caller:
+        if (found := callee(node, caller, sources)) is None or found.is_async or found is caller:
             continue
         parent = parents.get(node, caller.node)
         if isinstance(parent, ast.Await) and found.node.decorator_list:
@@ -59,6 +58,5 @@ def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> I
 
 def parameters(function: Function) -> set[str]:
     arguments = function.node.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    named += [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
-    return {each.arg for each in named}
+    named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return {each.arg for each in (*named, arguments.vararg, arguments.kwarg) if each is not None}

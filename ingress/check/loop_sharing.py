@@ -29,8 +29,7 @@ def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> 
             continue
         names = " and ".join(built.name for built in users)
         path = Path(each.file).resolve()
-        file = sources.files.get(path)
-        if file is not None and file.allows("IG111", each.line):
+        if (file := sources.files.get(path)) is not None and file.allows("IG111", each.line):
             continue
         named = f" and is named in {each.named_in}" if each.named_in else ""
         message = (

@@ -8,6 +8,7 @@ flag, where unsafe code is already unsafe.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
@@ -24,11 +25,8 @@ def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Findin
     found: dict[tuple[str, int, int, str], Finding] = {}
     for subject in subjects:
         for finding in _of_subject(subject, sources):
-            known = found.get(finding.key)
-            if known is None:
-                found[finding.key] = finding
-            else:
-                found[finding.key] = known.also(finding.functions)
+            known = found.setdefault(finding.key, finding)
+            found[finding.key] = known.also(finding.functions)
     for constructor in dict.fromkeys(each.function for each in subjects if each.is_lifecycle):
         if constructor.node.name == "__init__":
             for finding in _of_constructor(constructor, subjects, sources):
@@ -37,14 +35,13 @@ def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Findin
 
 
 def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
-    function = subject.function
+    function, names = subject.function, (subject.function.name,)
     if subject.sync_wrapper:
         message = (
             f"{function.name} is an `async def`, its wrapper {subject.sync_wrapper} is not: at "
             f"{SYNC_IN_THREADPOOL}=1 the wrapper runs in a thread, the `async def` on the loop"
         )
-        access = Access("IG104", function.node, "")
-        yield from _allowed(_finding(access, function, subject, message), function, access)
+        yield from _found(Access("IG104", function.node, ""), function, names, message)
     if not subject.is_threaded_at_1:
         return
     where = _where(subject)
@@ -53,21 +50,17 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
         for access in accesses(each, sources):
             if subject.one_at_a_time and access.place.startswith("self."):
                 continue
-            message = (
-                f"{_RACES[access.rule_id].format(place=access.place)} in {each.name}{via}{where}"
-            )
-            yield from _allowed(_finding(access, each, subject, message), each, access)
-        if subject.moves:
-            for access, used in loop_uses(each, sources):
-                message = f"{used}, in {each.name}{via}{where}"
-                yield from _allowed(_finding(access, each, subject, message), each, access)
+            race = _RACES[access.rule_id].format(place=access.place)
+            yield from _found(access, each, names, f"{race} in {each.name}{via}{where}")
+        for access, used in loop_uses(each, sources) if subject.moves else ():
+            yield from _found(access, each, names, f"{used}, in {each.name}{via}{where}")
     if subject.moves:
         for access, used in awaitables(function, sources):
             message = (
                 f"{function.name} returns the awaitable of {used}{where}; ingress awaits it on "
                 "the event loop, Ray Serve 2.60 does not await it"
             )
-            yield from _allowed(_finding(access, function, subject, message), function, access)
+            yield from _found(access, function, names, message)
 
 
 _RACES = {
@@ -91,50 +84,36 @@ def _of_constructor(
             f"{constructor.name} {what} in the event loop's thread; at "
             f"{SYNC_IN_THREADPOOL}=1 methods run in other threads"
         )
-        finding = Finding(
-            RULES[access.rule_id],
-            constructor.file.path,
-            access.node.lineno,
-            access.node.col_offset + 1,
-            message,
-            tuple(dict.fromkeys(each.name for each in users)),
-        )
-        yield from _allowed(finding, constructor, access)
+        names = tuple(dict.fromkeys(each.name for each in users))
+        yield from _found(replace(access, place=""), constructor, names, message)
 
 
 def _with_callees(function: Function, sources: Sources) -> list[Function]:
     """Return a function and the `def`s that it calls without a lock."""
     locked = locked_nodes(function, sources)
-    called = [
-        call.callee
-        for call in calls_of(function, sources, returned=True)
-        if call.node not in locked
-    ]
+    calls = calls_of(function, sources, returned=True)
+    called = (call.callee for call in calls if call.node not in locked)
     return list(dict.fromkeys([function, *called]))
 
 
 def _where(subject: Subject) -> str:
-    if subject.moves:
-        return f", which runs in threads at {SYNC_IN_THREADPOOL}=1"
-    return ", which runs in threads"
+    return ", which runs in threads" + f" at {SYNC_IN_THREADPOOL}=1" * subject.moves
 
 
-def _finding(access: Access, function: Function, subject: Subject, message: str) -> Finding:
-    return Finding(
-        RULES[access.rule_id],
-        function.file.path,
-        access.node.lineno,
-        access.node.col_offset + 1,
-        message,
-        (subject.function.name,),
-        access.place,
-        end_line=access.node.end_lineno or 0,
-    )
-
-
-def _allowed(finding: Finding, function: Function, access: Access) -> Iterator[Finding]:
+def _found(
+    access: Access, function: Function, names: tuple[str, ...], message: str
+) -> Iterator[Finding]:
     """Yield the finding unless a `# noqa` on its line or its statement's last suppresses it."""
-    is_def = isinstance(access.node, AnyDef)
-    lines = (access.node.lineno, access.node.lineno if is_def else access.node.end_lineno or 0)
-    if not function.file.allows(finding.rule.id, *lines):
-        yield finding
+    node = access.node
+    lines = (node.lineno, node.lineno if isinstance(node, AnyDef) else node.end_lineno or 0)
+    if not function.file.allows(access.rule_id, *lines):
+        yield Finding(
+            RULES[access.rule_id],
+            function.file.path,
+            node.lineno,
+            node.col_offset + 1,
+            message,
+            names,
+            access.place,
+            end_line=node.end_lineno or 0,
+        )

@@ -41,8 +41,7 @@ def _arguments(built: BuiltDeployment, sources: Sources) -> Iterator[Finding]:
     except TypeError as error:
         path = Path(inspect.getsourcefile(target) or "").resolve()
         line = inspect.getsourcelines(target)[1]
-        file = sources.files.get(path)
-        if file is not None and not file.allows("IG113", line):
+        if (file := sources.files.get(path)) is not None and not file.allows("IG113", line):
             yield Finding(RULES["IG113"], path, line, 1, str(error), (built.name,))
 
 
@@ -52,9 +51,8 @@ def _globals(function: Function, deployment: str, sources: Sources) -> Iterator[
     for each in own_nodes(function.node):
         node: Any = each
         for name in _written(node, state):
-            if name in local or not sources.is_global(name, file):
-                continue
-            if not file.allows("IG112", node.lineno):
+            is_shared = name not in local and sources.is_global(name, file)
+            if is_shared and not file.allows("IG112", node.lineno):
                 message = (
                     f"{name} is a global, and each replica of {deployment} is a process with a "
                     f"{name} of its own: the others do not see this"

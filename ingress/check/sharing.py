@@ -38,8 +38,7 @@ class Access:
 
 def accesses(function: Function, sources: Sources) -> Iterator[Access]:
     """Yield the unsafe accesses in a function that several threads run at once, in its order."""
-    walk = _Walk(function, sources)
-    found = list(walk.unsafe(function.node.body))
+    found = list(_Walk(function, sources).unsafe(function.node.body))
     rewritten = {(each.node.lineno, each.place) for each in found if each.rule_id == "IG101"}
     seen = set()
     for each in found:
@@ -166,8 +165,7 @@ class _Walk:
             place = f"{root}.{rest}" if rest else root
         else:
             place = ""
-        is_own = any(f"{place}.".startswith(f"{own}.") for own in self._state.own)
-        return "" if is_own else place
+        return "" if any(f"{place}.".startswith(f"{own}.") for own in self._state.own) else place
 
 
 def _chain(expression: ast.AST) -> tuple[str, str]:

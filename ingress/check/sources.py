@@ -95,10 +95,9 @@ class SourceFile:
                 targets = node.targets
             elif isinstance(node, ast.AnnAssign | ast.AugAssign):
                 targets = [node.target]
-            nodes = (node for target in targets for node in ast.walk(target))
             found |= {
                 each.id
-                for each in nodes
+                for each in (node for target in targets for node in ast.walk(target))
                 if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
             }
         return found
@@ -202,8 +201,7 @@ class Sources:
 
     def full_name(self, expression: ast.expr, file: SourceFile) -> str:
         """Return the full name of a name or attribute, `package.module.name`; "" if unknown."""
-        name = dotted(expression)
-        head, _, rest = name.partition(".")
+        head, _, rest = dotted(expression).partition(".")
         if not head:
             return ""
         known = file.imports.get(head) or f"{file.module}.{head}"
@@ -229,8 +227,7 @@ class Sources:
         """Return the file of a user class, and its name there."""
         module, dot, name = full_name.rpartition(".")
         while dot:
-            file = self._modules.get(module)
-            if file is not None and name in file.classes:
+            if (file := self._modules.get(module)) is not None and name in file.classes:
                 return file, name
             module, dot, outer = module.rpartition(".")
             name = f"{outer}.{name}"  # the class may be inside another

@@ -52,12 +52,12 @@ class State:
 
     def acquires(self, statement: ast.stmt) -> bool:
         """Return whether a statement acquires a lock without a `with`."""
-        calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
         return isinstance(statement, ast.Expr | ast.Assign) and any(
-            isinstance(each.func, ast.Attribute)
+            isinstance(each, ast.Call)
+            and isinstance(each.func, ast.Attribute)
             and each.func.attr == "acquire"
             and self._is_lock(each.func.value)
-            for each in calls
+            for each in ast.walk(statement)
         )
 
     def _is_lock(self, expression: ast.expr) -> bool:
@@ -109,8 +109,7 @@ def _assignments(
         for name, value in _assigned(node):
             yield name, value, file, None
     for full_name in sources.mro(file, cls) if cls else ():
-        home = sources.class_called(full_name)
-        if home is None:
+        if (home := sources.class_called(full_name)) is None:
             continue
         owner, name_of_class = home
         for statement in owner.classes[name_of_class].body:
