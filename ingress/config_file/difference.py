@@ -34,20 +34,18 @@ class Difference:
 
 def for_new_processes(old: ConfigFile, new: ConfigFile) -> list[str]:
     """Return what differs and belongs to the whole process. Raises `ValueError` for conflicts."""
-    found = []
-    for name in ("http_options", "logging_config"):
-        before, after = getattr(old.config, name), getattr(new.config, name)
-        if before != after:
-            found.append(name)
+    found = [
+        name
+        for name in ("http_options", "logging_config")
+        if getattr(old.config, name) != getattr(new.config, name)
+    ]
     if old.config.environment() != new.config.environment():
         found.append("env_vars")
     if old.folder() != new.folder():
         found.append("working_dir")
     before_by_name = {each.name: each for each in old.config.applications}
     for each in new.config.applications:
-        earlier = before_by_name.get(each.name)
-        if earlier is None:
-            continue
+        earlier = before_by_name.get(each.name, each)
         found += [
             f"{option} of application {each.name!r}"
             for option in ("import_path", "args")
@@ -65,8 +63,7 @@ def differences(
     new = {each.config.name: each for each in after}
     found.removed = [name for name in old if name not in new]
     for name, each in new.items():
-        earlier = old.get(name)
-        if earlier is None:
+        if (earlier := old.get(name)) is None:
             found.added.append(each)
             continue
         options = _changed(_configs(earlier), _configs(each))
@@ -81,25 +78,23 @@ def differences(
 def changed_names(old: ConfigFile, new: ConfigFile) -> dict[str, dict[str, set[str]]]:
     """Return the options that the text of two versions gives other values, or gives once only."""
     found: dict[str, dict[str, set[str]]] = {}
-    before = _given(old)
-    after = _given(new)
-    for name in before.keys() | after.keys():
-        for deployment in before.get(name, {}).keys() | after.get(name, {}).keys():
-            one = before.get(name, {}).get(deployment, {})
-            other = after.get(name, {}).get(deployment, {})
-            names = {
-                option
-                for option in one.keys() | other.keys()
-                if one.get(option, ...) != other.get(option, ...)
-            }
-            found.setdefault(name, {})[deployment] = names
+    before, after = _given(old), _given(new)
+    for name, deployment in before.keys() | after.keys():
+        one, other = before.get((name, deployment), {}), after.get((name, deployment), {})
+        found.setdefault(name, {})[deployment] = {
+            option
+            for option in one.keys() | other.keys()
+            if one.get(option, ...) != other.get(option, ...)
+        }
     return found
 
 
-def _given(file: ConfigFile) -> Options:
+def _given(file: ConfigFile) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the options of the file, by application and deployment."""
     return {
-        each.name: {one.name: one.overriding() for one in each.deployments}
+        (each.name, one.name): one.overriding()
         for each in file.config.applications
+        for one in each.deployments
     }
 
 

@@ -33,8 +33,7 @@ _GRPC = "there is no gRPC server here"
 def _import_path(value: str) -> str:
     """Check a path as Ray does: `module:name`, or `module.name`."""
     is_plain = value.isascii() and not any(each.isspace() or each == "/" for each in value)
-    separator = ":" if ":" in value else "."
-    module, _, name = value.rpartition(separator)
+    module, _, name = value.rpartition(":" if ":" in value else ".")
     if not is_plain or not module or not name or value.count(":") > 1:
         raise ValueError(
             f"import_path must be of the form module:name or module.name, got {value!r}; for the "
@@ -247,8 +246,7 @@ class ServeConfig(Options):
         found: Path | None = None
         owner = ""
         for each in self.applications:
-            folder = each.runtime_env.folder(base)
-            if folder is None:
+            if (folder := each.runtime_env.folder(base)) is None:
                 continue
             if found is not None and folder != found:
                 raise ValueError(
@@ -269,8 +267,7 @@ _CLUSTER = ("controller_options", "tracing_config", "target_capacity")
 
 
 def _refuse_twice(kind: str, names: Iterable[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
             f"two entries have the {kind} {twice[0]!r}; give each its own, or remove one"
         )

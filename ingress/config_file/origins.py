@@ -131,8 +131,7 @@ def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     parts = {key: _with_lists(each) for key, each in value.items()}
-    is_list = parts and all(isinstance(key, int) for key in parts)
-    return list(parts.values()) if is_list else parts
+    return list(parts.values()) if (parts and all(isinstance(key, int) for key in parts)) else parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +172,7 @@ class _Look:
             if name == "location":
                 continue
             if name in command_line:
-                value = shown(name, command_line[name])
-                yield Effective(where, value, Origin.COMMAND_LINE)
+                yield Effective(where, shown(name, command_line[name]), Origin.COMMAND_LINE)
                 continue
             is_in_file = name in in_file.model_fields_set
             is_in_code = name in from_code.model_fields_set
@@ -182,8 +180,7 @@ class _Look:
             if not is_in_file and not is_in_code:
                 value = http_default(name, settings, value)
             variable = HTTP_VARIABLES.get(name, "")
-            value = shown(name, value)
-            yield self._chosen(where, value, is_in_file, is_in_code, variable)
+            yield self._chosen(where, shown(name, value), is_in_file, is_in_code, variable)
 
     def logging(self, level: str | None) -> Iterator[Effective]:
         given = self.file.config.logging
@@ -237,8 +234,6 @@ def shown(name: str, value: object) -> object:
 
 def http_default(name: str, settings: Settings, otherwise: object) -> object:
     """Return an option's default in this environment."""
-    if name == "host":
-        return settings.http_host
-    if name == "request_timeout_s":
-        return settings.request_timeout_s
+    if name in ("host", "request_timeout_s"):
+        return settings.http_host if name == "host" else settings.request_timeout_s
     return getattr(settings.http_limits, name, otherwise)

@@ -30,11 +30,7 @@ def tame(text: str) -> str:
     """Return text in which no line looks like another record, and no character is a command."""
     if "\n" in text:
         text = _LIKE_A_RECORD.sub("\n    | ", text)
-    return _CONTROL.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return ascii(found[0])[1:-1]
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def message_of(record: logging.LogRecord) -> str:
@@ -85,8 +81,7 @@ class JSONFormatter(logging.Formatter):
             "name": record.name,
             "timestamp_ns": int(record.created * 1e9),
         }
-        text = exception_of(self, record)
-        if text:
+        if text := exception_of(self, record):
             fields["exc_text"] = text
         if record.stack_info:
             fields["stack_info"] = record.stack_info
@@ -122,8 +117,7 @@ class TextFormatter(logging.Formatter):
         for name in self._attributes:
             value = made[name](record) if name in made else getattr(record, name, None)
             first += f" {name}={tame(str(_plain(value)))}"
-        whose = [each for each in _whose(record) if each not in first]
-        if whose:
+        if whose := [each for each in _whose(record) if each not in first]:
             first += f" [{tame(' '.join(whose))}]"
         parts = [f"{prefix_of(record.levelname, colors=self._colors)} {first}", *others]
         if text := exception_of(self, record):

@@ -62,8 +62,7 @@ class Printer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            formatter = formatter_for(record, colors=_has_colors(self._stream))
-            self._sink.put(formatter.format(record))
+            self._sink.put(formatter_for(record, colors=_has_colors(self._stream)).format(record))
         except Exception:
             self.handleError(record)
 
@@ -110,15 +109,11 @@ class Selector:
             return False
         if folder := LOGS.of(record, "logs_dir"):
             _write(record, folder)
-        if LOGS.has_handlers or not _is_formatted_here(record):
+        formats = ("encoding", "additional_log_standard_attrs")
+        if LOGS.has_handlers or all(LOGS.of(record, name) is None for name in formats):
             return True
         _OWN.handle(record)
         return False
-
-
-def _is_formatted_here(record: logging.LogRecord) -> bool:
-    names = ("encoding", "additional_log_standard_attrs")
-    return any(LOGS.of(record, name) is not None for name in names)
 
 
 _IDENTITY = RequestFilter()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ingress.calls.call import CURRENT_CALL, current_calls
@@ -78,13 +79,11 @@ class _Attributes(dict[str, object]):
         return dict, (dict(self),)
 
 
+@dataclass(frozen=True, slots=True)
 class _Factory:
     """A record factory that adds the identity to the records of another."""
 
-    __slots__ = ("previous",)
-
-    def __init__(self, previous: Callable[..., logging.LogRecord]) -> None:
-        self.previous = previous
+    previous: Callable[..., logging.LogRecord]
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record = self.previous(*args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.config import LoggingConfig
@@ -19,6 +20,7 @@ LOGGERS = ("ingress", ACCESS, RAY)
 """The loggers that `LoggingConfig` is for. `ray.serve` is the name in code of Ray Serve's users."""
 
 
+@dataclass(eq=False, slots=True)
 class LogOptions:
     """The options of logging that count now. Thread-safe.
 
@@ -27,20 +29,15 @@ class LogOptions:
     is_logged    requests are logged, unless the option of their deployment says otherwise
     """
 
-    __slots__ = (
-        "_by_deployment", "_defaults", "_lock", "_own_levels", "config", "has_handlers",
-        "is_logged",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.config = LoggingConfig()
-        self.has_handlers = False
-        self.is_logged = False
-        # Replaced as a whole: any thread reads it while the control loop changes it.
-        self._by_deployment: Mapping[tuple[Any, Any], LoggingConfig] = {}
-        self._own_levels: dict[str, int] = {}  # before an option was given
-        self._defaults: dict[str, int] = {}  # for records of deployments without a level
-        self._lock = threading.Lock()
+    config: LoggingConfig = field(default_factory=LoggingConfig)
+    has_handlers: bool = False
+    is_logged: bool = False
+    # Replaced as a whole: any thread reads it while the control loop changes it.
+    _by_deployment: Mapping[tuple[Any, Any], LoggingConfig] = field(default_factory=dict)
+    _own_levels: dict[str, int] = field(default_factory=dict)  # before an option was given
+    # For records of deployments without a level.
+    _defaults: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def set_application(self, name: str, configs: Mapping[str, LoggingConfig | None]) -> None:
         """Set the configs of an application's deployments; none if it does not run any more."""
@@ -57,12 +54,10 @@ class LogOptions:
 
     def given(self, application: str, deployment: str, option: str) -> Any:
         """Return an option for records of a deployment, `None` if it was given nowhere."""
-        config = self._by_deployment.get((application, deployment))
-        if config is None or not _has(config, option):
-            config = self.config
-            if not _has(config, option):
-                return None
-        return getattr(config, option)
+        for config in (self._by_deployment.get((application, deployment)), self.config):
+            if config is not None and _has(config, option):
+                return getattr(config, option)
+        return None
 
     def of(self, record: logging.LogRecord, option: str) -> Any:
         """Return an option for a record, `None` if it was given nowhere."""

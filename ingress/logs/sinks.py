@@ -3,6 +3,10 @@
 A full pipe, a stopped terminal or a full disk blocks the thread of its sink, and no other thread: a
 line that finds the queue full is dropped and counted. The first drop is logged at once, and, once
 lines can be written again, their number, at most once a minute.
+
+Not `logging.handlers.QueueHandler` and `QueueListener`: their queue is bounded by its number of
+records, not by memory, a full one prints a traceback for each record, drops are not counted, each
+record is one write, and a fork leaves a listener without its thread and with the parent's lines.
 """
 
 from __future__ import annotations
@@ -128,12 +132,11 @@ class Sink:
         if not self._lock.acquire(blocking=False):
             return  # another thread is starting it, or this one, which a finalizer interrupts
         try:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
-        except RuntimeError:
-            pass  # the interpreter is ending
+            with suppress(RuntimeError):  # the interpreter is ending
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    thread.start()
+                    self._thread = thread
         finally:
             self._lock.release()
 
@@ -244,8 +247,7 @@ def _to_files(lines: list[tuple[str, str]]) -> None:
 
 def _file(path: str) -> _Rotating:
     """Return the file, and make it the last one of `_files`; the first ones are closed."""
-    file = _files.pop(path, None)
-    if file is None:
+    if (file := _files.pop(path, None)) is None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         file = _Rotating(
             path,

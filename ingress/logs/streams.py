@@ -3,6 +3,9 @@
 What user code prints, what Python writes about a warning or an exception, and what a library writes
 becomes the `message` of an object. A line that is a JSON object already stays as it is. Only writes
 past Python's `sys.stdout` and `sys.stderr`, such as those of C code, are not seen.
+
+Not an `io.TextIOWrapper`: all threads would share the beginning of one line, and a program that
+detaches the stream, or gives it another encoding, would break it for all others.
 """
 
 from __future__ import annotations
