@@ -72,6 +72,7 @@ class Start:
 MAX_STOPPED = 20
 
 
+@dataclass(eq=False, slots=True)
 class Applications:
     """The applications of an engine. Owned by the control loop.
 
@@ -80,26 +81,19 @@ class Applications:
     are threads.
     """
 
-    __slots__ = (
-        "_deciding", "_http", "_release", "_routers", "_settled", "_stops", "controller",
-        "failed", "freezes_gc", "running", "starting", "stopped",
-    )  # fmt: skip
-
-    def __init__(
-        self, http: EngineHTTP, routers: dict[DeploymentID, Router], release: Callable[[], None]
-    ) -> None:
-        self.running: dict[str, RunningApplication] = {}
-        self.starting: dict[str, Start] = {}
-        self.failed: dict[str, FailedStart] = {}
-        self.stopped: dict[str, ApplicationSnapshot] = {}  # the counters of those that stopped last
-        self.controller: Controller | None = None
-        self._http = http
-        self._routers = routers
-        self._release = release
-        self._stops: set[asyncio.Task[None]] = set()
-        self._settled = SettledObjects()
-        self.freezes_gc = True
-        self._deciding = threading.Lock()
+    _http: EngineHTTP
+    _routers: dict[DeploymentID, Router]
+    _release: Callable[[], None]
+    running: dict[str, RunningApplication] = field(default_factory=dict)
+    starting: dict[str, Start] = field(default_factory=dict)
+    failed: dict[str, FailedStart] = field(default_factory=dict)
+    # The counters of those that stopped last.
+    stopped: dict[str, ApplicationSnapshot] = field(default_factory=dict)
+    controller: Controller | None = None
+    _stops: set[asyncio.Task[None]] = field(default_factory=set)
+    _settled: SettledObjects = field(default_factory=SettledObjects)
+    freezes_gc: bool = True
+    _deciding: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, start: Start, reason: str) -> bool:
         """Return whether the caller must `end` a start, and then `release` it. Thread-safe.
@@ -197,8 +191,7 @@ class Applications:
 
         Its deployments that both have go on: they get new replicas, one after another.
         """
-        serving = self.running.get(application.name)
-        if serving is None or serving.stopping is not None:
+        if (serving := self.running.get(application.name)) is None or serving.stopping is not None:
             return None
         return serving if serving.proxy is application.proxy else None
 
@@ -220,15 +213,13 @@ class Applications:
 
     def _forget_failure(self, name: str) -> None:
         """List a failure no longer."""
-        failed = self.failed.pop(name, None)
-        if failed is not None and failed.is_answered:
+        if (failed := self.failed.pop(name, None)) is not None and failed.is_answered:
             self._update_routes()
             self._release()
 
     def _give_back_routers(self, application: RunningApplication) -> None:
         """Make handles find the deployments of the application that serves on."""
-        serving = self.running.get(application.name)
-        if serving is None or serving.stopping is not None:
+        if (serving := self.running.get(application.name)) is None or serving.stopping is not None:
             return
         for name, deployment in application.deployments.items():
             deployment_id = deployment.router.deployment_id
@@ -360,8 +351,7 @@ class Applications:
     def overviews(self) -> dict[str, ApplicationStatusOverview]:
         """Return the status of each application. Thread-safe."""
         # In this order an application that becomes ready in between is in both, not in neither.
-        starting = list(self.starting.items())
-        failed = list(self.failed.items())
+        starting, failed = list(self.starting.items()), list(self.failed.items())
         running = dict(self.running)
         found = {name: overview_of(each) for name, each in running.items()}
         for name, failure in failed:
@@ -370,11 +360,6 @@ class Applications:
             if running.get(name) is not start.application:
                 found[name] = start.application.overview(running.get(name))
         return found
-
-    def starting_one(self, name: str) -> RunningApplication | None:
-        """Return the application of a name that starts. Thread-safe."""
-        start = self.starting.get(name)
-        return None if start is None else start.application
 
     def free_name(self) -> str:
         """Return a free name for an application that is served without one.
@@ -429,9 +414,8 @@ class Applications:
                     f'Application name "{new.name}" is being used by an application that is served '
                     "as an ASGI app. Give this application another name."
                 )
-            if other.name == new.name or other.proxy is not proxy or new.proxy is not proxy:
-                continue
-            _refuse_prefix(new, other)
+            if other.name != new.name and other.proxy is proxy and new.proxy is proxy:
+                _refuse_prefix(new, other)
         for failed in self.failed.values():
             if failed.name != new.name and new.proxy is proxy:
                 _refuse_prefix(new, failed)

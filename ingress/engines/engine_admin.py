@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,18 +18,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ingress")
 
 
+@dataclass(eq=False, slots=True)
 class EngineAdmin:
     """The admin listener of an engine, from `start` to `stop`. Guarded by the engine's locks.
 
     `options` are those of the user's code, `None` if it gives none.
     """
 
-    __slots__ = ("_listener", "_observer", "options")
-
-    def __init__(self) -> None:
-        self.options: AdminOptions | None = None
-        self._listener: AdminListener | None = None
-        self._observer: Observer | None = None
+    options: AdminOptions | None = None
+    _listener: AdminListener | None = None
+    _observer: Observer | None = None
 
     @property
     def url(self) -> str | None:
@@ -36,9 +35,12 @@ class EngineAdmin:
         listener = self._listener
         return None if listener is None else listener.url
 
-    def start(self, engine: LocalEngine, options: AdminOptions) -> None:
-        """Start the listener, unless it runs already. Raises `RuntimeError` if it is busy."""
-        if self._listener is not None or options.is_off:
+    def start(self, engine: LocalEngine, options: AdminOptions | None) -> None:
+        """Start the listener that the options ask for, if any, unless it runs already.
+
+        Raises `RuntimeError` if its address is busy.
+        """
+        if self._listener is not None or options is None or options.is_off:
             return
         from ingress.admin.listener import AdminListener  # not for a process without a listener
         from ingress.live.observer import Observer
@@ -66,10 +68,9 @@ class EngineAdmin:
 
     def stop(self) -> None:
         """Stop the listener, if it runs."""
-        listener, self._listener = self._listener, None
-        self.options = None
+        listener, observer = self._listener, self._observer
+        self.options = self._listener = self._observer = None
         if listener is not None:
             listener.stop()
-        observer, self._observer = self._observer, None
         if observer is not None:
             observer.stop()

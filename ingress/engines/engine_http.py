@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from ingress.base.settings import Settings
 from ingress.calls.loops import run_blocking
@@ -25,6 +26,7 @@ _LIVE_OPTIONS = frozenset(
 )
 
 
+@dataclass(eq=False, slots=True)
 class EngineHTTP:
     """The HTTP side of an engine. Changed only under the lock of the engine's operations.
 
@@ -33,14 +35,11 @@ class EngineHTTP:
     `command_line` take precedence over all others.
     """
 
-    __slots__ = ("command_line", "is_kept", "options", "proxy", "server")
-
-    def __init__(self) -> None:
-        self.command_line = ServerOptions()
-        self.options = HTTPOptions()
-        self.proxy = HTTPProxy()
-        self.server: HTTPServer | None = None
-        self.is_kept = False
+    command_line: ServerOptions = field(default_factory=ServerOptions)
+    options: HTTPOptions = field(default_factory=HTTPOptions)
+    proxy: HTTPProxy = field(default_factory=HTTPProxy)
+    server: HTTPServer | None = None
+    is_kept: bool = False
 
     @property
     def url(self) -> str | None:
@@ -94,8 +93,7 @@ class EngineHTTP:
 
     def stop_if_unused(self, threads: EngineThreads) -> None:
         """Stop the server, unless there is an application to serve or the server is kept."""
-        server = self.server
-        if server is None or self.is_kept or self.proxy.table.routes:
+        if (server := self.server) is None or self.is_kept or self.proxy.table.routes:
             return
         self.server = None
         run_blocking(threads.control.loop, server.stop())

@@ -31,8 +31,7 @@ async def tell_while_starting(application: RunningApplication) -> None:
 
 def constructing(application: RunningApplication) -> str:
     """Return the replicas that have not started, and the current lines of their constructors."""
-    deployments = application.deployments.values()
-    replicas = [replica for each in deployments for replica in each.starting]
+    replicas = [replica for each in application.deployments.values() for replica in each.starting]
     texts = []
     for replica in replicas[:_NAMED]:
         place = place_of_start(replica)

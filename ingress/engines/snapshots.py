@@ -28,12 +28,12 @@ def snapshot_of(engine: LocalEngine) -> Snapshot:
     pid = os.getpid()
     found = Snapshot(time(), pid, engine.url(), workers=[pid])
     name = engine.http.command_line.process
-    mine = process_snapshot(name, pid)
-    mine.gil_wait_s = GIL_PRESSURE.waited_s
-    found.processes.append(mine)
+    found.processes.append(process_snapshot(name, pid))
+    found.processes[0].gil_wait_s = GIL_PRESSURE.waited_s
     running = dict(engine.applications)
     for each, overview in engine.apps.overviews().items():
-        application = running.get(each) or engine.apps.starting_one(each)
+        start = engine.apps.starting.get(each)
+        application = running.get(each) or (start.application if start else None)
         found.applications[each] = application_snapshot(overview, application, name)
         if application is not None:
             found.processes += child_processes(each, application, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from starlette.types import Receive, Scope, Send
@@ -19,18 +20,16 @@ from ingress.execution.mistakes import format_failed_start
 from ingress.watchdog import WATCHDOG
 
 
+@dataclass(eq=False, slots=True)
 class Together:
     """The ASGI app of the applications that `start` starts. `start` runs in a thread.
 
     Owned by the HTTP loop.
     """
 
-    __slots__ = ("_drained_at", "_engine", "_start")
-
-    def __init__(self, engine: LocalEngine, start: Callable[[], None]) -> None:
-        self._engine = engine
-        self._start = start
-        self._drained_at: float | None = None  # deadline of the drain, once it has begun
+    _engine: LocalEngine
+    _start: Callable[[], None]
+    _drained_at: float | None = None  # deadline of the drain, once it has begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

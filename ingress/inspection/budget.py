@@ -141,8 +141,9 @@ def thread_budget(
 ) -> ThreadBudget:
     """Divide the cores, by default those this process may use, among the deployments."""
     cores = available_cores() if cores is None else cores
-    counts = [each.deployment.config.replica_count * processes for each in built.deployments]
-    asked = [_cores_asked(each) for each in built.deployments]
+    configs = [each.deployment.config for each in built.deployments]
+    counts = [each.replica_count * processes for each in configs]
+    asked = [each.num_cpus if "num_cpus" in each.ray_actor_options else None for each in configs]
     taken = sum(count * each for count, each in zip(counts, asked, strict=True) if each)
     others = sum(count for count, each in zip(counts, asked, strict=True) if each is None)
     # Demands beyond the existing cores are scaled down. The others share at least one core.
@@ -210,16 +211,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _cores_asked(built: BuiltDeployment) -> float | None:
-    config = built.deployment.config
-    return config.num_cpus if "num_cpus" in config.ray_actor_options else None
-
-
 def _calls_at_once(built: BuiltDeployment, settings: Settings, cores: float) -> int:
     """Return the number of calls of a replica that may compute at once."""
     config = built.deployment.config
-    cls = built.deployment.func_or_class
-    lanes = lanes_of(cls, config.max_ongoing_requests, config.lanes)
+    lanes = lanes_of(built.deployment.func_or_class, config.max_ongoing_requests, config.lanes)
     if named := sum(lanes.limits.values()) + lanes.is_serial:
         return named
     flag = settings.run_sync_in_threadpool

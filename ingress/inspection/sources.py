@@ -144,8 +144,7 @@ class _Names:
             is_self = isinstance(node.value, ast.Name) and node.value.id == self._self
             return _attribute(self._owner if is_self else self.find(node.value), node.attr)
         if isinstance(node, (ast.Lambda, ast.GeneratorExp)):
-            name = "<lambda>" if isinstance(node, ast.Lambda) else "<genexpr>"
-            return self._inner(name)
+            return self._inner("<lambda>" if isinstance(node, ast.Lambda) else "<genexpr>")
         if isinstance(node, ast.Call) and self.find(node.func) is partial and node.args:
             return self.find(node.args[0])
         return None
@@ -184,9 +183,7 @@ def _attribute(base: object, name: str) -> Any:
     if base is None:
         return None
     found = inspect.getattr_static(base, name, None)
-    if isinstance(found, (staticmethod, classmethod)):
-        return found.__func__
-    return found
+    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
 
 
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:

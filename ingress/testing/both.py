@@ -53,8 +53,7 @@ class BothValues:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if FIXTURE not in metafunc.fixturenames:
             metafunc.fixturenames.append(FIXTURE)
-        ids = [f"flag{flag}" for flag in _FLAGS]
-        metafunc.parametrize(FIXTURE, _FLAGS, indirect=True, ids=ids)
+        metafunc.parametrize(FIXTURE, _FLAGS, indirect=True, ids=[f"flag{flag}" for flag in _FLAGS])
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -85,7 +84,7 @@ class BothValues:
     def _run_one(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Run a test. Without a next test all fixtures are torn down, also the session's."""
         if self._is_again:
-            run = self._again[_base_of(item)] = Run()
+            run = self._again[_without_flag(item.nodeid)] = Run()
             for report in runtestprotocol(item, log=False, nextitem=nextitem):
                 _add(run, report)
         else:
@@ -100,15 +99,14 @@ class BothValues:
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        flag = _flag_of(item)
-        if flag is not None:
+        if (flag := _flag_of(item)) is not None:
             seen = self._observer.seen.as_dict() if report.when == "teardown" else None
-            vars(report)["ingress"] = {"test": _base_of(item), "flag": flag, "seen": seen}
+            test = _without_flag(item.nodeid)
+            vars(report)["ingress"] = {"test": test, "flag": flag, "seen": seen}
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        about = getattr(report, "ingress", None)
-        if about is None:
+        if (about := getattr(report, "ingress", None)) is None:
             self._single.add(report.nodeid)
         else:
             _add(self._run(about["test"], about["flag"]), report)
@@ -116,8 +114,7 @@ class BothValues:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, nodeid: str
     ) -> None:
-        flag = re.search(r"flag([01])\]$", nodeid)
-        if flag is None:
+        if (flag := re.search(r"flag([01])\]$", nodeid)) is None:
             return
         test = _without_flag(nodeid)
         run = self._again[test] if self._is_again else self._run(test, flag[1])
@@ -167,15 +164,12 @@ class BothValues:
         found = {}
         for test, at_0, at_1 in self._pairs():
             varying = self._varying(test)
-            lines = [text for what, text in differences(at_0, at_1).items() if what not in varying]
-            if lines:
-                found[test] = lines
-        return found
+            found[test] = [t for w, t in differences(at_0, at_1).items() if w not in varying]
+        return {test: lines for test, lines in found.items() if lines}
 
     def _varying(self, test: str) -> list[str]:
         """Return the subjects in which a second run of a test at 0 differed from the first."""
-        again = self._again.get(test)
-        if again is None:
+        if (again := self._again.get(test)) is None:
             return []
         return [what for what in differences(self._runs[test]["0"], again) if what != "outcome"]
 
@@ -191,7 +185,8 @@ class BothValues:
         if moves := self._moved():
             tell("on the event loop at 0, and at 1, as the flag says:")
         for each in moves:
-            tell(f"  {each.name}: {each.where}, {_together(each.most)}")
+            together = f"{each.most} calls at once" if each.most > 1 else _NEVER_TOGETHER
+            tell(f"  {each.name}: {each.where}, {together}")
         findings = self._findings()
         for test, lines in findings.items():
             tell(f"DIFFERS {test}", red=True)
@@ -207,10 +202,7 @@ class BothValues:
         tell(f"tests at 0 and at 1: {len([*self._pairs()])}; that differ: {len(findings)}")
 
 
-def _together(most: int) -> str:
-    if most > 1:
-        return f"{most} calls at once"
-    return "never two at once, so no test shows whether it is safe in threads"
+_NEVER_TOGETHER = "never two at once, so no test shows whether it is safe in threads"
 
 
 def _flag_of(item: pytest.Item) -> str | None:
@@ -221,10 +213,6 @@ def _flag_of(item: pytest.Item) -> str | None:
     callspec = getattr(item, "callspec", None)
     flag = None if callspec is None else callspec.params.get(FIXTURE)
     return flag if flag in _FLAGS else None
-
-
-def _base_of(item: pytest.Item) -> str:
-    return _without_flag(item.nodeid)
 
 
 def _without_flag(nodeid: str) -> str:
@@ -238,6 +226,5 @@ def _add(run: Run, report: pytest.TestReport) -> None:
         run.outcome = report.outcome
         crash = getattr(report.longrepr, "reprcrash", None)
         run.why = crash.message.splitlines()[0] if report.failed and crash is not None else ""
-    about = getattr(report, "ingress", None)
-    if about is not None and about["seen"] is not None:
+    if (about := getattr(report, "ingress", None)) is not None and about["seen"] is not None:
         run.answers, run.ran = about["seen"]["answers"], about["seen"]["ran"]

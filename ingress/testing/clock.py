@@ -229,7 +229,7 @@ class _Loop(ThreadAware, asyncio.SelectorEventLoop):
         # Not by the loop's mailbox: its post is silent if another thread is about to wake the loop,
         # and until then the loop still counts as idle.
         if not self.is_closed():
-            self.call_soon_threadsafe(_nothing)
+            self.call_soon_threadsafe(lambda: None)
 
     def call_at(
         self,
@@ -262,6 +262,3 @@ class _Loop(ThreadAware, asyncio.SelectorEventLoop):
     def close(self) -> None:
         self.let_go()
         super().close()
-
-
-def _nothing() -> None: ...

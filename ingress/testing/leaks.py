@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from time import monotonic, sleep
 from types import TracebackType
@@ -26,15 +27,13 @@ _PAUSE_S = 0.01
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
+@dataclass(eq=False, slots=True)
 class LeakCheck:
     """A context manager that keeps the resources at its start, and raises if more are left."""
 
-    __slots__ = ("_before", "_grace_s", "_is_off")
-
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._is_off = False
-        self._before = frozenset[str]()
+    _grace_s: float
+    _is_off: bool = False
+    _before: frozenset[str] = frozenset()
 
     def forgive(self) -> None:
         """Switch the check off, because the test has failed already."""

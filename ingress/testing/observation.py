@@ -75,13 +75,11 @@ class Seen:
             return {"answers": answers, "ran": {name: {**each} for name, each in self.ran.items()}}
 
 
+@dataclass(eq=False, slots=True)
 class Observer:
     """The observer of requests and calls. The runner of the tests sets a new `seen` for each."""
 
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        self.seen = Seen()
+    seen: Seen = field(default_factory=Seen)
 
     def installed(self) -> AbstractContextManager[None]:
         """Observe the applications that start meanwhile."""
@@ -199,26 +197,24 @@ class _ObservedStream(DeploymentResponseGenerator):
         return item
 
 
+@dataclass(eq=False, slots=True)
 class _Answer:
     """The answer to a client. `is_over` once it has left: later messages do not reach it."""
 
-    def __init__(self) -> None:
-        self.is_over = False
-        self._begins: list[str] = []
-        self._body = bytearray()
+    is_over: bool = False
+    _begins: list[str] = field(default_factory=list)
+    _body: bytearray = field(default_factory=bytearray)
 
     def add(self, message: Message) -> None:
         if self.is_over:
             return
-        kind = message["type"].partition(".")[2]
-        if kind in ("response.start", "http.response.start"):
+        if (kind := message["type"].partition(".")[2]) in ("response.start", "http.response.start"):
             self._begins.append(str(message["status"]))
         elif kind in ("response.body", "http.response.body"):
             self._body += message.get("body", b"")
         elif kind == "close":
-            code = message.get("code", NORMAL)
             # Race of the handler's end with the client's disconnect: either may be first.
-            if code != NORMAL or not self._begins:
+            if (code := message.get("code", NORMAL)) != NORMAL or not self._begins:
                 self._begins.append(f"closed {code}")
         elif kind == "accept":
             self._begins.append("accepted")
@@ -238,14 +234,11 @@ def place() -> str | None:
     """
     if running_loop() is not None:
         return ExecutionMode.EVENT_LOOP.value
-    thread = threading.current_thread().name
-    if thread == "AnyIO worker thread":
+    if (thread := threading.current_thread().name) == "AnyIO worker thread":
         return ExecutionMode.ANYIO.value
-    worker = _WORKER.search(thread)
-    if worker is None:
+    if (worker := _WORKER.search(thread)) is None:
         return None
-    lane = worker["lane"]
-    if lane is None:
+    if (lane := worker["lane"]) is None:
         return ExecutionMode.THREADPOOL.value
     return ExecutionMode.SERIAL.value if lane == execution.SERIAL_LANE else f"lane {lane}"
 

@@ -78,8 +78,7 @@ def _callable_names(target: type | FunctionType) -> list[str] | None:
         return None
     names = {*public_methods(target)}
     for cls in target.__mro__:
-        code = getattr(vars(cls).get("__init__"), "__code__", None)
-        if code is not None:
+        if (code := getattr(vars(cls).get("__init__"), "__code__", None)) is not None:
             names.update(name for name in code.co_names if not name.startswith("_"))
     return sorted(names)
 

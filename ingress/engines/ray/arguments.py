@@ -39,13 +39,11 @@ def check_arguments(metadata: RequestMetadata, invocation: Invocation) -> None:
 
 def _of_new_types(value: Any, depth: int) -> Iterator[object]:
     """Yield the value, or the parts of a collection, whose types were not tried yet."""
-    kind = type(value)
-    if kind in _PLAIN:
+    if (kind := type(value)) in _PLAIN:
         return
     if kind in _COLLECTIONS:
         if depth:
-            values = value.values() if kind is dict else value
-            for each in islice(values, ITEMS_CHECKED):
+            for each in islice(value.values() if kind is dict else value, ITEMS_CHECKED):
                 yield from _of_new_types(each, depth - 1)
     elif kind not in _sent and not kind.__module__.startswith("ray."):
         yield value  # Ray's own references are pickled in its context only

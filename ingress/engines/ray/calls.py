@@ -75,8 +75,7 @@ class RayDirectory(LoopOfHandles):
         return DeploymentHandle(deployment_id, self)
 
     def router(self, deployment_id: DeploymentID) -> CallRouter:
-        router = self._routers.get(deployment_id)
-        if router is None:
+        if (router := self._routers.get(deployment_id)) is None:
             router = RemoteRouter(self._home, lambda: self._find_handle(deployment_id))
             router = self._routers.setdefault(deployment_id, router)
         return router
@@ -170,8 +169,7 @@ class RemoteRouter(CallTasks):
 
     def _handle(self, metadata: RequestMetadata) -> RayHandle:
         key = remote_name(metadata.method_name), metadata.is_streaming
-        handle = self._handles.get(key)
-        if handle is None:
+        if (handle := self._handles.get(key)) is None:
             name, is_streaming = key
             handle = self._find_handle().options(method_name=name, stream=is_streaming)
             self._handles[key] = handle

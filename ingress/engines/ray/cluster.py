@@ -116,8 +116,10 @@ class Cluster:
         try:
             ray_serve.start(http_options=options)
         except Exception as error:
-            with contextlib.suppress(Exception):
+            try:
                 ray_serve.shutdown()
+            except Exception:
+                logger.debug("what did start could not be shut down", exc_info=True)
             raise RuntimeError(
                 f"Ray Serve did not start on {host}:{port}: {_first_line(error)}"
             ) from error
@@ -223,8 +225,7 @@ def _cancel_polls() -> None:
     waiting = []
     for each in clients:
         each.stop()
-        task = getattr(each, "_current_ref", None)
-        if task is not None:
+        if (task := getattr(each, "_current_ref", None)) is not None:
             waiting.append(task)
             ray.cancel(task)
     if waiting:
@@ -246,8 +247,10 @@ def environment_of_connection() -> dict[str, str]:
 
 
 def _disconnect() -> None:
-    with contextlib.suppress(Exception):
+    try:
         ray.shutdown()
+    except Exception:
+        logger.debug("could not disconnect from Ray", exc_info=True)
 
 
 def _check_reachable(address: str) -> None:
@@ -285,5 +288,4 @@ def _unreachable(address: str, reason: str) -> RuntimeError:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -53,8 +53,7 @@ class ByPath:
                 "in with ingress run --working-dir, or install it there",
                 name=error.name,
             ) from None
-        target = found_in(module, self.name)
-        if target is None:
+        if (target := found_in(module, self.name)) is None:
             raise ImportError(
                 f"module {self.module!r} of the workers has no {self.name!r}; give the "
                 "workers the same version of the module"
@@ -79,8 +78,7 @@ def reference_to(built: BuiltDeployment) -> Reference:
     Raises `TypeError` if it can be neither imported nor pickled.
     """
     target = built.deployment.func_or_class
-    module = sys.modules.get(target.__module__)
-    if module is not None and module.__name__ != "__main__":
+    if (module := sys.modules.get(target.__module__)) is not None and module.__name__ != "__main__":
         for name in names_of(module, target):
             return ByPath(module.__name__, name)
     try:

@@ -172,8 +172,7 @@ class RayEngine:
         self, needs: Sequence[tuple[str, int, dict[str, float]]] = (), *, is_asked: bool = False
     ) -> None:
         """Connect, and start Serve. Raises `RuntimeError` if a new cluster lacks the `needs`."""
-        settings = Settings.from_environment()
-        options = http_options_for_ray(self._http_options, settings)
+        options = http_options_for_ray(self._http_options, Settings.from_environment())
         # Both checks come before the slow starts.
         if self._cluster is None and self._would_be_ours() and options["host"] is not None:
             check_address(options["host"], options["port"])
@@ -231,8 +230,7 @@ class RayEngine:
         that deploy the same new name in the same moment: the later one replaces the application,
         and the earlier one then leaves it alone.
         """
-        owner = owner_of(name)
-        if owner is None or owner.is_this_process:
+        if (owner := owner_of(name)) is None or owner.is_this_process:
             return owner is None
         if owner.is_alive:
             raise RuntimeError(
@@ -280,8 +278,7 @@ class RayEngine:
     def shutdown(self) -> None:
         """Delete the applications that this process deployed, and end what it started of Ray."""
         with self._lock:
-            cluster = self._cluster
-            if cluster is None:
+            if (cluster := self._cluster) is None:
                 return
             # First, because the end of Serve would cut the requests in flight in its proxies.
             # Not an application that another process has deployed again since.
@@ -341,8 +338,7 @@ class RayEngine:
         directory = self.directory
         deployment_id = DeploymentID(deployment_name, app_name)
         if not directory.is_known(deployment_id) and deployment_id not in (known := _running()):
-            names = sorted(map(str, known))
-            raise KeyError(f"{deployment_id} does not exist. Running: {names}.")
+            raise KeyError(f"{deployment_id} does not exist. Running: {sorted(map(str, known))}.")
         return directory.handle(deployment_id)
 
     def _is_known(self, deployment_id: DeploymentID) -> bool:

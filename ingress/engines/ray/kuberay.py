@@ -54,11 +54,12 @@ def manifest(
 ) -> dict[str, object]:
     """Return the manifest for applications and their configuration for `serve deploy`."""
     port = config["http_options"]["port"]
+    name = re.sub(r"[^a-z0-9]+", "-", applications[0].name.lower()).strip("-")[:40] or "ingress"
     groups = _groups([each for built in applications for each in built.deployments])
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": {"name": _kubernetes_name(applications[0].name)},
+        "metadata": {"name": name},
         "spec": {
             "serveConfigV2": Block(yaml.safe_dump(config, sort_keys=False)),
             "rayClusterConfig": {
@@ -155,15 +156,13 @@ def _worker_group(group: Group, image: str, port: int) -> dict[str, object]:
     limits = {"cpu": str(group.cpus), "memory": f"{ceil(group.memory / GIB)}Gi"}
     if group.gpus:
         limits["nvidia.com/gpu"] = str(group.gpus)
-    parameters = {}
-    if group.resources:
-        parameters["resources"] = json.dumps(json.dumps(group.resources))
+    custom = {"resources": json.dumps(json.dumps(group.resources))} if group.resources else {}
     return {
         "groupName": group.name,
         "replicas": group.least,
         "minReplicas": group.least,
         "maxReplicas": group.most,
-        "rayStartParams": parameters,
+        "rayStartParams": custom,
         "template": _pod("ray-worker", image, limits, port),
     }
 
@@ -194,7 +193,3 @@ def _probe(command: str, failures: int) -> dict[str, object]:
         "timeoutSeconds": 5,
         "failureThreshold": failures,
     }
-
-
-def _kubernetes_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "ingress"

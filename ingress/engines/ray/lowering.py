@@ -71,8 +71,6 @@ There each replica has a process, so that it shares no object and no loop, for e
 and of `isolation`. Ray retires no replica: the two limits have no effect there.
 """
 
-_RAYS_OWN = "ray_actor_options={'num_cpus': ...}"
-
 
 def options_for_ray(
     built: BuiltDeployment, environment: Mapping[str, str], *, default_cpus: float | None = None
@@ -91,8 +89,7 @@ def options_for_ray(
     if "num_replicas" in given or config.autoscaling_config is None:
         options["num_replicas"] = config.num_replicas
     for name in PASSED & given:
-        value = getattr(config, name)
-        if value is not None:
+        if (value := getattr(config, name)) is not None:
             options[name] = _plain(value, f"deployment {built.name!r}")
     actor: dict[str, Any] = dict(config.ray_actor_options)
     if default_cpus is not None:
@@ -145,8 +142,7 @@ def http_options_for_ray(options: HTTPOptions, settings: Settings) -> dict[str, 
             "proxies retry no request that may have reached user code; leave it out"
         )
     given = options.model_fields_set
-    limits = sorted(given & {each.name for each in fields(HTTPLimits)})
-    if limits:
+    if limits := sorted(given & {each.name for each in fields(HTTPLimits)}):
         raise ValueError(
             f"{' and '.join(limits)} cannot be set on Ray, where the proxies are Ray's; leave "
             "these limits of the local engine out"

@@ -88,5 +88,4 @@ _RAYS = HOOKS | {"app", "docs_path"}
 
 def remote_name(method_name: str) -> str:
     """Return the method name given to Ray. Ray's logs and metrics show this name."""
-    is_plain = not method_name.startswith("_") and method_name not in _RAYS
-    return method_name if is_plain else CALL
+    return method_name if (not method_name.startswith("_") and method_name not in _RAYS) else CALL

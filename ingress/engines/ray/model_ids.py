@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from ray import serve as ray_serve
 from ray.serve._private.common import RequestRoutingInfo
@@ -16,18 +17,16 @@ logger = logging.getLogger("ingress")
 PERIOD_S = 0.1  # Ray's own. Source: Ray 2.60.0, constants.py
 
 
+@dataclass(eq=False, slots=True)
 class ModelIds:
     """The reporter of one replica's models. Owned by the loop on which Ray calls the replica.
 
     Its task begins with the first `watch`.
     """
 
-    __slots__ = ("_replica", "_task", "_told")
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._told: frozenset[str] = frozenset()
-        self._task: asyncio.Task[None] | None = None
+    _replica: Replica
+    _told: frozenset[str] = frozenset()
+    _task: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
         """Report changes from now on. Called when a request names a model."""

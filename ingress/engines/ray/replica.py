@@ -162,8 +162,7 @@ class RayReplica:
 
     async def __del__(self) -> None:
         """Stop the replica. Ray calls this when requests have ended or their timeout is over."""
-        replica = self.__dict__.get("_replica")
-        if replica is not None:
+        if (replica := self.__dict__.get("_replica")) is not None:
             self._router.refuse(f"{self._deployment} is unavailable because it was stopped.")
             self._model_ids.stop()
             if "_metrics" in self.__dict__:  # it started
@@ -206,8 +205,7 @@ class RayReplica:
 
     async def _stream(self, envelope: Envelope, args: Any, kwargs: Any) -> AsyncIterator[Any]:
         channel = Channel()
-        invocation = Invocation(envelope.method_name, args, kwargs, channel)
-        call = self._submit(envelope, invocation)
+        call = self._submit(envelope, Invocation(envelope.method_name, args, kwargs, channel))
         items = DeploymentResponseGenerator(call, channel, self._directory)
         try:
             async for item in items:
@@ -324,8 +322,7 @@ def fetching_when_read(receive: Receive) -> Receive:
     takes longer than a short request. Ray itself cancels the request of a client that leaves.
     The names are private, so `SUPPORTED` names one version.
     """
-    fetch = getattr(receive, "_receive_asgi_messages", None)
-    if fetch is None:
+    if (fetch := getattr(receive, "_receive_asgi_messages", None)) is None:
         return receive
     is_read = asyncio.Event()
 

@@ -22,9 +22,7 @@ class LogBatch(TypedDict):
 
 def shorten_tracebacks() -> None:
     """Print no traceback for a module that the workers lack: the start's error has it all."""
-    handlers = dict(global_worker_stdstream_dispatcher.handlers)
-    printer = handlers.get(_PRINTER)
-    if printer is None:
+    if (printer := dict(global_worker_stdstream_dispatcher.handlers).get(_PRINTER)) is None:
         return
     global_worker_stdstream_dispatcher.remove_handler(_PRINTER)
     global_worker_stdstream_dispatcher.add_handler(_PRINTER, _shortened(printer))
