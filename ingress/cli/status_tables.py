@@ -101,7 +101,8 @@ def deployments(
         name = f"{application['name']}:{each['name']}" if several else each["name"]
         row = [Text(name, "bold"), _status(each["status"]), _states(each["replica_states"])]
         row += [Text(str(each["ongoing"])), Text(str(each["queued"]))]
-        row += [Text(_number(each["rate"])), Text(_number(each["errors"]), "bold red" if each["errors"] else "")]
+        style = "bold red" if each["errors"] else ""
+        row += [Text(_number(each["rate"])), Text(_number(each["errors"]), style)]
         row += [Text(milliseconds(each[key])) for key in percentiles]
         if charts:
             row += [Text(sparkline(each["recent"][key], 8), "cyan") for key in ("rate", "p99")]

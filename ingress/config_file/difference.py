@@ -89,7 +89,7 @@ def changed_names(old: ConfigFile, new: ConfigFile) -> dict[str, dict[str, set[s
     return found
 
 
-def _given(file: ConfigFile) -> dict[tuple[str, str], dict[str, Any]]:
+def _given(file: ConfigFile) -> dict[tuple[str, str], dict[str, object]]:
     """Return the options of the file, by application and deployment."""
     return {
         (each.name, one.name): one.overriding()

@@ -7,7 +7,6 @@ knows: its calls, and how long the loop has stood.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
@@ -23,7 +22,6 @@ ANSWER_S = 0.3  # for the answers of all children together
 Answers = list[Callable[[float], ReplicaNow | None] | None]
 
 _RUNNING = Running()
-_LOOKING = threading.Lock()  # `_RUNNING` is for one thread at a time
 
 
 def ask(replicas: Sequence[Replica]) -> Answers:
@@ -42,8 +40,7 @@ def _asked(replica: Replica) -> Callable[[float], ReplicaNow | None] | None:
 
 def _seen_there(replica: Replica) -> ReplicaNow:
     """Return what runs on a replica, in its child process."""
-    with _LOOKING:
-        return _RUNNING.look([replica], {})[0]
+    return _RUNNING.look([replica], {})[0]
 
 
 def add(seen: Sequence[ReplicaNow], answers: Answers) -> None:

@@ -75,7 +75,7 @@ class Running:
 
     def _look(
         self, replicas: list[Replica], deployed_at_s: Mapping[str, float]
-    ) -> list[dict[str, Any]]:
+    ) -> list[ReplicaNow]:
         now = monotonic()
         frames = current_frames()
         threads = {each.ident: each for each in threading.enumerate() if each.ident is not None}
