@@ -221,7 +221,7 @@ class DeploymentHandle:
         # Looked up now, so that a handle outlives a redeployment.
         router = call.queue = self._directory.router(self._id)
         given = (*args, *kwargs.values())
-        if any(isinstance(arg, DeploymentResponseGenerator) for arg in given):
+        if DeploymentResponseGenerator in map(type, given):
             raise RuntimeError(
                 "Streaming deployment handle results cannot be passed to downstream handle calls. "
                 "If you have a use case requiring this feature, iterate here and pass the items."
@@ -234,8 +234,10 @@ class DeploymentHandle:
             if call.settled:  # cancelled while its arguments were resolved
                 return
             try:
-                resolved = [_resolved(arg) for arg in args]
-                named = {name: _resolved(arg) for name, arg in kwargs.items()}
+                resolved, named = list(args), kwargs
+                if responses:
+                    resolved = [_resolved(arg) for arg in args]
+                    named = {name: _resolved(arg) for name, arg in kwargs.items()}
             except Exception as error:
                 call.settle(error=error)
                 return
@@ -261,7 +263,8 @@ class DeploymentHandle:
         if not name.startswith("_"):
             methods = self._directory.methods(self._id)
             if methods is None or name in methods:
-                return self.options(method_name=name)
+                options = replace(self._options, method_name=name)
+                return DeploymentHandle(self._id, self._directory, options)
             raise UnknownMethodError(absent_method(self._id.name, name, methods))
         raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
 

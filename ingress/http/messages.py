@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
-
 from starlette.types import Message, Send
 
 from ingress.asgi.chunks import parts_of
@@ -31,16 +28,27 @@ def size_of(message: Message) -> int:
     return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
 
 
-def gathered(messages: list[Message]) -> Iterator[Message | list[bytes]]:
-    """Yield the messages in order, and instead of neighbouring chunks of a body all their parts.
+def gathered(messages: list[Message]) -> list[Message | list[bytes]]:
+    """Return the messages in order, and instead of neighbouring chunks of a body all their parts.
 
     So that the server writes to the socket once for all that are there. No chunk waits for another.
     """
-    for is_chunk, group in groupby(messages, _is_chunk):
-        if is_chunk:
-            yield [part for each in group for part in parts_of(each.get("body", b""))]
+    found: list[Message | list[bytes]] = []
+    parts: list[bytes] | None = None
+    for each in messages:
+        if not each.get("more_body") or each["type"] != "http.response.body":
+            found.append(each)
+            parts = None
+            continue
+        if parts is None:
+            parts = []
+            found.append(parts)
+        body = each.get("body", b"")
+        if type(body) is bytes:  # as `parts_of`
+            parts.append(body)
         else:
-            yield from group
+            parts += parts_of(body)
+    return found
 
 
 def with_request_id(start: Message, request_id: str) -> Message:
@@ -63,7 +71,3 @@ def adding_request_id(send: Send, request_id: str) -> Send:
         await send(message)
 
     return send_with_request_id
-
-
-def _is_chunk(message: Message) -> bool:
-    return bool(message.get("more_body")) and message["type"] == "http.response.body"

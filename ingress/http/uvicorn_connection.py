@@ -140,12 +140,20 @@ async def send_chunks(send: Send, parts: Sequence[bytes]) -> None:
             cycle.transport.write(b"".join(frames))
 
 
+_FRAMES_CHUNKS: dict[type, bool] = {}
+
+
 def _frames_chunks(cycle: Any) -> bool:
     """Return whether a `send` is httptools' own, of a uvicorn with the names that are used here.
 
     Otherwise each chunk is a message: slower, and as right.
     """
-    return type(cycle).__module__ == _HTTPTOOLS and all(hasattr(cycle, name) for name in _NAMES)
+    kind = type(cycle)
+    found = _FRAMES_CHUNKS.get(kind)
+    if found is None:
+        found = kind.__module__ == _HTTPTOOLS and all(hasattr(cycle, name) for name in _NAMES)
+        _FRAMES_CHUNKS[kind] = found
+    return found
 
 
 class Shortcut:

@@ -1,0 +1,34 @@
+"""What a request enters: the frames that a reader follows, and that each request pays for.
+
+A number here is a bound: a change that lowers it lowers the bound too, and one that must raise it
+says why. Without a stall watchdog the frames do not depend on the load of the machine, but for a
+few that note slow requests.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.frames import TARGETS, count
+
+NOTED = 5
+"""Frames that a request may have more on a machine so slow that each one is noted as slow."""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "frames", "modules"),
+    [
+        ("async", "default", 57, 25),
+        ("async", "both 0", 54, 25),
+        ("def", "default", 74, 28),
+        ("stream of 3", "default", 121, 31),
+        ("with a handle", "default", 133, 31),
+    ],
+)
+def test_a_request_enters_no_more_functions_and_modules_than_these(
+    name: str, flags: str, frames: int, modules: int
+) -> None:
+    counted = count(TARGETS[name], flags)
+
+    assert counted.frames <= frames + NOTED, counted.functions
+    assert counted.modules <= modules, sorted(counted.functions)
