@@ -22,14 +22,13 @@ from ingress.execution.execution import ExecutionMode, Role, plan
 from ingress.execution.lane_pools import LanePool, SerialPool
 from ingress.execution.lanes import lanes_of
 from ingress.execution.threads import WorkerPool, WorkerThreads
-from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served
+from tests.conformance.observe import FEW_FLAGS, TIMEOUT_S, Gate, here, results, served
 from tests.servers import until, wait_until
 
 LOOP = "loop Api#0"
 POOL = "thread Api#0-worker"
 DB = "thread Api#0-db-worker"
 SERIAL = "thread Api#0-serial-worker"
-FLAGS = pytest.mark.parametrize("flags", flag_values(router="1"), indirect=True)
 
 # Mistakes.
 
@@ -263,7 +262,7 @@ def run(api: Any, **options: Any) -> Iterator[Any]:
         yield it
 
 
-@FLAGS
+@FEW_FLAGS
 @pytest.mark.filterwarnings("error::ingress.exceptions.SyncMethodOnEventLoopWarning")
 def test_methods_run_where_they_say_at_both_flag_values(flags: Settings) -> None:
     class Api:
@@ -368,7 +367,7 @@ def test_health_is_answered_while_160_calls_hold_a_lane_or_wait_for_it() -> None
         assert gate.inside == 8, "no other call entered"
         assert lanes(it) == {"db": LaneLoad(limit=8, ongoing=8, queued=152)}
         gate.open()
-        assert [call.result(timeout_s=TIMEOUT_S) for call in calls] == ["report"] * 160
+        assert results(calls) == ["report"] * 160
         assert gate.most_inside == 8
         wait_until(lambda: lanes(it) == {"db": LaneLoad(limit=8, ongoing=0, queued=0)})
 
@@ -390,30 +389,8 @@ def test_one_lane_does_not_wait_for_another() -> None:
         gate.wait_for(1)
         assert it.handle.quick.remote().result(timeout_s=TIMEOUT_S) == DB
         gate.open()
-        for call in calls:
-            call.result(timeout_s=TIMEOUT_S)
+        results(calls)
         assert gate.most_inside == 1
-
-
-def test_a_call_that_is_cancelled_while_it_waits_for_its_lane_never_begins() -> None:
-    gate, began = Gate(), list[int]()
-
-    class Api:
-        @serve.method(lane="db")
-        def work(self, number: int) -> None:
-            began.append(number)
-            gate.wait()
-
-    with run(Api, lanes={"db": 1}) as it:
-        first, second, third = (it.handle.work.remote(number) for number in range(3))
-        gate.wait_for(1)
-        wait_until(lambda: it.ongoing() == 3)
-        second.cancel()
-        wait_until(lambda: it.ongoing() == 2)
-        gate.open()
-        first.result(timeout_s=TIMEOUT_S)
-        third.result(timeout_s=TIMEOUT_S)
-        assert began == [0, 2]
 
 
 def test_each_replica_has_the_threads_of_its_lanes() -> None:
@@ -430,32 +407,32 @@ def test_each_replica_has_the_threads_of_its_lanes() -> None:
         wait_until(lambda: it.ongoing() == 12)
         assert gate.inside == 6
         gate.open()
-        for call in calls:
-            call.result(timeout_s=TIMEOUT_S)
+        results(calls)
 
 
 def test_a_lane_that_is_stuck_gives_the_slots_of_those_who_leave_back_at_once() -> None:
-    gate = Gate()
+    gate, began = Gate(), list[int]()
 
     class Api:
         @serve.method(lane="db")
-        def work(self) -> None:
+        def work(self, number: int) -> None:
+            began.append(number)
             gate.wait()
 
         async def quick(self) -> str:
             return here()
 
     with run(Api, lanes={"db": 1}, max_ongoing_requests=3) as it:
-        calls = [it.handle.work.remote() for _ in range(3)]
+        calls = [it.handle.work.remote(number) for number in range(3)]
         gate.wait_for(1)
         wait_until(lambda: it.ongoing() == 3)
         behind = it.handle.quick.remote()
-        calls[2].cancel()
+        calls[1].cancel()
         assert behind.result(timeout_s=TIMEOUT_S) == LOOP
         assert gate.inside == 1, "the lane has not moved"
         gate.open()
-        calls[0].result(timeout_s=TIMEOUT_S)
-        calls[1].result(timeout_s=TIMEOUT_S)
+        results([calls[0], calls[2]])
+        assert began == [0, 2], "what left never begins"
 
 
 @pytest.mark.usefixtures("switch_interval")
@@ -492,8 +469,7 @@ def test_calls_of_a_lane_run_once_or_never_whenever_they_are_cancelled() -> None
         wait_until(lambda: it.ongoing() == 0)
         assert answered >= 266
         assert set(ran.values()) == {1}
-        for call in [it.handle.meet.remote() for _ in range(2)]:  # both places are free again
-            call.result(timeout_s=TIMEOUT_S)
+        results([it.handle.meet.remote() for _ in range(2)])  # both places are free again
 
 
 @pytest.mark.parametrize(
@@ -564,32 +540,16 @@ def test_calls_that_wait_for_each_other_in_a_lane_all_end_whenever_they_are_canc
                 ) as error:
                     outcomes[type(error).__name__] += 1
             wait_until(lambda: it.ongoing() == 0)
-        for call in [it.handle.meet.remote() for _ in range(2)]:  # both places are free again
-            call.result(timeout_s=TIMEOUT_S)
+        results([it.handle.meet.remote() for _ in range(2)])  # both places are free again
     print(f"\n{dict(outcomes)}")
     assert sum(outcomes.values()) == 120
     assert outcomes["RequestCycleError"]
 
 
-def test_a_call_may_wait_in_a_lane_for_what_needs_it_while_it_has_another_thread() -> None:
-    class Api:
-        @serve.method(lane="db")
-        def outer(self) -> Any:
-            handle = serve.get_deployment_handle("Api", "default")
-            return handle.inner.remote().result(timeout_s=TIMEOUT_S)
-
-        @serve.method(lane="db")
-        def inner(self) -> str:
-            return "inner"
-
-    with run(Api, lanes={"db": 2}) as it:
-        assert it.handle.outer.remote().result(timeout_s=TIMEOUT_S) == "inner"
-
-
 # The serial thread.
 
 
-@FLAGS
+@FEW_FLAGS
 def test_one_thread_constructs_serves_and_deletes_a_class_with_a_serial_method(
     flags: Settings,
 ) -> None:
@@ -614,9 +574,7 @@ def test_one_thread_constructs_serves_and_deletes_a_class_with_a_serial_method(
             return int(count)
 
     with run(Api) as it:
-        visits = [it.handle.visit.remote() for _ in range(20)]
-        counts = [visit.result(timeout_s=TIMEOUT_S) for visit in visits]
-        assert sorted(counts) == list(range(1, 21))
+        assert sorted(results([it.handle.visit.remote() for _ in range(20)])) == list(range(1, 21))
         wait_until(lambda: lanes(it) == {"serial": LaneLoad(limit=1, ongoing=0, queued=0)})
 
     assert len(threads) == 22
@@ -639,29 +597,9 @@ def test_the_serial_thread_loses_no_update_that_a_threadpool_loses(execution: An
             return self.number
 
     with run(Api) as it:
-        for call in [it.handle.increment.remote() for _ in range(50)]:
-            call.result(timeout_s=TIMEOUT_S)
+        results([it.handle.increment.remote() for _ in range(50)])
         number = it.handle.read.remote().result(timeout_s=TIMEOUT_S)
         assert (number == 50) == (execution == "serial")
-
-
-def test_the_loop_turns_while_the_serial_thread_is_busy() -> None:
-    gate = Gate()
-
-    class Api:
-        @serve.method(execution="serial")
-        def work(self) -> None:
-            gate.wait()
-
-        async def quick(self) -> str:
-            return here()
-
-    with run(Api) as it:
-        call = it.handle.work.remote()
-        gate.wait_for(1)
-        assert it.handle.quick.remote().result(timeout_s=TIMEOUT_S) == LOOP
-        gate.open()
-        call.result(timeout_s=TIMEOUT_S)
 
 
 def test_a_stream_of_the_serial_thread_lets_others_in_between_its_items() -> None:

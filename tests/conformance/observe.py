@@ -61,6 +61,10 @@ def flag_values(*, sync: str = "01", user: str = "01", router: str = "01") -> li
     ]
 
 
+FEW_FLAGS = pytest.mark.parametrize("flags", flag_values(router="1"), indirect=True)
+"""Without the router's flag, which moves no user code: one table is seen at all eight values."""
+
+
 class Gate:
     """A gate in user code: calls wait in front of it until the test opens it. Thread-safe."""
 
@@ -111,6 +115,11 @@ class Gate:
         with self._lock:
             self.inside -= 1
             self.passed += 1
+
+
+def results(responses: list[Any]) -> list[Any]:
+    """Return the results of calls by handle."""
+    return [response.result(timeout_s=TIMEOUT_S) for response in responses]
 
 
 @dataclass(frozen=True, slots=True)

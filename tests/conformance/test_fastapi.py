@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingress as serve
 from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
-from tests.conformance.observe import ANYIO_WORKER, TIMEOUT_S, here, here_async, served
+from tests.conformance.observe import ANYIO_WORKER, FEW_FLAGS, TIMEOUT_S, here, here_async, served
 
 LOOP, WORKER, THREAD = "the loop", "a worker thread", "a thread of Starlette's"
 
@@ -175,40 +175,39 @@ def application(places: SimpleQueue[str]) -> serve.Application:
     return serve.deployment(serve.ingress(app)(K)).bind()
 
 
+ANSWERS = {
+    "/def": WORKER,
+    "/async-def": LOOP,
+    "/static-def": WORKER,
+    "/free-def": WORKER,
+    "/def-dependency": WORKER,
+    "/def-dependency-of-def": WORKER,
+    "/async-dependency": LOOP,
+    "/method-dependency": WORKER,
+    "/async-method-dependency": LOOP,
+    "/object-dependency": WORKER,
+    "/yield-dependency": THREAD,
+    "/async-yield-dependency": LOOP,
+    "/exception-handler": THREAD,
+    "/async-exception-handler": LOOP,
+    "/stream": WORKER,
+    "/async-stream": LOOP,
+}
+
+
 @pytest.mark.reliability("F02")
-@pytest.mark.parametrize(
-    ("path", "place"),
-    [
-        ("/def", WORKER),
-        ("/async-def", LOOP),
-        ("/static-def", WORKER),
-        ("/free-def", WORKER),
-        ("/def-dependency", WORKER),
-        ("/def-dependency-of-def", WORKER),
-        ("/async-dependency", LOOP),
-        ("/method-dependency", WORKER),
-        ("/async-method-dependency", LOOP),
-        ("/object-dependency", WORKER),
-        ("/yield-dependency", THREAD),
-        ("/async-yield-dependency", LOOP),
-        ("/exception-handler", THREAD),
-        ("/async-exception-handler", LOOP),
-        ("/stream", WORKER),
-        ("/async-stream", LOOP),
-    ],
-)
-def test_what_answers_a_request_runs_where_fastapi_says(
-    flags: Settings, path: str, place: str
-) -> None:
+def test_what_answers_a_request_runs_where_fastapi_says(flags: Settings) -> None:
     with served(application(SimpleQueue()), flags) as it:
-        response = it.get(path)
-        found = {line.strip('"') for line in response.text.splitlines()}
-
-        assert found == {{LOOP: it.loop, WORKER: it.worker, THREAD: ANYIO_WORKER}[place]}
-        assert response.headers["x-middleware"] == it.loop
+        where = {LOOP: it.loop, WORKER: it.worker, THREAD: ANYIO_WORKER}
+        for path, place in ANSWERS.items():
+            response = it.get(path)
+            found = {line.strip('"') for line in response.text.splitlines()}
+            assert found == {where[place]}, path
+            assert response.headers["x-middleware"] == it.loop
 
 
 @pytest.mark.reliability("F02")
+@FEW_FLAGS
 def test_a_websocket_endpoint_runs_on_the_loop(flags: Settings) -> None:
     with served(application(SimpleQueue()), flags) as it:
         with it.client.websocket_connect("/websocket") as socket:  # type: ignore[union-attr]
@@ -216,18 +215,18 @@ def test_a_websocket_endpoint_runs_on_the_loop(flags: Settings) -> None:
 
 
 @pytest.mark.reliability("F02")
-@pytest.mark.parametrize(("path", "place"), [("/background", THREAD), ("/async-background", LOOP)])
-def test_a_background_task_runs_where_its_def_says(flags: Settings, path: str, place: str) -> None:
+@FEW_FLAGS
+def test_a_background_task_runs_where_its_def_says(flags: Settings) -> None:
     places: SimpleQueue[str] = SimpleQueue()
     with served(application(places), flags) as it:
         assert places.get(timeout=TIMEOUT_S) == it.loop, "the lifespan's start-up"
-        it.get(path)
-
-        found = places.get(timeout=TIMEOUT_S)
-        assert found == (it.loop if place == LOOP else ANYIO_WORKER)
+        for path, place in (("/background", ANYIO_WORKER), ("/async-background", it.loop)):
+            it.get(path)
+            assert places.get(timeout=TIMEOUT_S) == place
 
 
 @pytest.mark.reliability("F02")
+@FEW_FLAGS
 def test_lifespan_runs_on_the_loop(flags: Settings) -> None:
     places: SimpleQueue[str] = SimpleQueue()
     with served(application(places), flags) as it:
@@ -236,6 +235,7 @@ def test_lifespan_runs_on_the_loop(flags: Settings) -> None:
     assert [places.get_nowait(), places.get_nowait()] == [loop, loop]
 
 
+@FEW_FLAGS
 def test_a_def_endpoint_called_through_a_handle_is_a_method(flags: Settings) -> None:
     with served(application(SimpleQueue()), flags) as it:
         called = it.handle.def_endpoint.remote().result(timeout_s=TIMEOUT_S)
@@ -275,6 +275,7 @@ def built_by_async_method(places: list[str]) -> serve.Application:
 
 
 @pytest.mark.parametrize("make", [built_by_function, built_by_method, built_by_async_method])
+@FEW_FLAGS
 def test_a_builder_runs_on_the_loop(
     flags: Settings, make: Callable[[list[str]], serve.Application]
 ) -> None:

@@ -10,28 +10,21 @@ import asyncio
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 from starlette.requests import Request
 
 import ingress as serve
 from ingress.base.settings import Settings
-from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, served
+from tests.conformance.observe import FEW_FLAGS, TIMEOUT_S, Gate, here, results, served
 from tests.servers import bind, wait_until
 
 LONG_S = 30.0
-
-all_flags = pytest.mark.parametrize("flags", flag_values(router="1"), indirect=True)
-
-
-def results(responses: list[Any]) -> list[Any]:
-    return [response.result(timeout_s=TIMEOUT_S) for response in responses]
 
 
 # "Serve groups multiple incoming requests together and passes them to your handler as a list."
 # "The handler still runs on the user event loop, but each call now processes many requests at once
 # instead of just one."
-@all_flags
+@FEW_FLAGS
 def test_requests_come_as_one_list_and_each_client_gets_its_own_result(flags: Settings) -> None:
     batches = []
 
@@ -106,7 +99,7 @@ def test_an_offloaded_batch_leaves_the_loop_free(monkeypatch: pytest.MonkeyPatch
 # during processing."
 # "allows multiple batches to be in flight simultaneously (up to the max_concurrent_batches limit)"
 @pytest.mark.parametrize("written", ["async", "offloaded", "def"])
-@all_flags
+@FEW_FLAGS
 def test_batches_that_yield_run_at_once_up_to_the_limit(flags: Settings, written: str) -> None:
     gate = Gate()
     options: Any = {"max_batch_size": 2, "max_concurrent_batches": 3, "batch_wait_timeout_s": 0.01}
@@ -141,7 +134,7 @@ def test_batches_that_yield_run_at_once_up_to_the_limit(flags: Settings, written
 # "If your batch handler blocks the event loop [...] max_concurrent_batches won't provide the
 # concurrency you expect. The event loop can only start processing a new batch when the current
 # batch yields control."
-@all_flags
+@FEW_FLAGS
 def test_batches_that_block_run_one_after_the_other(flags: Settings) -> None:
     gate = Gate()
 
@@ -158,22 +151,6 @@ def test_batches_that_block_run_one_after_the_other(flags: Settings) -> None:
         assert results(responses) == list(range(6))
         assert gate.passed == 3
         assert gate.most_inside == 1
-
-
-# "The method accepts a list of its original input types as input."
-# "The method returns a list. The length of the return list and the input list must be of equal
-# lengths for the decorator to split the output evenly and return a corresponding response back"
-@all_flags
-def test_a_vectorized_model_gets_a_list_and_gives_an_array(flags: Settings) -> None:
-    class Model:
-        @serve.batch(max_batch_size=8, batch_wait_timeout_s=LONG_S)
-        async def __call__(self, multiple_samples: list[int]) -> Any:
-            # Use numpy's vectorized computation to efficiently process a batch.
-            return np.array(multiple_samples) * 2
-
-    with served(bind(serve.deployment(Model)), flags) as it:
-        responses = [it.handle.remote(number) for number in range(8)]
-        assert results(responses) == [number * 2 for number in range(8)]
 
 
 # "Once the first request arrives, the batching decorator will wait for a full batch (up to
@@ -238,7 +215,7 @@ def test_a_batch_is_no_larger_than_what_a_replica_takes_at_once() -> None:
 
 
 # Beyond the guide: "The method is declared as an async method"; a `def` is allowed, too.
-@all_flags
+@FEW_FLAGS
 def test_a_def_handler_runs_in_a_worker_thread_at_both_values_of_the_flag(flags: Settings) -> None:
     class Model:
         @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)

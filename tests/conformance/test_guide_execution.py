@@ -20,7 +20,16 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
-from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, here, online, served
+from tests.conformance.observe import (
+    FEW_FLAGS,
+    TIMEOUT_S,
+    Gate,
+    Served,
+    flag_values,
+    here,
+    online,
+    served,
+)
 from tests.servers import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
@@ -122,6 +131,7 @@ def test_a_blocked_replica_stops_neither_status_nor_healthz() -> None:
 # "Lets the event loop handle many requests while each waits on I/O."
 # "Asyncio gives you concurrency for I/O-bound workloads: While one request waits on the database,
 # another can wait on an HTTP call. Handlers yield back to the event loop at each await."
+@FEW_FLAGS
 def test_requests_share_the_loop_while_each_awaits(flags: Settings) -> None:
     gate = Gate()
     places = set()
@@ -202,6 +212,7 @@ def fastapi_deployment(gate: Gate) -> serve.Application:
 
 # "FastAPI always dispatches def endpoints to a threadpool."
 # "FastAPI runs this in a threadpool." "Runs directly on FastAPI's asyncio loop."
+@FEW_FLAGS
 @pytest.mark.parametrize("path", ["/sync", "/async"])
 def test_fastapi_endpoints_of_either_kind_overlap_and_leave_the_loop_free(
     flags: Settings, path: str
@@ -224,7 +235,7 @@ def test_fastapi_endpoints_of_either_kind_overlap_and_leave_the_loop_free(
 # "Async alone doesn't make CPU work faster." "CPU-bound code doesn't become faster merely because
 # it's async."
 # (On a shared loop the requests are not even counted meanwhile: that loop would count them.)
-@pytest.mark.parametrize("flags", flag_values(user="1"), indirect=True)
+@pytest.mark.parametrize("flags", flag_values(user="1", router="1"), indirect=True)
 def test_blocking_in_async_def_is_still_blocking(flags: Settings) -> None:
     gate = Gate()
 
@@ -257,6 +268,7 @@ def test_blocking_handlers_overlap_on_several_replicas() -> None:
 # "In these cases, you can still get useful parallelism from threads inside a single replica
 # process" "Multiple threads can run _heavy_numpy in parallel"
 # "Offload to a thread, free the event loop." "CPU-heavy code in async def"
+@FEW_FLAGS
 @pytest.mark.parametrize("how", ["to_thread", "run_in_executor"])
 def test_offloaded_calls_overlap_in_threads_and_leave_the_loop_free(
     flags: Settings, how: str

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, served
+from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, results, served
 from tests.servers import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
@@ -58,9 +58,9 @@ KINDS_THAT_OVERLAP = [
     pytest.param(*flags.values, kind, id=f"{kind.__name__}-{flags.id}")
     for kind, combinations in {
         async_def: flag_values(),
-        fastapi_def: flag_values(),
-        def_in_thread: flag_values(sync="1"),
-        generator_in_thread: flag_values(sync="1"),
+        fastapi_def: flag_values(router="1"),
+        def_in_thread: flag_values(sync="1", router="1"),
+        generator_in_thread: flag_values(sync="1", router="1"),
     }.items()
     for flags in combinations
 ]
@@ -127,18 +127,6 @@ def test_beyond_the_queue_requests_fail_with_backpressure() -> None:
         assert all_answered(responses)
 
 
-# "Up to 100 requests can be in-flight per replica."
-# "While one request is waiting, the event loop can work on others."
-def test_a_hundred_async_requests_are_in_flight_in_one_replica(flags: Settings) -> None:
-    gate = Gate()
-    deployment = serve.deployment(max_ongoing_requests=100)(async_def(gate))
-    with served(deployment.bind(), flags) as it:
-        responses = [it.handle.remote(None) for _ in range(101)]
-        full(it, gate, inside=100, queued=1)
-        gate.open()
-        assert [response.result(timeout_s=TIMEOUT_S) for response in responses] == [None] * 101
-
-
 # "With a blocking def handler that runs on the event loop (threadpool disabled),
 # max_ongoing_requests doesn't give you the concurrency you expect"
 # "The event loop can only run one handler at a time."
@@ -175,9 +163,7 @@ def test_the_threadpool_has_a_thread_for_each_ongoing_request(
         responses = [it.handle.remote(None) for _ in range(limit + 1)]
         full(it, gate, inside=limit, queued=1)
         gate.open()
-        assert [response.result(timeout_s=TIMEOUT_S) for response in responses] == [None] * (
-            limit + 1
-        )
+        assert results(responses) == [None] * (limit + 1)
 
 
 def test_a_cancelled_call_holds_its_slot_until_its_thread_is_done(

@@ -187,8 +187,8 @@ class EndlessGenerator(EndlessAsyncGenerator):
     [
         pytest.param(*flags.values, cls, id=f"{cls.__name__}-{flags.id}")
         for cls, combinations in {
-            EndlessAsyncGenerator: flag_values(),
-            EndlessGenerator: flag_values(sync="1"),
+            EndlessAsyncGenerator: flag_values(router="1"),
+            EndlessGenerator: flag_values(sync="1", router="1"),
         }.items()
         for flags in combinations
     ],
@@ -212,20 +212,3 @@ def test_a_generator_waits_for_a_slow_consumer_and_is_closed_when_it_leaves(
 
         stream.cancel()
         wait_until(lambda: progress()[1])
-
-
-# "... or cancellation"
-@pytest.mark.parametrize("flag", ["0", "1"])
-def test_a_client_that_leaves_ends_the_generator(
-    monkeypatch: pytest.MonkeyPatch, flag: str
-) -> None:
-    monkeypatch.setenv(SYNC_IN_THREADPOOL, flag)
-    gate = Gate()
-    application, _ = bound(AsyncGenerator, gate)
-    with online(application) as it:
-        with it.client.stream("GET", "/") as response:
-            lines = response.iter_lines()  # kept: its garbage collection would close the response
-            assert next(lines) == "first"
-            gate.wait_for(1)
-        wait_until(lambda: gate.inside == 0)
-        wait_until(lambda: it.ongoing() == 0)

@@ -13,20 +13,8 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.exceptions import OptionNotActedOnWarning
-from tests.conformance.observe import TIMEOUT_S, Gate, served
+from tests.conformance.observe import Gate, results, served
 from tests.servers import wait_until
-
-
-# "class Model: def __call__(self, single_sample: int) -> int: return single_sample * 2"
-# "assert ray.get(handle.remote(1)) == 2"
-@pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
-def test_a_handle_calls_the_model_with_one_sample() -> None:
-    class Model:
-        def __call__(self, single_sample: int) -> int:
-            return single_sample * 2
-
-    with served(serve.deployment(Model).bind()) as it:
-        assert it.handle.remote(1).result(timeout_s=TIMEOUT_S) == 2
 
 
 # "serve_num_router_requests staying constant while your load increases"
@@ -73,8 +61,7 @@ def test_the_cores_of_a_replica_size_the_threads_that_calls_are_offloaded_to(
         responses = [it.handle.remote() for _ in range(10)]
         gate.wait_for(threads)
         gate.open()
-        for response in responses:
-            response.result(timeout_s=TIMEOUT_S)
+        results(responses)
 
     assert gate.most_inside == threads
 
@@ -121,6 +108,8 @@ def test_many_def_endpoints_run_at_once_in_a_replica_and_async_ones_between_awai
         assert single.most_inside == 1
 
 
+# "Up to 100 requests can be in-flight per replica."
+# "While one request is waiting, the event loop can work on others."
 # "Serve sets a low number (100) by default so the client gets proper backpressure."
 def test_by_default_a_hundred_requests_are_ongoing_and_the_next_queues() -> None:
     gate = Gate()
@@ -134,33 +123,9 @@ def test_by_default_a_hundred_requests_are_ongoing_and_the_next_queues() -> None
         gate.wait_for(100)
         assert it.status().queued == 1
         gate.open()
-        for response in responses:
-            response.result(timeout_s=TIMEOUT_S)
+        results(responses)
 
     assert gate.most_inside == 100
-
-
-# "If you are using asyncio and hitting the same queuing issue mentioned above, you might want to
-# increase max_concurrent_queries."
-# "You can increase the value in the deployment decorator; e.g.
-# @serve.deployment(max_concurrent_queries=1000)."
-def test_max_concurrent_queries_is_another_name_of_max_ongoing_requests() -> None:
-    gate = Gate()
-
-    class K:
-        async def __call__(self) -> None:
-            await gate.wait_async()
-
-    with pytest.warns(DeprecationWarning, match="use max_ongoing_requests") as caught:
-        deployment = serve.deployment(max_concurrent_queries=200)(K)
-    assert caught[0].filename == __file__
-    with served(deployment.bind()) as it:
-        responses = [it.handle.remote() for _ in range(201)]
-        gate.wait_for(200)
-        assert it.status().queued == 1
-        gate.open()
-        for response in responses:
-            response.result(timeout_s=TIMEOUT_S)
 
 
 # "By default, Serve lets client HTTP requests run to completion no matter how long they take."

@@ -20,7 +20,7 @@ import pytest
 
 import ingress as serve
 from ingress.base.settings import Settings
-from tests.conformance.observe import TIMEOUT_S, Served, here, here_async, served
+from tests.conformance.observe import FEW_FLAGS, TIMEOUT_S, Served, here, here_async, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 
@@ -28,11 +28,12 @@ LOOP, FLAG = "the loop", "where the flag says"
 
 
 def traced(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function; the result is a `def`."""
+    """Wrap a method; the result is a `def`, which notes its place in `self.before`."""
 
     @wraps(func)
-    def wrapper(*args: Any) -> Any:
-        return func(*args)
+    def wrapper(self: Any, *args: Any) -> Any:
+        self.before = here()
+        return func(self, *args)
 
     return wrapper
 
@@ -55,6 +56,8 @@ class HereAsync:
 
 class Methods:
     """Methods that return the places of their lines."""
+
+    before: str
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -138,62 +141,39 @@ class Methods:
 
     @traced
     async def wrapped_async_def(self) -> list[str]:
-        return [here()]
+        return [self.before, here()]
 
 
-@pytest.mark.parametrize(
-    ("method", "places"),
-    [
-        ("async_def", [LOOP]),
-        ("static_async_def", [LOOP]),
-        ("class_async_def", [LOOP]),
-        ("partial_of_async_def", [LOOP]),
-        ("async_callable_object", [LOOP]),
-        ("def_method", [FLAG]),
-        ("lambda_attribute", [FLAG]),
-        ("class_lambda", [FLAG]),
-        ("static_def", [FLAG]),
-        ("class_def", [FLAG]),
-        ("partial_of_def", [FLAG]),
-        ("partial_of_partial", [FLAG]),
-        ("callable_object", [FLAG]),
-        ("c_callable", [FLAG]),
-        ("returns_coroutine", [FLAG, LOOP]),
-        ("returns_future", [FLAG, LOOP]),
-        ("returns_task", [FLAG, LOOP]),
-        ("returns_awaitable", [FLAG, LOOP]),
-        ("wrapped_async_def", [LOOP]),
-    ],
-)
-def test_a_method_runs_where_the_table_says(
-    flags: Settings, method: str, places: list[str]
-) -> None:
+PLACES: dict[str, list[str]] = {
+    "async_def": [LOOP],
+    "static_async_def": [LOOP],
+    "class_async_def": [LOOP],
+    "partial_of_async_def": [LOOP],
+    "async_callable_object": [LOOP],
+    "def_method": [FLAG],
+    "lambda_attribute": [FLAG],
+    "class_lambda": [FLAG],
+    "static_def": [FLAG],
+    "class_def": [FLAG],
+    "partial_of_def": [FLAG],
+    "partial_of_partial": [FLAG],
+    "callable_object": [FLAG],
+    "c_callable": [FLAG],
+    "returns_coroutine": [FLAG, LOOP],
+    "returns_future": [FLAG, LOOP],
+    "returns_task": [FLAG, LOOP],
+    "returns_awaitable": [FLAG, LOOP],
+    "wrapped_async_def": [FLAG, LOOP],
+}
+
+
+def test_each_method_runs_where_the_table_says(flags: Settings) -> None:
     with served(serve.deployment(Methods).bind(), flags) as it:
-        handle = it.handle.options(method_name=method)
-
-        assert handle.remote().result(timeout_s=TIMEOUT_S) == expected(it, flags, *places)
-
-
-def test_a_sync_wrapper_round_an_async_def_runs_as_a_def(flags: Settings) -> None:
-    places = []
-
-    def noted(func: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(func)
-        def wrapper(self: Any) -> Any:
-            places.append(here())
-            return func(self)
-
-        return wrapper
-
-    class K:
-        @noted
-        async def method(self) -> None:
-            places.append(here())
-
-    with served(serve.deployment(K).bind(), flags) as it:
-        it.handle.method.remote().result(timeout_s=TIMEOUT_S)
-
-        assert places == expected(it, flags, FLAG, LOOP)
+        found = {
+            name: it.handle.options(method_name=name).remote().result(timeout_s=TIMEOUT_S)
+            for name in PLACES
+        }
+        assert found == {name: expected(it, flags, *places) for name, places in PLACES.items()}
 
 
 def test_a_wrapper_that_runs_a_loop_of_its_own_works_in_its_thread(
@@ -211,6 +191,7 @@ def test_a_wrapper_that_runs_a_loop_of_its_own_works_in_its_thread(
     assert inside.startswith("loop K#0-worker-")
 
 
+@FEW_FLAGS
 def test_async_init_and_its_methods_share_one_loop(flags: Settings) -> None:
     class K:
         async def __init__(self) -> None:  # type: ignore[misc]  # Ray Serve's extension
@@ -223,28 +204,21 @@ def test_async_init_and_its_methods_share_one_loop(flags: Settings) -> None:
         assert it.handle.is_same.remote().result(timeout_s=TIMEOUT_S)
 
 
-def async_function() -> Any:
-    async def function(x: int) -> list[Any]:
-        return [here(), x]
-
-    return function
+async def async_function(x: int) -> list[Any]:
+    return [here(), x]
 
 
-def def_function() -> Any:
-    def function(x: int) -> list[Any]:
-        return [here(), x]
-
-    return function
+def def_function(x: int) -> list[Any]:
+    return [here(), x]
 
 
-@pytest.mark.parametrize(("make", "place"), [(async_function, LOOP), (def_function, FLAG)])
+@FEW_FLAGS
+@pytest.mark.parametrize(("func", "place"), [(async_function, LOOP), (def_function, FLAG)])
 def test_a_function_deployment_runs_where_its_def_says(
-    flags: Settings, make: Callable[[], Any], place: str
+    flags: Settings, func: Callable[..., Any], place: str
 ) -> None:
-    with served(serve.deployment(make()).bind(), flags) as it:
-        result = it.handle.remote(7).result(timeout_s=TIMEOUT_S)
-
-        assert result == [*expected(it, flags, place), 7]
+    with served(serve.deployment(func).bind(), flags) as it:
+        assert it.handle.remote(7).result(timeout_s=TIMEOUT_S) == [*expected(it, flags, place), 7]
 
 
 class Streams:
@@ -281,46 +255,41 @@ class Streams:
         return 1
 
 
-@pytest.mark.parametrize(
-    ("method", "place"),
-    [
-        ("async_generator", LOOP),
-        ("def_generator", FLAG),
-        ("partial_of_def_generator", FLAG),
-        ("wrapped_generator", FLAG),
-        ("returns_generator", FLAG),
-        ("returns_async_generator", LOOP),
-        ("async_def_returns_generator", LOOP),
-        ("async_def_returns_async_generator", LOOP),
-    ],
-)
-def test_a_generator_is_iterated_where_the_function_that_returned_it_ran(
-    flags: Settings, method: str, place: str
+ITERATED = {
+    "async_generator": LOOP,
+    "def_generator": FLAG,
+    "partial_of_def_generator": FLAG,
+    "wrapped_generator": FLAG,
+    "returns_generator": FLAG,
+    "returns_async_generator": LOOP,
+    "async_def_returns_generator": LOOP,
+    "async_def_returns_async_generator": LOOP,
+}
+
+
+def test_a_generator_is_iterated_where_the_function_that_returned_it_ran(flags: Settings) -> None:
+    with served(serve.deployment(Streams).bind(), flags) as it:
+        for method, place in ITERATED.items():
+            items = list(it.handle.options(stream=True, method_name=method).remote())
+            assert {found for found, _ in items} == set(expected(it, flags, place)), method
+            assert len({thread for _, thread in items}) == 1, "one thread for its whole life"
+
+
+@FEW_FLAGS
+def test_a_generator_without_stream_and_a_stream_without_one_are_type_errors(
+    flags: Settings,
 ) -> None:
     with served(serve.deployment(Streams).bind(), flags) as it:
-        items = list(it.handle.options(stream=True, method_name=method).remote())
-
-        assert {found for found, _ in items} == set(expected(it, flags, place))
-        assert len({thread for _, thread in items}) == 1, "one thread for its whole life"
-
-
-@pytest.mark.parametrize("method", ["async_generator", "def_generator", "returns_generator"])
-def test_a_generator_called_without_stream_is_a_type_error(flags: Settings, method: str) -> None:
-    with served(serve.deployment(Streams).bind(), flags) as it:
-        response = it.handle.options(method_name=method).remote()
-
-        with pytest.raises(TypeError, match=rf"Method '{method}' returned a generator\."):
-            response.result(timeout_s=TIMEOUT_S)
+        for method in ("async_generator", "def_generator", "returns_generator"):
+            message = rf"Method '{method}' returned a generator\..*options\(stream=True\)"
+            with pytest.raises(TypeError, match=message):
+                it.handle.options(method_name=method).remote().result(timeout_s=TIMEOUT_S)
+        message = r"method 'no_generator' .* did not return a generator"
+        with pytest.raises(TypeError, match=message):
+            next(it.handle.options(stream=True).no_generator.remote())
 
 
-def test_what_is_no_generator_called_with_stream_is_a_type_error(flags: Settings) -> None:
-    with served(serve.deployment(Streams).bind(), flags) as it:
-        stream = it.handle.options(stream=True).no_generator.remote()
-
-        with pytest.raises(TypeError, match="did not return a generator"):
-            next(stream)
-
-
+@FEW_FLAGS
 def test_init_and_del_run_on_the_loop_and_hooks_where_their_def_says(flags: Settings) -> None:
     places: dict[str, str] = {}
 
@@ -385,6 +354,7 @@ class SyncDelHalf(AsyncHalf):
 
 
 # Ray 2.60.0, replica.py, `call_destructor`: the instance is there before its `__init__` runs.
+@FEW_FLAGS
 @pytest.mark.parametrize("half", [Half, AsyncHalf, SyncDelHalf], ids=lambda each: each.__name__)
 def test_the_del_of_an_instance_runs_once_if_its_constructor_fails(
     half: type[Half], flags: Settings, monkeypatch: pytest.MonkeyPatch
@@ -399,6 +369,7 @@ def test_the_del_of_an_instance_runs_once_if_its_constructor_fails(
     assert half.gone == ["part"]
 
 
+@FEW_FLAGS
 def test_the_del_of_an_instance_runs_once_if_its_constructor_is_cancelled(
     flags: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,7 +391,7 @@ def test_the_del_of_an_instance_runs_once_if_its_constructor_is_cancelled(
 # Ray 2.60.0, replica.py, `call_reconfigure`: "only pass rank if it is an argument".
 @pytest.mark.parametrize("options", [{}, {"user_config": {"a": 1}}], ids=["without", "with"])
 def test_reconfigure_gets_the_rank_if_it_has_a_parameter_for_it(
-    options: dict[str, Any], flags: Settings
+    options: dict[str, Any], shutdown: None
 ) -> None:
     class Ranked:
         async def reconfigure(self, config: Any, rank: Any) -> None:
@@ -440,9 +411,9 @@ def test_reconfigure_gets_the_rank_if_it_has_a_parameter_for_it(
         assert ranks == [rank, 0, rank]
         found.add(rank)
     assert found == {0, 1}
-    serve.shutdown()
 
 
+@FEW_FLAGS
 def test_every_async_hook_runs_on_the_loop(flags: Settings) -> None:
     places: dict[str, str] = {}
 

@@ -1,8 +1,7 @@
-"""The place of `__call__` for an HTTP request, observed from inside it, at every flag value."""
+"""The place of `__call__` for an HTTP request; `test_methods` has more ways to write a method."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial, wraps
 from typing import Any
@@ -13,7 +12,7 @@ from starlette.responses import StreamingResponse
 
 import ingress as serve
 from ingress.base.settings import Settings
-from tests.conformance.observe import here, served
+from tests.conformance.observe import FEW_FLAGS, here, served
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
@@ -45,16 +44,6 @@ class StaticDef:
         return here()
 
 
-class ClassDef:
-    @classmethod
-    def __call__(cls, request: Request) -> str:
-        return here()
-
-
-class Lambda:
-    __call__ = lambda self, request: here()  # noqa: E731
-
-
 class PartialAsCall:
     __call__ = partial(lambda text, request: f"{text}{here()}", "")
 
@@ -76,17 +65,6 @@ class ReturnsCoroutine:
             return f"{before}\n{here()}"
 
         return after()
-
-
-class ReturnsFuture:
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-
-    def __call__(self, request: Request) -> asyncio.Future[str]:
-        before = here()
-        future: asyncio.Future[str] = self.loop.create_future()
-        self.loop.call_soon_threadsafe(lambda: future.set_result(f"{before}\n{here()}"))
-        return future
 
 
 def traced(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,24 +93,9 @@ class Generator:
             yield f"{here()}\n"
 
 
-class ReturnsGenerator:
-    def __call__(self, request: Request) -> Iterator[str]:
-        return Generator()(request)
-
-
-class ReturnsAsyncGenerator:
-    def __call__(self, request: Request) -> AsyncIterator[str]:
-        return AsyncGenerator()(request)
-
-
 class AsyncDefReturnsGenerator:
     async def __call__(self, request: Request) -> Iterator[str]:
         return Generator()(request)
-
-
-class AsyncDefReturnsAsyncGenerator:
-    async def __call__(self, request: Request) -> AsyncIterator[str]:
-        return AsyncGenerator()(request)
 
 
 class StreamingResponseOfIterator:
@@ -153,10 +116,6 @@ def def_function(request: Request) -> str:
     return here()
 
 
-def generator_function(request: Request) -> Iterator[str]:
-    yield f"{here()}\n"
-
-
 @pytest.mark.parametrize(
     ("func_or_class", "places"),
     [
@@ -164,26 +123,20 @@ def generator_function(request: Request) -> Iterator[str]:
         (Def, [FLAG]),
         (DefWithoutRequest, [FLAG]),
         (StaticDef, [FLAG]),
-        (ClassDef, [FLAG]),
-        (Lambda, [FLAG]),
         (PartialAsCall, [FLAG]),
         (ObjectAsCall, [FLAG]),
         (ReturnsCoroutine, [FLAG, LOOP]),
-        (ReturnsFuture, [FLAG, LOOP]),
         (WrappedAsyncDef, [LOOP]),
         (AsyncGenerator, [LOOP] * 3),
         (Generator, [FLAG] * 3),
-        (ReturnsGenerator, [FLAG] * 3),
-        (ReturnsAsyncGenerator, [LOOP] * 3),
         (AsyncDefReturnsGenerator, [LOOP] * 3),
-        (AsyncDefReturnsAsyncGenerator, [LOOP] * 3),
         (StreamingResponseOfIterator, [WORKER] * 3),
         (StreamingResponseOfAsyncIterator, [LOOP] * 3),
         (async_function, [LOOP]),
         (def_function, [FLAG]),
-        (generator_function, [FLAG]),
     ],
 )
+@FEW_FLAGS
 def test_a_request_runs_where_the_table_says(
     flags: Settings, func_or_class: Any, places: list[str]
 ) -> None:
