@@ -12,11 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from app_examples import slow_server
-from ingress.base.settings import SYNC_IN_THREADPOOL
-from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, served
+from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.inspection import explain
+from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, results, served
 from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, process, wait_until
 
 pytestmark = [
@@ -81,28 +82,6 @@ def run(name: str, folder: Path, **flags: str) -> Iterator[ServerProcess]:
         assert server.wait() == 0
 
 
-class Visits:
-    """Counts the calls that enter and leave user code."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.inside = 0
-        self.most_inside = 0
-
-    def __enter__(self) -> None:
-        self.events.append("in")
-        self.inside += 1
-        self.most_inside = max(self.most_inside, self.inside)
-
-    def __exit__(self, *_: object) -> None:
-        self.inside -= 1
-        self.events.append("out")
-
-
-def results(responses: list[Any]) -> list[Any]:
-    return [response.result(timeout_s=TIMEOUT_S) for response in responses]
-
-
 # Every file
 
 
@@ -129,6 +108,7 @@ def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_curl_shows_what_the_docstring_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 10))
     docstring = import_module(f"app_examples.{name}").__doc__ or ""
     promised = CURL.findall(docstring)
     assert promised or name in ("async_stream", "blocking_stream", "numpy_deployment", "streams")
@@ -281,10 +261,19 @@ def test_the_models_come_and_go_as_the_docstring_says(tmp_path: Path) -> None:
         assert (response.status_code, response.json()["detail"][:11]) == (404, "no model ''")
 
 
-@proves("model")
-def test_the_model_prints_what_its_handle_returned(tmp_path: Path) -> None:
+@proves("model", "request_batching")
+@pytest.mark.parametrize(
+    ("name", "printed", "warned"),
+    [
+        ("model", "2\n", "Calling sync method 'Model.__call__' directly on the asyncio loop"),
+        ("request_batching", "[0, 2, 4, 6, 8, 10, 12, 14]\n", ""),
+    ],
+)
+def test_a_model_prints_what_its_handle_returned(
+    name: str, printed: str, warned: str, tmp_path: Path
+) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "app_examples.model"],
+        [sys.executable, "-m", f"app_examples.{name}"],
         env=environment(tmp_path),
         capture_output=True,
         text=True,
@@ -292,8 +281,9 @@ def test_the_model_prints_what_its_handle_returned(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
 
-    assert result.stdout == "2\n"
-    assert "Calling sync method 'Model.__call__' directly on the asyncio loop" in result.stderr
+    assert result.stdout == printed
+    assert warned in result.stderr
+    assert bool(warned) == bool(result.stderr)
 
 
 @proves("slow_server")
@@ -372,100 +362,33 @@ def test_the_composition_calls_model_and_summarizer_at_the_same_time() -> None:
 
 
 # "While this handler awaits asyncio.sleep, the loop is free to start handling other requests."
-@proves("echo")
-def test_echo_handles_others_while_one_awaits() -> None:
-    visits = Visits()
-
-    class LoopProbe(class_of("echo")):  # type: ignore[misc]
-        async def __call__(self, request: Any) -> Any:
-            with visits:
-                return await super().__call__(request)
-
-    with served(bound("echo", LoopProbe)) as it:
-        assert results([it.handle.remote(None) for _ in range(10)]) == ["ok"] * 10
-
-    assert visits.most_inside > 1
-
-
-def blocking(name: str, visits: Visits) -> serve.Application:
-    class LoopProbe(class_of(name)):  # type: ignore[misc]
-        def __call__(self, request: Any) -> Any:
-            with visits:
-                return super().__call__(request)
-
-    return bound(name, LoopProbe)
-
-
 # "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0 (current default), __call__ runs directly on the user
-# event loop and blocks it for 1 second."
-# "Even though max_ongoing_requests=100, the replica effectively processes requests serially."
-@proves("blocking_echo", "blocking_cpu")
-@pytest.mark.parametrize("name", ["blocking_echo", "blocking_cpu", "cpu_with_threadpool"])
-def test_without_the_flag_a_def_is_called_one_request_after_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
-    visits = Visits()
-    with served(blocking(name, visits)) as it:
-        responses = [it.handle.remote(None) for _ in range(2)]
-        wait_until(lambda: it.ongoing() == 2)
-        assert visits.events in ([], ["in"]), "the replica has both before the first is done"
-        assert results(responses) == ["ok", "ok"]
+# event loop and blocks it for 1 second." "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, each call runs
+# in a thread." "FastAPI runs this in a threadpool." "Runs directly on FastAPI's asyncio loop."
+# "This blocks the event loop until the HTTP call finishes."
+# "Blocks the event loop between yields." "Yields items without blocking the loop."
+LOOP, POOL = "event loop", "threadpool"
+PLACES = {
+    "echo": [("async def", LOOP, LOOP)],
+    "blocking_echo": [("def", LOOP, POOL)],
+    "blocking_cpu": [("def", LOOP, POOL)],
+    "cpu_with_threadpool": [("def", LOOP, POOL)],
+    "fastapi_deployment": [("def", POOL, POOL), ("async def", LOOP, LOOP)],
+    "blocking_http": [("async def", LOOP, LOOP)],
+    "blocking_stream": [("def generator", LOOP, POOL)],
+    "async_stream": [("async def", LOOP, LOOP), ("async def generator", LOOP, LOOP)],
+}
+"""The code of each example: how it is written, and where it runs without the flag and with it.
 
-    assert visits.events == ["in", "out", "in", "out"]
-
-
-# "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, Serve offloads __call__ to a threadpool so the event
-# loop stays responsive."
-# "With RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, each call runs in a thread."
-@proves("blocking_echo", "cpu_with_threadpool")
-@pytest.mark.parametrize("name", ["blocking_echo", "blocking_cpu", "cpu_with_threadpool"])
-def test_with_the_flag_each_def_call_runs_in_a_thread(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
-    gate = Gate()
-
-    class LoopProbe(class_of(name)):  # type: ignore[misc]
-        def __call__(self, request: Any) -> Any:
-            gate.wait()
-            return super().__call__(request), here()
-
-        async def ping(self) -> str:
-            return here()
-
-    with served(bound(name, LoopProbe)) as it:
-        responses = [it.handle.remote(None) for _ in range(3)]
-        gate.wait_for(3)
-        assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
-        gate.open()
-        assert results(responses) == [("ok", it.worker)] * 3
+`test_explain` sees it there, `test_check` sees what blocks, and `conformance` the consequences.
+"""
 
 
-# "FastAPI runs this in a threadpool." "Runs directly on FastAPI's asyncio loop."
-@proves("fastapi_deployment")
-@pytest.mark.parametrize("path", ["/sync", "/async"])
-def test_fastapi_endpoints_overlap_each_where_its_def_says(path: str) -> None:
-    gate = Gate()
-    places = set()
-
-    class LoopProbe(class_of("fastapi_deployment")):  # type: ignore[misc]
-        def sync_endpoint(self) -> Any:
-            places.add(here())
-            gate.wait()
-            return super().sync_endpoint()
-
-        async def async_endpoint(self) -> Any:
-            places.add(here())
-            await gate.wait_async()
-            return await super().async_endpoint()
-
-    with served(bound("fastapi_deployment", LoopProbe)) as it:
-        responses = it.send(path, count=3)
-        gate.wait_for(3)
-        gate.open()
-        assert [response.result().json() for response in responses] == ["ok"] * 3
-        assert places == {it.worker if path == "/sync" else it.loop}
+@proves(*PLACES)
+@pytest.mark.parametrize("name", PLACES)
+def test_the_code_of_an_example_runs_on_the_loop_or_in_a_thread_as_it_says(name: str) -> None:
+    rows = explain(application(name), Settings()).rows
+    assert [(row.kind, *(place.where for place in row.places)) for row in rows] == PLACES[name]
 
 
 @contextmanager
@@ -476,23 +399,6 @@ def served_with_slow_server(
     with slow_server.running(gate.wait) as slow, served(application(name)) as it:
         monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
         yield it
-
-
-# "This blocks the event loop until the HTTP call finishes."
-@proves("blocking_http")
-def test_a_blocking_http_call_lets_no_other_request_begin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gate = Gate()
-    with served_with_slow_server("blocking_http", gate, monkeypatch) as it:
-        responses = it.send(count=3)
-        wait_until(lambda: it.ongoing() == 3)
-        gate.wait_for(1)
-        gate.open()
-        assert [response.result().text for response in responses] == ["slow"] * 3
-
-    assert gate.passed == 3
-    assert gate.most_inside == 1
 
 
 # "Non-blocking equivalent with async HTTP client" "Offload blocking I/O to a worker thread."
@@ -560,57 +466,6 @@ def test_as_many_requests_as_the_example_says_are_inside_and_the_next_queues(
         assert results(responses) == ["ok"] * (limit + 1)
 
 
-# "Blocks the event loop between yields."
-# "If you block between chunks, you delay the next piece of data to the client."
-# "While the generator is blocked on the event loop, other requests on that loop can't make
-# progress."
-@proves("blocking_stream")
-def test_the_blocking_stream_lets_no_other_request_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
-    visits = Visits()
-
-    class LoopProbe(class_of("blocking_stream")):  # type: ignore[misc]
-        def __call__(self, request: Any) -> Iterator[str]:
-            with visits:  # the first two chunks are enough
-                yield from islice(super().__call__(request), 2)
-
-    with online(bound("blocking_stream", LoopProbe)) as it:
-        with it.client.stream("GET", "/") as response:
-            lines = response.iter_lines()
-            assert next(lines) == "0"
-            assert visits.events == ["in"], "the first chunk is here, the second to come"
-            [other] = it.send()
-            wait_until(lambda: it.ongoing() == 2)
-            assert visits.events == ["in"]
-            assert list(lines) == ["1"]
-        assert other.result().text == "0\n1\n"
-
-    assert visits.events == ["in", "out", "in", "out"]
-
-
-# "Yields items without blocking the loop."
-@proves("async_stream")
-def test_async_streams_go_on_side_by_side() -> None:
-    visits = Visits()
-
-    class LoopProbe(class_of("async_stream")):  # type: ignore[misc]
-        async def __call__(self, request: Any) -> AsyncIterator[str]:
-            with visits:
-                async for item in await super().__call__(request):
-                    yield item
-
-        async def ping(self) -> str:
-            return here()
-
-    with online(bound("async_stream", LoopProbe)) as it:
-        with it.client.stream("GET", "/") as one, it.client.stream("GET", "/") as other:
-            lines, others = one.iter_lines(), other.iter_lines()
-            assert (next(lines), next(others)) == ("0", "0")
-            assert it.handle.ping.remote().result(timeout_s=TIMEOUT_S) == it.loop
-            assert (next(lines), next(others)) == ("1", "1")
-            assert visits.events == ["in", "in"]
-
-
 # "CPU-intensive work." "async Offloading patterns: CPU-heavy code in async def"
 @proves("offload_cpu")
 def test_the_loop_stays_responsive_while_a_thread_computes() -> None:
@@ -651,20 +506,6 @@ def test_the_model_gets_many_inputs_at_once_and_each_client_its_own_result(name:
     assert texts == [f"result_{number}" for number in numbers]
     assert sum(sizes) == 32
     assert max(sizes) > 1
-
-
-@proves("request_batching")
-def test_the_vectorized_model_prints_what_its_handle_returned(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "app_examples.request_batching"],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
-
-    assert (result.stdout, result.stderr) == ("[0, 2, 4, 6, 8, 10, 12, 14]\n", "")
 
 
 # "allows multiple batches to be in flight simultaneously (up to the max_concurrent_batches limit)"
