@@ -67,11 +67,7 @@ def build_with_options(title: str = "built") -> ASGIApp:
     ],
 )
 def test_an_app_of_any_kind_is_served(app: Any, expected: str) -> None:
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K) as client:
+    with serve(ingress(app)()) as client:
         assert client.get("/").text == expected
 
 
@@ -103,12 +99,8 @@ def test_a_builder_is_called_once_for_each_replica() -> None:
         apps.append(Starlette())
         return apps[-1]
 
-    @ingress(build)
-    class K:
-        pass
-
     assert apps == []
-    with serve(K, replicas=3):
+    with serve(ingress(build)(), replicas=3):
         assert len(apps) == 3
 
 

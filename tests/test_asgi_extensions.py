@@ -98,17 +98,13 @@ def test_a_layer_that_is_set_on_the_app_serves_the_methods(
 def test_a_stack_that_hides_its_end_is_refused_at_the_start() -> None:
     app = FastAPI()
 
-    @ingress(app)
-    class K:
-        pass
-
     async def hidden(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("no replica serves it")
 
     app.middleware_stack = hidden
 
     with pytest.raises(TypeError, match=r"hidden.* hides the stack.*Use app\.add_middleware"):
-        with serve(K):
+        with serve(ingress(app)()):
             pass
 
 

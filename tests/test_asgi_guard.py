@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any
 
 import anyio
 import anyio.lowlevel
 import pytest
-from fastapi import BackgroundTasks, Body, Depends, FastAPI, Request, Response
+from fastapi import BackgroundTasks, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -22,7 +21,7 @@ from starlette.websockets import WebSocket
 
 from ingress.asgi import ingress
 from ingress.exceptions import RequestTimeoutError, UserCodeExit
-from tests.asgi_helpers import Deployment, request, serve
+from tests.asgi_helpers import Deployment, request
 from tests.servers import turns
 
 pytestmark = pytest.mark.anyio
@@ -77,14 +76,15 @@ async def async_chunks(error: str) -> AsyncIterator[str]:
     raising(error)
 
 
+async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
+    response: Response = await call_next(request)
+    return response
+
+
 def add_passing(app: FastAPI, count: int = 1) -> None:
     """Add middleware that passes requests and responses on."""
     for _ in range(count):
-
-        @app.middleware("http")
-        async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-            response: Response = await call_next(request)
-            return response
+        app.middleware("http")(passing)
 
 
 class Declined(Exception):
@@ -104,10 +104,7 @@ def failing_app(middleware: int) -> type:
     mounted = FastAPI()
     app.mount("/mounted", mounted)
 
-    @mounted.middleware("http")
-    async def passing_below(request: Request, call_next: Callable[..., Any]) -> Response:
-        response: Response = await call_next(request)
-        return response
+    add_passing(mounted)
 
     @mounted.get("/")
     async def below(error: str) -> None:
@@ -184,51 +181,46 @@ def is_answered(messages: list[dict[str, Any]], status: int) -> bool:
     return start["status"] == status and is_complete
 
 
+async def answer(app: Any, path: str, **scope: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Serve an app by a deployment; return its answer to one request, and its error."""
+    deployment = Deployment(ingress(app)())
+    async with deployment.running():
+        return await request(deployment, path, **scope)
+
+
+async def failures(path: str, middleware: int) -> AsyncIterator[tuple[list[dict[str, Any]], Any]]:
+    """Yield the answer to a request for each error, after one that was served behind it."""
+    deployment = Deployment(failing_app(middleware))
+    async with deployment.running():
+        for error in NAMES:
+            messages, raised = await request(deployment, f"{path}?error={error}")
+            after, _ = await request(deployment, "/ok")
+            assert is_answered(after, 200), error
+            assert isinstance(raised, Exception), error
+            yield messages, raised
+
+
 @pytest.mark.parametrize("middleware", [0, 1, 2])
-@pytest.mark.parametrize("error", NAMES)
 @pytest.mark.parametrize("path", BEFORE_THE_ANSWER)
 async def test_a_failure_before_the_answer_is_a_500_and_the_next_request_is_served(
-    path: str, error: str, middleware: int
+    path: str, middleware: int
 ) -> None:
-    deployment = Deployment(failing_app(middleware))
-    async with deployment.running():
-        messages, raised = await request(deployment, f"{path}?error={error}")
-        after, _ = await request(deployment, "/ok")
-
-    assert raised is not None
-    assert is_answered(messages, 500)
-    assert is_answered(after, 200)
+    async for messages, raised in failures(path, middleware):
+        assert is_answered(messages, 500), raised
 
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])
-@pytest.mark.parametrize("error", NAMES)
 @pytest.mark.parametrize("path", ["/sync-stream", "/async-stream"])
-async def test_a_stream_that_fails_half_way_is_cut(path: str, error: str, middleware: int) -> None:
-    deployment = Deployment(failing_app(middleware))
-    async with deployment.running():
-        messages, raised = await request(deployment, f"{path}?error={error}")
-        after, _ = await request(deployment, "/ok")
-
-    assert raised is not None
-    assert messages[0]["status"] == 200
-    assert messages[1]["body"] == b"1"
-    assert all(each["more_body"] for each in messages[1:])
-    assert is_answered(after, 200)
+async def test_a_stream_that_fails_half_way_is_cut(path: str, middleware: int) -> None:
+    async for (start, *body), raised in failures(path, middleware):
+        assert (start["status"], body[0]["body"]) == (200, b"1"), raised
+        assert all(each["more_body"] for each in body), raised
 
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])
-@pytest.mark.parametrize("error", NAMES)
-async def test_a_failing_background_task_leaves_the_answer_whole(
-    error: str, middleware: int
-) -> None:
-    deployment = Deployment(failing_app(middleware))
-    async with deployment.running():
-        messages, raised = await request(deployment, f"/background?error={error}")
-        after, _ = await request(deployment, "/ok")
-
-    assert isinstance(raised, Exception)
-    assert is_answered(messages, 200)
-    assert is_answered(after, 200)
+async def test_a_failing_background_task_leaves_the_answer_whole(middleware: int) -> None:
+    async for messages, raised in failures("/background", middleware):
+        assert is_answered(messages, 200), raised
 
 
 @pytest.mark.parametrize("error", NAMES)
@@ -249,20 +241,16 @@ async def test_a_cancelled_request_is_cancelled() -> None:
 
     add_passing(app)
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> None:
-            waiting.set()
-            await asyncio.Future()
+    @app.get("/")
+    async def root() -> None:
+        waiting.set()
+        await asyncio.Future()
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        task = asyncio.create_task(request(deployment, "/"))
-        await waiting.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    task = asyncio.create_task(answer(app, "/"))
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize("how", ["awaits", "shields", "sends", "groups"])
@@ -289,31 +277,27 @@ async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, 
             await anyio.sleep(0.001)
             seen.append("finally")
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> str:
-            if how == "shields":
-                with anyio.CancelScope(shield=True):
-                    waiting.set()
-                    for _ in range(3):
-                        await asyncio.gather(turns())
-                    seen.append("shielded")
-            if how == "groups":
-                async with anyio.create_task_group() as group:
-                    group.start_soon(anyio.sleep_forever)
-                    await wait()
-            await wait()
-            return "swallowed"
+    @app.get("/")
+    async def root() -> str:
+        if how == "shields":
+            with anyio.CancelScope(shield=True):
+                waiting.set()
+                for _ in range(3):
+                    await asyncio.gather(turns())
+                seen.append("shielded")
+        if how == "groups":
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.sleep_forever)
+                await wait()
+        await wait()
+        return "swallowed"
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        task = asyncio.create_task(request(deployment, "/"))
-        await waiting.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(5):
-                await task
+    task = asyncio.create_task(answer(app, "/"))
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await task
 
     assert seen == [*(["shielded"] if how == "shields" else []), "cancelled", "finally"]
 
@@ -328,19 +312,15 @@ async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
             response: Response = await call_next(request)
         return response
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> None:
-            try:
-                await asyncio.Future()
-            finally:
-                await asyncio.gather(turns())
-                seen.append("finally")
+    @app.get("/")
+    async def root() -> None:
+        try:
+            await asyncio.Future()
+        finally:
+            await asyncio.gather(turns())
+            seen.append("finally")
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert isinstance(raised, TimeoutError)
     assert is_answered(messages, 500)
@@ -356,34 +336,10 @@ async def test_an_exit_in_a_middleware_between_others_is_contained() -> None:
 
     add_passing(app)
 
-    @ingress(app)
-    class K:
-        pass
-
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert isinstance(raised, UserCodeExit)
     assert is_answered(messages, 500)
-
-
-async def test_a_body_that_is_too_large_is_refused_as_in_fastapi() -> None:
-    if "max_body_size" not in inspect.signature(FastAPI).parameters:
-        pytest.skip("this FastAPI has no limit of the body")
-    options: dict[str, Any] = {"max_body_size": 10}
-    app = FastAPI(**options)
-
-    @ingress(app)
-    class K:
-        @app.post("/")
-        async def root(self, text: Annotated[str, Body()]) -> str:
-            return text
-
-    with serve(K) as client:
-        assert client.post("/", json="a" * 20).status_code == 413
-        assert client.post("/nowhere", json="a" * 20).status_code == 413
-        assert client.post("/", json="a").json() == "a"
 
 
 async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
@@ -391,22 +347,13 @@ async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
     app.mount("/outer", outer)
     outer.mount("/inner", inner)
 
-    @inner.middleware("http")
-    async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
-        response: Response = await call_next(request)
-        return response
+    add_passing(inner)
 
     @inner.get("/")
     async def root() -> None:
         raise SystemExit
 
-    @ingress(app)
-    class K:
-        pass
-
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/outer/inner/")
+    messages, raised = await answer(app, "/outer/inner/")
 
     assert isinstance(raised, UserCodeExit)
     assert is_answered(messages, 500)
@@ -433,38 +380,27 @@ async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
     app = FastAPI()
     app.add_middleware(Impatient)
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> Response:
-            return StreamingResponse(async_chunks("LookupError"))
+    @app.get("/")
+    async def root() -> Response:
+        return StreamingResponse(async_chunks("LookupError"))
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert raised is None
     assert is_answered(messages, 408)
 
 
 async def test_an_exit_in_the_middleware_of_a_mount_is_contained() -> None:
-    class Passing(BaseHTTPMiddleware):
-        async def dispatch(self, request: Request, call_next: Callable[..., Any]) -> Response:
-            response: Response = await call_next(request)
-            return response
-
     async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
         raise SystemExit
 
-    app = FastAPI(routes=[Mount("/m", app=exiting, middleware=[Middleware(Passing)])])
+    app = FastAPI(
+        routes=[
+            Mount("/m", app=exiting, middleware=[Middleware(BaseHTTPMiddleware, dispatch=passing)])
+        ]
+    )
 
-    @ingress(app)
-    class K:
-        pass
-
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/m/")
+    messages, raised = await answer(app, "/m/")
 
     assert isinstance(raised, UserCodeExit)
     assert is_answered(messages, 500)
@@ -474,13 +410,7 @@ async def test_an_exit_of_a_raw_app_is_contained() -> None:
     async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
         raise SystemExit
 
-    @ingress(exiting)
-    class K:
-        pass
-
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(exiting, "/")
 
     assert isinstance(raised, UserCodeExit)
     assert messages == []
@@ -495,15 +425,11 @@ async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> Non
             await send({"type": "http.response.start", "status": 200, "headers": []})
             raise LookupError
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> Response:
-            return Broken()
+    @app.get("/")
+    async def root() -> Response:
+        return Broken()
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/", headers=[(b"accept-encoding", b"gzip")])
+    messages, raised = await answer(app, "/", headers=[(b"accept-encoding", b"gzip")])
 
     assert isinstance(raised, LookupError)
     assert is_answered(messages, 500)
@@ -524,15 +450,11 @@ async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut() -> No
 
     app.add_middleware(Hiding)
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> Response:
-            return StreamingResponse(async_chunks("LookupError"))
+    @app.get("/")
+    async def root() -> Response:
+        return StreamingResponse(async_chunks("LookupError"))
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert isinstance(raised, LookupError)
     assert all(each["more_body"] for each in messages[1:])
@@ -553,15 +475,11 @@ async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_wh
 
     app.add_middleware(Hiding)
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self, tasks: BackgroundTasks) -> None:
-            tasks.add_task(on_loop, "LookupError")
+    @app.get("/")
+    async def root(tasks: BackgroundTasks) -> None:
+        tasks.add_task(on_loop, "LookupError")
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert raised is None
     assert is_answered(messages, 200)
@@ -574,15 +492,11 @@ async def test_an_exit_in_the_handler_for_every_exception_is_contained() -> None
     async def handle(request: Request, error: Exception) -> Response:
         raise SystemExit
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> None:
-            raise LookupError
+    @app.get("/")
+    async def root() -> None:
+        raise LookupError
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert isinstance(raised, UserCodeExit)
     assert messages == []
@@ -595,15 +509,11 @@ async def test_the_users_handler_for_every_exception_answers_an_exit() -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return PlainTextResponse(type(error).__name__, status_code=500)
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def root(self) -> None:
-            raise SystemExit
+    @app.get("/")
+    async def root() -> None:
+        raise SystemExit
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, _ = await request(deployment, "/")
+    messages, _ = await answer(app, "/")
 
     assert messages[1]["body"] == b"UserCodeExit"
 
@@ -623,19 +533,15 @@ async def test_the_error_of_a_call_that_ends_a_stream_is_raised_as_it_is(middlew
     app = FastAPI()
     add_passing(app, middleware)
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        async def stream(self) -> StreamingResponse:
-            async def chunks() -> AsyncIterator[str]:
-                yield "1"
-                raise RequestTimeoutError("R", 1.0)
+    @app.get("/")
+    async def stream() -> StreamingResponse:
+        async def chunks() -> AsyncIterator[str]:
+            yield "1"
+            raise RequestTimeoutError("R", 1.0)
 
-            return StreamingResponse(chunks())
+        return StreamingResponse(chunks())
 
-    deployment = Deployment(K)
-    async with deployment.running():
-        messages, raised = await request(deployment, "/")
+    messages, raised = await answer(app, "/")
 
     assert isinstance(raised, RequestTimeoutError)
     assert messages[-1].get("more_body")

@@ -5,24 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
+import ingress as package
 from ingress.exceptions import RouteNotServedWarning
 from tests.asgi_helpers import bound, serve
-from tests.servers import (
-    INGRESS,
-    UVICORN,
-    environment,
-    get,
-    is_ready,
-    process,
-    wait_until,
-    write_module,
-)
+from tests.servers import INGRESS, environment, get, process, served, write_module
 
 HEAD = """import inspect
 from typing import Annotated
@@ -116,27 +108,38 @@ def test_a_class_without_a_route_is_logged_once(
     ]
 
 
-@pytest.mark.parametrize("command", [[*INGRESS, "run", "--port", "0"], UVICORN], ids=["run", "uv"])
-def test_a_server_says_that_a_class_has_neither_routes_nor_call(
-    tmp_path: Path, command: list[str]
+def test_a_class_that_has_neither_routes_nor_call_is_named_where_it_is_an_asgi_app(
+    caplog: pytest.LogCaptureFixture, shutdown: None
 ) -> None:
-    text = """import ingress as serve
-class Base:
-    def __call__(self): return "called"
-class Lost:
-    def predict(self): ...
-class Served(Base): ...
-def bind(cls): return serve.deployment(cls).bind()
-Lost, Served = bind(Lost), bind(Served)
-"""
-    write_module(tmp_path, "of_servers", text)
-    for name, is_lost in (("Lost", True), ("Served", False)):
-        target = f"of_servers:{name}"
-        with process([*command, target], tmp_path, environment(tmp_path)) as server:
-            wait_until(partial(is_ready, server.port))
-            assert get(server.port, "/").status == (500 if is_lost else 200)
-            said = server.output.count(f"of_servers.{name} has no `__call__` and no routes")
-            assert said == is_lost
+    class Base:
+        async def __call__(self) -> str:
+            return "called"
+
+    class Lost:
+        async def predict(self) -> None: ...
+
+    class Served(Base): ...
+
+    for cls, status in ((Lost, 500), (Served, 200)):
+        target = package.deployment(cls).bind()
+        assert get(served(target), "/").status == status
+        assert "has no `__call__`" not in caplog.text  # handles may call its methods
+        package.shutdown()
+        caplog.clear()
+        with TestClient(target, raise_server_exceptions=False) as client:
+            assert client.get("/").status_code == status
+        said = caplog.text.count(f"{cls.__name__} has no `__call__` and no routes")
+        assert said == (1 if cls is Lost else 0)
+        caplog.clear()
+
+
+def test_ingress_run_says_that_a_class_has_neither_routes_nor_call(tmp_path: Path) -> None:
+    text = "import ingress as serve\nclass Lost:\n    def predict(self): ...\n"
+    write_module(tmp_path, "of_servers", f"{text}lost = serve.deployment(Lost).bind()\n")
+    command = [*INGRESS, "run", "of_servers:lost", "--port", "0"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        assert get(server.port, "/").status == 500
+        assert server.output.count("of_servers.Lost has no `__call__` and no routes") == 1
 
 
 def test_deployments_that_share_an_app_are_no_mistake(tmp_path: Path) -> None:

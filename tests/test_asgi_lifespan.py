@@ -77,11 +77,9 @@ async def test_start_up_and_shutdown_are_one_task_in_the_replica() -> None:
         assert asyncio.current_task() is task
         variable.reset(token)
 
-    @ingress(FastAPI(lifespan=lifespan))
-    class K:
-        pass
+    cls = ingress(FastAPI(lifespan=lifespan))()
 
-    replica = Replica(K, bound(K))
+    replica = Replica(cls, bound(cls))
     await asyncio.create_task(replica.start())
     await asyncio.create_task(replica.stop())
 
@@ -109,11 +107,9 @@ async def test_what_the_lifespan_raises_is_raised(
         yield
         raise raised
 
-    @ingress(FastAPI(lifespan=lifespan))
-    class K:
-        pass
+    cls = ingress(FastAPI(lifespan=lifespan))()
 
-    replica = Replica(K, bound(K))
+    replica = Replica(cls, bound(cls))
     if phase == "start-up":
         with pytest.raises(expected) as caught:
             await replica.start()
@@ -134,12 +130,10 @@ async def test_a_middleware_that_cannot_be_built_fails_the_start() -> None:
     app = FastAPI()
     app.add_middleware(broken)
 
-    @ingress(app)
-    class K:
-        pass
+    cls = ingress(app)()
 
     with pytest.raises(LookupError, match="no config"):
-        await Replica(K, bound(K)).start()
+        await Replica(cls, bound(cls)).start()
 
 
 async def test_a_cancelled_start_cancels_the_lifespan() -> None:
@@ -155,11 +149,9 @@ async def test_a_cancelled_start_cancels_the_lifespan() -> None:
             raise
         yield
 
-    @ingress(FastAPI(lifespan=lifespan))
-    class K:
-        pass
+    cls = ingress(FastAPI(lifespan=lifespan))()
 
-    task = asyncio.create_task(Replica(K, bound(K)).start())
+    task = asyncio.create_task(Replica(cls, bound(cls)).start())
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -187,11 +179,7 @@ async def reads_and_raises(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("app", [raises, returns, reads_and_raises])
 def test_an_app_without_lifespan_is_served_without(app: Callable[..., Any]) -> None:
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K) as client:
+    with serve(ingress(app)()) as client:
         assert client.get("/").text == "served"
 
 
@@ -199,12 +187,10 @@ async def test_a_raw_app_says_that_its_start_up_failed() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "lifespan.startup.failed", "message": "no database"})
 
-    @ingress(app)
-    class K:
-        pass
+    cls = ingress(app)()
 
     with pytest.raises(RayServeException, match="no database"):
-        await Replica(K, bound(K)).start()
+        await Replica(cls, bound(cls)).start()
 
 
 def test_each_request_gets_a_copy_of_what_the_lifespan_yields() -> None:
@@ -302,11 +288,7 @@ def test_start_up_handlers_of_included_routers_run() -> None:
     app, router = FastAPI(), APIRouter(lifespan=lifespan)
     app.include_router(router)
 
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K):
+    with serve(ingress(app)()):
         assert log == ["up"]
     assert log == ["up", "down"]
 
@@ -340,10 +322,6 @@ def test_a_replica_that_touches_the_app_of_another_deployment_sees_that_apps_sta
     app, other = FastAPI(), FastAPI()
     other.state.name = "other"
 
-    @ingress(other)
-    class Other:
-        pass
-
     @ingress(app)
     class K:
         @app.get("/")
@@ -351,7 +329,7 @@ def test_a_replica_that_touches_the_app_of_another_deployment_sees_that_apps_sta
             name: str = other.state.name
             return name
 
-    with serve(K) as client, serve(Other):
+    with serve(K) as client, serve(ingress(other)()):
         assert client.get("/").json() == "other"
 
 
@@ -362,26 +340,8 @@ def test_a_starlette_has_a_state_of_its_own_in_each_replica() -> None:
 
     app = Starlette(routes=[Route("/", root)])
 
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K, replicas=2) as client:
+    with serve(ingress(app)(), replicas=2) as client:
         assert [client.get("/").text for _ in range(4)] == ["1", "1", "2", "2"]
-
-
-def test_a_deployment_is_served_again_after_it_was_stopped() -> None:
-    app = FastAPI()
-
-    @ingress(app)
-    class K:
-        @app.get("/")
-        def root(self) -> str:
-            return "root"
-
-    for _ in range(2):
-        with serve(K) as client:
-            assert client.get("/").json() == "root"
 
 
 async def test_middleware_is_made_for_each_replica() -> None:
@@ -398,10 +358,6 @@ async def test_middleware_is_made_for_each_replica() -> None:
     app = FastAPI()
     app.add_middleware(Counting)
 
-    @ingress(app)
-    class K:
-        pass
-
-    async with Deployment(K, replicas=2).running():
+    async with Deployment(ingress(app)(), replicas=2).running():
         assert len(made) == 2
     assert app.middleware_stack is None

@@ -62,12 +62,85 @@ def scoped(scopes: SecurityScopes, token: Annotated[str, Depends(scheme)]) -> li
     return [token, *scopes.scopes]
 
 
-def routers() -> tuple[FastAPI, APIRouter, APIRouter]:
-    return FastAPI(title="T"), APIRouter(prefix="/r", tags=["r"]), APIRouter(prefix="/in")
+class Endpoints:
+    """Endpoints, written once: methods for `ingress`, bound methods for plain FastAPI."""
+
+    def secret(self) -> str:
+        "Docs."
+        return "s"
+
+    async def deep(self, n: int, q: Annotated[int, Query(ge=0)] = 3) -> list[int]:
+        return [n, q]
+
+    async def special(self) -> str:
+        return "special"
+
+    async def create(self, item: Item, q: int = 3) -> Item:
+        return item
+
+    def put(self, item: Item, other: Annotated[Item, Body()], response: Response) -> list[Item]:
+        response.headers["x-put"] = "1"
+        return [item, other]
+
+    async def multi(self, request: Request, tasks: BackgroundTasks) -> str:
+        return request.url.path
+
+    async def many(self, request: Request) -> str:
+        return request.method
+
+    def form(self, a: Annotated[str, Form()], f: Annotated[UploadFile, File()]) -> dict[str, Any]:
+        return {"a": a, "n": f.filename}
+
+    async def ws(self, sock: WebSocket, db: Annotated[str, Depends(database)]) -> None:
+        await sock.accept()
+        await sock.send_text(await sock.receive_text() + db)
+        await sock.close()
+
+    def db(
+        self, db: Annotated[str, Depends(database)], page: Annotated[Page, Depends()]
+    ) -> list[Any]:
+        return [db, page.limit, page.offset]
+
+    def read(self, user: Annotated[list[str], Security(scoped, scopes=["read"])]) -> list[str]:
+        return user
+
+    async def unsafe(self) -> Any:
+        return [{"name": "x", "zzz": 1}]
+
+    def numbers(self, n: int = 2):  # type: ignore[no-untyped-def]
+        yield from range(n)
+
+    def text(self) -> str:
+        return "text"
+
+    def hook(self, item: Item) -> None: ...
 
 
-def finish(app: FastAPI, router: APIRouter, inner: APIRouter) -> FastAPI:
-    """Add the parts that both apps share: a free function, the includes, and late routes."""
+def app_of(methods: Any) -> FastAPI:
+    """Return an app with the endpoints, a free function, the includes, and a late route."""
+    app = FastAPI(title="T")
+    router, inner = APIRouter(prefix="/r", tags=["r"]), APIRouter(prefix="/in")
+    router.get("/secret")(methods.secret)
+    inner.get("/deep/{n}")(methods.deep)
+    app.get("/items/special")(methods.special)
+    app.post("/items", response_model=Item, status_code=201)(methods.create)
+    app.put("/items")(methods.put)
+    app.get("/three", tags=["x"])(methods.multi)
+    app.get("/two")(methods.multi)
+    app.api_route("/any", methods=["GET", "PUT", "DELETE", "PATCH"])(methods.many)
+    app.post("/form")(methods.form)
+    app.websocket("/ws")(methods.ws)
+    app.get("/db")(methods.db)
+    app.get("/scoped")(methods.read)
+    app.get("/unsafe", response_model=list[Item], response_model_exclude_defaults=True)(
+        methods.unsafe
+    )
+    app.get("/numbers")(methods.numbers)
+    app.get("/text", response_class=PlainTextResponse, deprecated=True)(methods.text)
+    app.webhooks.post("hook")(methods.hook)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.name == "put":
+            route.operation_id = "renamed"
 
     @app.get("/items/{x}")
     async def free(x: str) -> dict[str, str]:
@@ -82,158 +155,6 @@ def finish(app: FastAPI, router: APIRouter, inner: APIRouter) -> FastAPI:
         return "late"
 
     return app
-
-
-def with_functions() -> FastAPI:
-    app, router, inner = routers()
-
-    @router.get("/secret")
-    def secret() -> str:
-        "Docs."
-        return "s"
-
-    @inner.get("/deep/{n}")
-    async def deep(n: int, q: Annotated[int, Query(ge=0)] = 3) -> list[int]:
-        return [n, q]
-
-    @app.get("/items/special")
-    async def special() -> str:
-        return "special"
-
-    @app.post("/items", response_model=Item, status_code=201)
-    async def create(item: Item, q: int = 3) -> Item:
-        return item
-
-    @app.put("/items")
-    def put(item: Item, other: Annotated[Item, Body()], response: Response) -> list[Item]:
-        response.headers["x-put"] = "1"
-        return [item, other]
-
-    @app.get("/two")
-    @app.get("/three", tags=["x"])
-    async def multi(request: Request, tasks: BackgroundTasks) -> str:
-        return request.url.path
-
-    @app.api_route("/any", methods=["GET", "PUT", "DELETE", "PATCH"])
-    async def many(request: Request) -> str:
-        return request.method
-
-    @app.post("/form")
-    def form(a: Annotated[str, Form()], f: Annotated[UploadFile, File()]) -> dict[str, Any]:
-        return {"a": a, "n": f.filename}
-
-    @app.websocket("/ws")
-    async def ws(sock: WebSocket, db: Annotated[str, Depends(database)]) -> None:
-        await sock.accept()
-        await sock.send_text(await sock.receive_text() + db)
-        await sock.close()
-
-    @app.get("/db")
-    def db(db: Annotated[str, Depends(database)], page: Annotated[Page, Depends()]) -> list[Any]:
-        return [db, page.limit, page.offset]
-
-    @app.get("/scoped")
-    def read(user: Annotated[list[str], Security(scoped, scopes=["read"])]) -> list[str]:
-        return user
-
-    @app.get("/unsafe", response_model=list[Item], response_model_exclude_defaults=True)
-    async def unsafe() -> Any:
-        return [{"name": "x", "zzz": 1}]
-
-    @app.get("/numbers")
-    def numbers(n: int = 2):  # type: ignore[no-untyped-def]
-        yield from range(n)
-
-    @app.get("/text", response_class=PlainTextResponse, deprecated=True)
-    def text() -> str:
-        return "text"
-
-    @app.webhooks.post("hook")
-    def hook(item: Item) -> None: ...
-
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.name == "put":
-            route.operation_id = "renamed"
-    return finish(app, router, inner)
-
-
-def with_class() -> tuple[FastAPI, type]:
-    app, router, inner = routers()
-
-    @ingress(app)
-    class K:
-        @router.get("/secret")
-        def secret(self) -> str:
-            "Docs."
-            return "s"
-
-        @inner.get("/deep/{n}")
-        async def deep(self, n: int, q: Annotated[int, Query(ge=0)] = 3) -> list[int]:
-            return [n, q]
-
-        @app.get("/items/special")
-        async def special(self) -> str:
-            return "special"
-
-        @app.post("/items", response_model=Item, status_code=201)
-        async def create(self, item: Item, q: int = 3) -> Item:
-            return item
-
-        @app.put("/items")
-        def put(self, item: Item, other: Annotated[Item, Body()], response: Response) -> list[Item]:
-            response.headers["x-put"] = "1"
-            return [item, other]
-
-        @app.get("/two")
-        @app.get("/three", tags=["x"])
-        async def multi(self, request: Request, tasks: BackgroundTasks) -> str:
-            return request.url.path
-
-        @app.api_route("/any", methods=["GET", "PUT", "DELETE", "PATCH"])
-        async def many(self, request: Request) -> str:
-            return request.method
-
-        @app.post("/form")
-        def form(
-            self, a: Annotated[str, Form()], f: Annotated[UploadFile, File()]
-        ) -> dict[str, Any]:
-            return {"a": a, "n": f.filename}
-
-        @app.websocket("/ws")
-        async def ws(self, sock: WebSocket, db: Annotated[str, Depends(database)]) -> None:
-            await sock.accept()
-            await sock.send_text(await sock.receive_text() + db)
-            await sock.close()
-
-        @app.get("/db")
-        def db(
-            self, db: Annotated[str, Depends(database)], page: Annotated[Page, Depends()]
-        ) -> list[Any]:
-            return [db, page.limit, page.offset]
-
-        @app.get("/scoped")
-        def read(self, user: Annotated[list[str], Security(scoped, scopes=["read"])]) -> list[str]:
-            return user
-
-        @app.get("/unsafe", response_model=list[Item], response_model_exclude_defaults=True)
-        async def unsafe(self) -> Any:
-            return [{"name": "x", "zzz": 1}]
-
-        @app.get("/numbers")
-        def numbers(self, n: int = 2):  # type: ignore[no-untyped-def]
-            yield from range(n)
-
-        @app.get("/text", response_class=PlainTextResponse, deprecated=True)
-        def text(self) -> str:
-            return "text"
-
-        @app.webhooks.post("hook")
-        def hook(self, item: Item) -> None: ...
-
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.name == "put":
-            route.operation_id = "renamed"
-    return finish(app, router, inner), K
 
 
 OK = {"authorization": "ok"}
@@ -277,12 +198,13 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def class_app() -> tuple[FastAPI, type]:
-    return with_class()
+    app = app_of(Endpoints)
+    return app, ingress(app)(type("K", (Endpoints,), {}))
 
 
 @pytest.fixture(scope="module")
 def function_app() -> FastAPI:
-    return with_functions()
+    return app_of(Endpoints())
 
 
 @pytest.mark.reliability("F01")

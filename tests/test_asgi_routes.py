@@ -101,11 +101,7 @@ def test_an_endpoint_without_a_hash_is_served() -> None:
     app = FastAPI()
     app.get("/")(Greeting("hello "))
 
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K) as client:
+    with serve(ingress(app)()) as client:
         assert client.get("/?name=x").json() == "hello x"
 
 
@@ -389,11 +385,7 @@ def test_mounted_apps_are_served_as_they_are() -> None:
     def free() -> str:
         return "free"
 
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K) as client:
+    with serve(ingress(app)()) as client:
         assert client.get("/sub/free").json() == "free"
         assert list(client.get("/sub/openapi.json").json()["paths"]) == ["/free"]
 
@@ -451,14 +443,12 @@ def test_docs_stay_where_they_were_declared_or_away() -> None:
     def anything(anything: str) -> str:
         return "anything"
 
-    @ingress(app)
-    class K:
-        pass
+    cls = ingress(app)()
 
-    with serve(K) as client:
+    with serve(cls) as client:
         assert client.get("/docs").json() == "anything"
         assert "ReDoc" in client.get("/re").text
-    assert bound(K).docs_path is None
+    assert bound(cls).docs_path is None
 
 
 def test_an_app_other_than_fastapi_has_no_schema() -> None:
@@ -604,11 +594,7 @@ def test_routes_a_starlette_adds_in_its_lifespan_are_its_replicas_own() -> None:
 
     app = Starlette(lifespan=lifespan)
 
-    @ingress(app)
-    class K:
-        pass
-
-    with serve(K, replicas=2):
+    with serve(ingress(app)(), replicas=2):
         assert counts == [1, 1]
     assert app.routes == []
 
@@ -621,13 +607,11 @@ def test_routes_a_replica_adds_in_its_lifespan_are_its_own() -> None:
 
     app = FastAPI(lifespan=lifespan)
 
-    @ingress(app)
-    class K:
-        pass
+    cls = ingress(app)()
 
-    with serve(K) as client:
+    with serve(cls) as client:
         assert client.get("/extra").status_code == 200
         assert "/extra" in client.get("/openapi.json").json()["paths"]
-    with serve(K) as client:
+    with serve(cls) as client:
         assert list(client.get("/openapi.json").json()["paths"]) == ["/extra"]
     assert TestClient(app).get("/openapi.json").json()["paths"] == {}

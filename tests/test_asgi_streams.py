@@ -27,83 +27,51 @@ class TextStream(StreamingResponse):
     media_type = "text/plain"
 
 
-def as_sse(app: Any) -> dict[str, Any]:
-    return {"response_class": sse.EventSourceResponse}
+class Streams:
+    """Endpoints, written once: methods for `ingress`, bound methods for plain FastAPI."""
 
-
-def class_app() -> tuple[FastAPI, type]:
-    app, router = FastAPI(), APIRouter()
-
-    @ingress(app)
-    class K:
-        @app.get("/sync")
-        def sync(self, n: int = 2) -> Iterator[Item]:
-            for each in range(n):
-                yield Item(n=each)
-
-        @app.get("/async")
-        async def on_loop(self, n: int = 2) -> AsyncIterator[Item]:
-            for each in range(n):
-                yield Item(n=each)
-
-        @router.get("/included")
-        async def included(self) -> AsyncIterator[Item]:
-            yield Item(n=1)
-
-        @app.get("/events", response_class=sse.EventSourceResponse)
-        def events(self) -> Iterator[Item]:
-            yield Item(n=1)
-
-        @app.get("/text", response_class=TextStream)
-        def text(self) -> Iterator[str]:
-            yield "text"
-
-        @app.get("/untyped", response_model=None)
-        def untyped(self) -> Iterator[Item]:
-            yield Item(n=1)
-
-    app.include_router(router)
-    return app, K
-
-
-def function_app() -> FastAPI:
-    app, router = FastAPI(), APIRouter()
-
-    @app.get("/sync")
-    def sync(n: int = 2) -> Iterator[Item]:
+    def sync(self, n: int = 2) -> Iterator[Item]:
         for each in range(n):
             yield Item(n=each)
 
-    @app.get("/async")
-    async def on_loop(n: int = 2) -> AsyncIterator[Item]:
+    async def on_loop(self, n: int = 2) -> AsyncIterator[Item]:
         for each in range(n):
             yield Item(n=each)
 
-    @router.get("/included")
-    async def included() -> AsyncIterator[Item]:
+    async def included(self) -> AsyncIterator[Item]:
         yield Item(n=1)
 
-    @app.get("/events", response_class=sse.EventSourceResponse)
-    def events() -> Iterator[Item]:
+    def events(self) -> Iterator[Item]:
         yield Item(n=1)
 
-    @app.get("/text", response_class=TextStream)
-    def text() -> Iterator[str]:
+    def text(self) -> Iterator[str]:
         yield "text"
 
-    @app.get("/untyped", response_model=None)
-    def untyped() -> Iterator[Item]:
+    def untyped(self) -> Iterator[Item]:
         yield Item(n=1)
 
+
+def app_of(methods: Any) -> FastAPI:
+    app, router = FastAPI(), APIRouter()
+    app.get("/sync")(methods.sync)
+    app.get("/async")(methods.on_loop)
+    router.get("/included")(methods.included)
+    app.get("/events", response_class=sse.EventSourceResponse)(methods.events)
+    app.get("/text", response_class=TextStream)(methods.text)
+    app.get("/untyped", response_model=None)(methods.untyped)
     app.include_router(router)
     return app
+
+
+def class_app() -> type:
+    return ingress(app_of(Streams))(type("Served", (Streams,), {}))
 
 
 @pytest.mark.parametrize(
     "path", ["/sync?n=3", "/async", "/included", "/events", "/text", "/untyped", "/sync?n=x"]
 )
 def test_a_generator_answers_as_the_same_function(path: str) -> None:
-    with serve(class_app()[1]) as served, TestClient(function_app()) as plain:
+    with serve(class_app()) as served, TestClient(app_of(Streams())) as plain:
         ours, theirs = served.get(path), plain.get(path)
 
     assert (ours.status_code, ours.content) == (theirs.status_code, theirs.content)
@@ -111,7 +79,7 @@ def test_a_generator_answers_as_the_same_function(path: str) -> None:
 
 
 def test_the_schema_of_the_items_is_the_same() -> None:
-    assert bound(class_app()[1]).openapi() == function_app().openapi()
+    assert bound(class_app()).openapi() == app_of(Streams()).openapi()
 
 
 def test_a_def_generator_is_iterated_in_one_worker_of_the_replica() -> None:
