@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import uvicorn
+from rich.console import Console
+from typer.testing import CliRunner, Result
 
 import ingress as serve
 from ingress.base.settings import (
@@ -28,6 +30,7 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     runtime_folder,
 )
+from ingress.cli import commands as cli
 from ingress.declaration.declaration import Application
 from ingress.schema import DeploymentStatusOverview
 
@@ -361,6 +364,23 @@ def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.Com
         timeout=2 * PATIENCE_S,
         check=False,
     )
+
+
+def invoke(folder: Path, *arguments: str, **environ: str) -> Result:
+    """Run the command line in this process, in a folder, and forget what it imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        for name in (SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD):
+            patch.delenv(name, raising=False)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        patch.setattr(cli, "console", Console(width=100))
+        try:
+            return CliRunner().invoke(cli.app, arguments, prog_name="ingress")
+        finally:
+            for path in folder.glob("*.py"):
+                sys.modules.pop(path.stem, None)
 
 
 def result(response: Any) -> Any:

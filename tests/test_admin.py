@@ -27,6 +27,7 @@ from tests.servers import (
     bind,
     environment,
     get,
+    invoke,
     is_ready,
     process,
     served,
@@ -37,10 +38,19 @@ from tests.servers import (
 TOKEN = "0123456789abcdef"
 APP = """
 import asyncio, os
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 import ingress as serve
 
-app = FastAPI()
+app, sub, inner = FastAPI(), FastAPI(), APIRouter()
+
+@inner.get("/{number}")
+async def one(number: int):
+    return number
+
+app.include_router(inner, prefix="/a")
+app.include_router(inner, prefix="/b")
+sub.include_router(inner, prefix="/deep")
+app.mount("/sub", sub)
 
 class Api:
     @app.get("/items/{number}")
@@ -215,10 +225,9 @@ def test_a_busy_port_that_was_asked_for_is_refused_before_anything_is_served(fol
     ],
 )
 def test_a_wrong_address_is_refused(folder: Path, options: list[str], problem: str) -> None:
-    command = [*INGRESS, "run", "app:hello", "--port", "0", *options]
-    with process(command, folder, environment(folder)) as server:
-        assert server.wait() == 1
-        assert problem in " ".join(server.output.split())
+    result = invoke(folder, "run", "app:hello", "--port", "0", *options)
+    assert result.exit_code == 1
+    assert problem in " ".join(result.output.split())
 
 
 def test_off_means_that_there_is_none(folder: Path) -> None:
@@ -392,36 +401,8 @@ def test_serve_start_gives_the_address(caplog: pytest.LogCaptureFixture) -> None
         get(port, "/api/snapshot")
 
 
-INCLUDED = """
-from fastapi import APIRouter, FastAPI
-import ingress as serve
-
-inner = APIRouter()
-
-@inner.get("/{number}")
-async def one(number: int):
-    return number
-
-app = FastAPI()
-app.include_router(inner, prefix="/a")
-app.include_router(inner, prefix="/b")
-sub = FastAPI()
-sub.include_router(inner, prefix="/deep")
-app.mount("/sub", sub)
-
-@serve.deployment
-@serve.ingress(app)
-class Api:
-    pass
-
-hello = Api.bind()
-"""
-
-
-def test_routes_of_included_routers_and_mounts_have_their_whole_template(tmp_path: Path) -> None:
-    write_module(tmp_path, "app", INCLUDED)
-    options = ("--admin", "127.0.0.1:0", "--route-prefix", "/v1")
-    with serving(tmp_path, *options) as server:
+def test_routes_of_included_routers_and_mounts_have_their_whole_template(folder: Path) -> None:
+    with serving(folder, "--admin", "127.0.0.1:0", "--route-prefix", "/v1") as server:
         for path in ("/v1/a/1", "/v1/b/2", "/v1/b/3", "/v1/sub/deep/4", "/v1/other", "/else"):
             get(server.port, path)
         assert counted(admin_port(server)) == {

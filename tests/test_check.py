@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.checking import (
     found,
     in_class,
 )
-from tests.servers import PATIENCE_S, ROOT, environment, run_ingress, write_module
+from tests.servers import PATIENCE_S, ROOT, environment, invoke, write_module
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "app_examples").glob("*.py"))
 EXAMPLES.remove("ray_parallel")  # which needs Ray
@@ -235,7 +236,7 @@ def test_the_command_names_the_caller_of_a_helper_and_ends_with_1(tmp_path: Path
         "app.py:11:19: ASYNC251 `time.sleep` blocks the event loop, in "
     )
     assert "A._g, called on the event loop by A.f (app.py:10)" in result.stdout
-    assert result.returncode == 1
+    assert result.exit_code == 1
 
 
 def test_nothing_found_ends_with_0(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_nothing_found_ends_with_0(tmp_path: Path) -> None:
         "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=0; functions on an event loop: 1; files read: 1.",
         "No findings.",
     ]
-    assert result.returncode == 0
+    assert result.exit_code == 0
 
 
 def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) -> None:
@@ -265,8 +266,8 @@ def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) ->
     assert finding.functions == ("f", "g")
 
 
-def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return run_ingress(folder, "check", *arguments, **environ)
+def run(folder: Path, *arguments: str) -> Any:
+    return invoke(folder, "check", *arguments)
 
 
 def test_a_module_that_cannot_be_imported_shows_why_and_ends_with_2(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_a_module_that_cannot_be_imported_shows_why_and_ends_with_2(tmp_path: Pa
     result = run(tmp_path, "app:a")
 
     assert "ValueError: at import" in result.stderr
-    assert result.returncode == 2
+    assert result.exit_code == 2
 
 
 @pytest.mark.parametrize("target", ["nothing:app", "app:nothing", "nothing.py"])
@@ -286,7 +287,7 @@ def test_what_cannot_be_checked_ends_with_2_and_one_line(tmp_path: Path, target:
 
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")
-    assert result.returncode == 2
+    assert result.exit_code == 2
 
 
 def test_without_ruff_one_line_says_what_to_install(tmp_path: Path) -> None:

@@ -149,13 +149,16 @@ NEEDED = [
     ("fastapi", "starlette_route", "fastapi.routing:_EffectiveRouteContext.starlette_route"),
 ]
 UVICORN = [
-    ("capture_signals", "uvicorn:Server.capture_signals"),
-    ("encoded_headers", "uvicorn:Config.load(encoded_headers)"),
-    ("_should_upgrade", "uvicorn.protocols.http.h11_impl:H11Protocol._should_upgrade"),
-    (
-        "on_headers_complete",
-        "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol.on_headers_complete",
-    ),
+    pytest.param(*each, marks=() if each[0] == "capture_signals" else pytest.mark.thorough)
+    for each in [
+        ("capture_signals", "uvicorn:Server.capture_signals"),
+        ("encoded_headers", "uvicorn:Config.load(encoded_headers)"),
+        ("_should_upgrade", "uvicorn.protocols.http.h11_impl:H11Protocol._should_upgrade"),
+        (
+            "on_headers_complete",
+            "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol.on_headers_complete",
+        ),
+    ]
 ]
 SLOWER = [
     ("starlette", "_body"),
@@ -329,11 +332,12 @@ def test_a_newer_version_with_the_same_functions_is_known(answers: str) -> None:
             r"if not dependency_cache and dependency_cache is None:",
             "fastapi.dependencies.utils:solve_dependencies",
         ),
-        (
+        pytest.param(
             "starlette",
             r"match = self\.path_regex\.match\(route_path\)",
             r"match = self.path_regex.fullmatch(route_path)",
             "starlette.routing:Route.matches",
+            marks=pytest.mark.thorough,
         ),
     ],
 )

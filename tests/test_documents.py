@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from tests.documents import ROOT, blocks
 from tests.servers import INGRESS, UVICORN, environment, process, wait_until, write_module
@@ -100,27 +102,24 @@ def test_each_document_is_run_by_a_test() -> None:
     assert languages == {"console", "python", "text", "yaml"}
 
 
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("text", blocks_here("python"))
-def test_the_code_of_a_page_serves(tmp_path: Path, text: str) -> None:
+def test_the_code_of_a_page_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     name = re.match(r"# (\w+)\.py\n", text)
     assert name is not None, f"which file is this?\n{text}"
     bound = re.search(r"^(\w+) = \w+\.bind\(", text, re.MULTILINE)
-    (tmp_path / f"{name[1]}.py").write_text(text.replace("serve.start(", "dict(options="))
-    code = f"import {name[1]}\n"
-    if bound is not None:
-        code += (
-            "from fastapi.testclient import TestClient\n"
-            f"with TestClient({name[1]}.{bound[1]}) as client:\n"
-            "    assert client.get('/').status_code == 200\n"
-        )
-
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        timeout=50,
-        check=True,
-    )
+    write_module(tmp_path, name[1], text.replace("serve.start(", "dict(options="))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        module = importlib.import_module(name[1])
+        if bound is not None:
+            with TestClient(getattr(module, bound[1])) as client:
+                assert client.get("/").status_code == 200
+    finally:
+        sys.modules.pop(name[1], None)
 
 
 @pytest.fixture

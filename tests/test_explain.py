@@ -25,7 +25,6 @@ from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request, Respo
 from fastapi.responses import StreamingResponse
 from fastapi.routing import run_endpoint_function
 from rich.console import Console
-from typer.testing import CliRunner
 
 import ingress as serve
 from app_examples import slow_server
@@ -35,7 +34,6 @@ from ingress.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
-from ingress.cli import commands as cli
 from ingress.exceptions import CompiledRoutesOffWarning
 from ingress.execution.execution import code_of
 from ingress.inspection import Explanation, Level, Row, explain
@@ -43,7 +41,7 @@ from ingress.inspection.sources import Use, mentions
 from ingress.inspection.table import as_json, show
 from tests import explain_app
 from tests.conformance.observe import TIMEOUT_S, Served, served
-from tests.servers import ROOT, bind, write_module
+from tests.servers import ROOT, bind, invoke, write_module
 from tests.test_app_examples import EXAMPLES, application
 
 pytestmark = [
@@ -648,18 +646,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ingress(folder: Path, *arguments: str, sync: str = "0") -> Any:
-    """Run `ingress explain` in this process, and forget what it imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [*sys.path])
-        patch.setenv(SYNC_IN_THREADPOOL, sync)
-        patch.delenv(USER_CODE_IN_SEPARATE_THREAD, raising=False)
-        patch.setattr(cli, "console", Console(width=100))
-        try:
-            return CliRunner().invoke(cli.app, ["explain", *arguments])
-        finally:
-            for path in folder.glob("*.py"):
-                sys.modules.pop(path.stem, None)
+    return invoke(folder, "explain", *arguments, **{SYNC_IN_THREADPOOL: sync})
 
 
 @pytest.mark.parametrize(
