@@ -231,17 +231,6 @@ async def test_every_way_to_write_a_handler_is_batched() -> None:
     assert await all_of(k.class_below(1), K.class_below(2)) == [2, 2]
 
 
-@on_the_loop
-async def test_a_def_handler_runs_in_a_thread() -> None:
-    @serve.batch
-    def handler(xs: list[int]) -> list[threading.Thread]:
-        return [threading.current_thread()] * len(xs)
-
-    one, other = await all_of(handler(1), handler(2))
-    assert one is other
-    assert one is not threading.current_thread()
-
-
 # Start of a batch
 
 
@@ -253,18 +242,6 @@ async def test_a_full_batch_starts_at_once_and_in_the_order_of_arrival() -> None
 
     assert await all_of(*(f(x) for x in range(8))) == list(range(8))
     assert record.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-@on_the_loop
-async def test_a_batch_that_does_not_fill_starts_when_its_time_is_up() -> None:
-    record = Recorder()
-    record.door.set()
-    f = batched(record, max_batch_size=4, batch_wait_timeout_s=0.02)
-    begin = time.monotonic()
-
-    assert await all_of(f(0), f(1)) == [0, 1]
-    assert time.monotonic() - begin >= 0.018
-    assert record.batches == [[0, 1]]
 
 
 @on_the_loop
@@ -283,46 +260,6 @@ async def test_the_time_begins_with_the_first_call_and_not_again_with_the_next()
     assert record.batches[0] == [0] + [1] * (len(record.batches[0]) - 1)
     assert len(record.batches[0]) < 10
     await all_of(*late)
-
-
-@on_the_loop
-async def test_without_a_wait_a_batch_takes_whatever_is_there() -> None:
-    record = Recorder()
-    record.door.set()
-    f = batched(record, batch_wait_timeout_s=0)
-
-    assert await all_of(f(0), f(1), f(2)) == [0, 1, 2]
-    assert record.batches == [[0, 1, 2]]
-
-
-@on_the_loop
-async def test_what_arrives_while_a_batch_runs_is_one_batch_afterwards() -> None:
-    record = Recorder()
-    f = batched(record, max_batch_size=32, batch_wait_timeout_s=0)
-    first = await started(f(-1))
-    assert record.batches == [[-1]]
-    others = []
-    for x in range(32):  # one after the other, with time for a batch each
-        others += await started(f(x))
-
-    assert record.batches == [[-1]]
-    record.door.set()
-    await all_of(*first, *others)
-    assert record.batches[1:] == [list(range(32))]
-
-
-@on_the_loop
-@pytest.mark.parametrize("limit", [1, 3])
-async def test_no_more_batches_run_at_once_than_allowed(limit: int) -> None:
-    record = Recorder()
-    f = batched(record, max_batch_size=2, max_concurrent_batches=limit)
-    tasks = await started(*(f(x) for x in range(20)))
-
-    assert record.running == limit
-    record.door.set()
-    assert await all_of(*tasks) == list(range(20))
-    assert record.most_running == limit
-    assert [x for xs in record.batches for x in xs] == list(range(20))
 
 
 @on_the_loop
@@ -473,11 +410,7 @@ def test_loops_of_many_threads_do_not_meet(switch_interval: None) -> None:
 
         asyncio.run(calls())
 
-    threads = [threading.Thread(target=main) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    together(*[main] * 4)
     assert found == [True] * 80
     assert queues(K.f) == 0
 
@@ -553,22 +486,6 @@ async def test_calls_of_different_shapes_do_not_mix_and_a_default_is_no_list() -
 
 
 @on_the_loop
-async def test_a_call_cancelled_before_the_batch_is_not_in_it_and_takes_no_place() -> None:
-    record = Recorder()
-    record.door.set()
-    f = batched(record, max_batch_size=3)
-    first, second = await started(f(0), f(1))
-    first.cancel()
-    await turns()
-    third = await started(f(2))
-    assert record.batches == []
-
-    assert await all_of(second, *third, f(3)) == [1, 2, 3]
-    assert record.batches == [[1, 2, 3]]
-    assert first.cancelled()
-
-
-@on_the_loop
 async def test_a_call_cancelled_in_the_very_turn_the_batch_would_be_full_takes_no_place() -> None:
     record = Recorder()
     record.door.set()
@@ -595,38 +512,6 @@ async def test_a_call_cancelled_in_the_very_turn_the_time_is_up_is_not_in_the_ba
     assert await all_of(second) == [1]
     assert first.cancelled()
     assert record.batches == [[1]]
-
-
-@on_the_loop
-async def test_a_batch_without_waiting_callers_does_not_run() -> None:
-    record = Recorder()
-    f = batched(record, batch_wait_timeout_s=0.01)
-    tasks = await started(f(0), f(1))
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    record.door.set()
-
-    assert await all_of(f(2)) == [2]  # its time is up after theirs
-    assert record.batches == [[2]]
-
-
-@on_the_loop
-@pytest.mark.parametrize("leaver", [0, 1, 2])
-async def test_a_call_cancelled_while_its_batch_runs_leaves_the_others_their_results(
-    leaver: int,
-) -> None:
-    record = Recorder()
-    f = batched(record, max_batch_size=3)
-    tasks = await started(f(0), f(1), f(2))
-    tasks[leaver].cancel()  # the last caller completed the batch but does not own it
-    await turns()
-    assert tasks[leaver].cancelled()
-    assert record.running == 1
-
-    record.door.set()
-    rest = [task for task in tasks if task is not tasks[leaver]]
-    assert await all_of(*rest) == [x for x in range(3) if x != leaver]
 
 
 # Results of the handler
@@ -731,22 +616,16 @@ async def test_with_per_item_errors_an_exception_among_the_results_is_its_caller
 async def test_whatever_a_handler_raises_each_caller_gets_and_the_next_batch_runs(
     name: str, written: str
 ) -> None:
-    if written == "def":
+    def handler(xs: list[int]) -> list[int]:
+        if xs[0] == 0:
+            boom(name)
+        return xs
 
-        @serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
-        def f(xs: list[int]) -> list[int]:
-            if xs[0] == 0:
-                boom(name)
-            return xs
+    async def on_loop(xs: list[int]) -> list[int]:
+        return handler(xs)
 
-    else:
-
-        @serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
-        async def f(xs: list[int]) -> list[int]:
-            if xs[0] == 0:
-                boom(name)
-            return xs
-
+    made: Any = handler if written == "def" else on_loop
+    f: Any = serve.batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)(made)
     failed = await all_of(f(0), f(1), f(2), errors=True)
     expected: Any = type(ERRORS[name]())
     if name.startswith("StopIteration"):
@@ -837,16 +716,6 @@ def size_is_sum(xs: list[int]) -> int:
 
 
 @on_the_loop
-async def test_an_item_that_does_not_fit_is_the_first_of_the_next_batch() -> None:
-    record = Recorder()
-    record.door.set()
-    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
-
-    assert await all_of(*(f(x) for x in (4, 5, 3, 7, 2, 8))) == [4, 5, 3, 7, 2, 8]
-    assert record.batches == [[4, 5], [3, 7], [2, 8]]
-
-
-@on_the_loop
 async def test_an_item_that_does_not_fit_is_not_overtaken_by_those_behind_it() -> None:
     record = Recorder()
     f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
@@ -878,43 +747,11 @@ async def test_an_item_that_can_never_fit_fails_alone(place: int) -> None:
 
 
 @on_the_loop
-@pytest.mark.parametrize("name", ERRORS)
-async def test_an_item_whose_size_cannot_be_told_fails_alone(name: str) -> None:
-    def size(xs: list[Any]) -> int:
-        if xs[-1] == "bad":
-            boom(name)
-        return len(xs)
-
-    record = Recorder()
-    record.door.set()
-    f = batched(record, max_batch_size=2, batch_size_fn=size)
-    results = await all_of(f("bad"), f(1), f("bad"), f(2), errors=True)
-
-    assert results[1::2] == [1, 2]
-    assert all(isinstance(error, Exception) for error in results[::2])
-    assert record.batches == [[1, 2]]
-
-
-@on_the_loop
 async def test_a_size_that_is_no_number_fails_the_item() -> None:
     f = batched(Recorder(), batch_size_fn=lambda xs: None)
     with pytest.raises(TypeError, match="batch_size_fn must return a number, got None"):
         await patiently(f(1))
     assert queues(f) == 0
-
-
-@on_the_loop
-async def test_a_cancelled_item_that_did_not_fit_delays_no_other_item() -> None:
-    record = Recorder()
-    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
-    first, huge = await started(f(6), f(9))
-    assert record.batches == [[6]]
-    huge.cancel()
-    others = await started(f(1), f(2))
-    record.door.set()
-
-    assert await all_of(first, *others) == [6, 1, 2]
-    assert record.batches == [[6], [1, 2]]
 
 
 # Context

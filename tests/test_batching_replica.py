@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ingress.calls.call import CURRENT_CALL, current_calls
 from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
 from ingress.testing import Latch
+from tests.fakes import together
 from tests.servers import (
     PATIENCE_S,
     Connection,
@@ -145,42 +146,6 @@ def test_a_function_deployment_and_a_function_of_the_module_are_batched(separate
     assert all(set(tags) == {tag} for tag, tags in found)
     assert {len(tags) for _, tags in found} <= {1, 2}
     assert ("0", ["0", "0"]) in found
-
-
-def test_an_inner_method_is_awaited_from_a_route(separate: str) -> None:
-    app = FastAPI()
-
-    @serve.deployment
-    @serve.ingress(app)
-    class K:
-        @serve.batch(max_batch_size=4, batch_wait_timeout_s=LONG_S)
-        async def predict(self, xs: list[int]) -> list[Any]:
-            return [(x * 2, len(xs)) for x in xs]
-
-        @app.get("/")
-        async def root(self, x: int) -> Any:
-            return await self.predict(x)
-
-    port = served(bind(K))
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda x: get(port, f"/?x={x}").body, range(4)))
-    assert answers == [b"[%d,4]" % (x * 2) for x in range(4)]
-
-
-def test_a_batched_generator_streams_to_each_client(separate: str) -> None:
-    class K:
-        @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
-        async def __call__(self, requests: list[Request]) -> AsyncIterator[list[Any]]:
-            names = [request.query_params["name"] for request in requests]
-            for step in range(3):
-                yield [f"{name}{step};" if name > "a" or not step else StopIteration
-                       for name in names]  # fmt: skip
-
-    port = served(bind(serve.deployment(K)))
-    with ThreadPoolExecutor(2) as pool:
-        a, b = pool.map(lambda name: get(port, f"/?name={name}"), "ab")
-    assert (a.body, a.is_complete) == (b"a0;", True)
-    assert (b.body, b.is_complete) == (b"b0;b1;b2;", True)
 
 
 def test_one_application_started_twice_batches_on_both_loops(separate: str) -> None:
@@ -332,23 +297,24 @@ def test_batches_a_replica_can_never_fill_are_warned_of_once_a_deployment(
 # Callers that leave
 
 
-@pytest.mark.parametrize("how", ["FIN", "RST"])
-@pytest.mark.parametrize("app", HOLDS)
+LEAVES = pytest.mark.parametrize(
+    ("app", "how"), [("plain", "FIN"), ("plain", "RST"), ("fastapi", "FIN"), ("middleware", "RST")]
+)
+
+
+@LEAVES
 def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
     separate: str, app: str, how: str
 ) -> None:
     deployment, made = HOLDS[app]()
     port = served(bind(deployment))
-    for _ in range(5):
+    for _ in range(2):
         del made[0].batches[:]
         made[0].release.count_down()
         leaver = Connection(port)
         leaver.request("/leaver")
         wait_until(lambda: ongoing() == 1)
-        if how == "RST":
-            leaver.reset()
-        else:
-            leaver.socket.close()
+        leaver.reset() if how == "RST" else leaver.socket.close()
         wait_until(lambda: ongoing() == 0)
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda x: get(port, f"/{x}").status, range(2)))
@@ -357,15 +323,14 @@ def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
         assert sorted(request.url.path for request in batch) == ["/0", "/1"]
 
 
-@pytest.mark.parametrize("how", ["FIN", "RST"])
+@LEAVES
 @pytest.mark.parametrize("leaves", ["first", "second"])
-@pytest.mark.parametrize("app", HOLDS)
 def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
     separate: str, app: str, leaves: str, how: str
 ) -> None:
     deployment, made = HOLDS[app]()
     port = served(bind(deployment))
-    for _ in range(5):
+    for _ in range(2):
         del made[0].batches[:]
         made[0].release = Latch()
         first, second = Connection(port), Connection(port)
@@ -375,14 +340,11 @@ def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
             second.request("/second")
             wait_until(lambda: made[0].batches)
             leaver, stays = (first, second) if leaves == "first" else (second, first)
-            if how == "RST":
-                leaver.reset()
-            else:
-                leaver.socket.close()
+            leaver.reset() if how == "RST" else leaver.socket.close()
             wait_until(lambda: ongoing() == 1)
             made[0].release.count_down()
             assert stays.answer().status == 200
-    assert made[0].ended == [None] * 5
+    assert made[0].ended == [None] * 2
     wait_until(lambda: ongoing() == 0)
 
 
@@ -421,22 +383,6 @@ def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separ
     assert isinstance(got[0], ClientDisconnect)
 
 
-def test_a_cancelled_call_leaves_the_batch_it_started_to_the_others(separate: str) -> None:
-    deployment, made = hold()
-    handle = run(bind(deployment))
-    first = handle.remote(1)
-    wait_until(lambda: ongoing() == 1)
-    second = handle.remote(2)
-    wait_until(lambda: made[0].batches)
-    second.cancel()
-    with pytest.raises(RequestCancelledError):
-        second.result(timeout_s=PATIENCE_S)
-    made[0].release.count_down()
-
-    assert first.result(timeout_s=PATIENCE_S) == "1"
-    assert made[0].ended == [None]
-
-
 # The end of a batch
 
 
@@ -466,18 +412,11 @@ def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
         release.wait()
         return xs
 
-    class Def:
-        @serve.batch(max_batch_size=2)
-        def __call__(self, xs: list[int]) -> list[int]:
-            return body(xs)
+    async def on_loop(xs: list[int]) -> list[int]:
+        return body(xs)
 
-    class AsyncDef:
-        @serve.batch(max_batch_size=2)
-        async def __call__(self, xs: list[int]) -> list[int]:
-            return body(xs)
-
-    cls: Any = Def if written == "def" else AsyncDef
-    handle = run(bind(serve.deployment(graceful_shutdown_timeout_s=0.1)(cls)))
+    function: Any = serve.batch(max_batch_size=2)(body if written == "def" else on_loop)
+    handle = run(bind(serve.deployment(graceful_shutdown_timeout_s=0.1)(function)))
     responses = [handle.remote(1), handle.remote(2)]
     assert entered.wait(PATIENCE_S)
     stopped = threading.Event()
@@ -540,11 +479,7 @@ def test_calls_and_cancellations_from_many_threads_leave_nothing(
             if value != offset + number:
                 wrong.append((value, offset + number))
 
-    threads = [threading.Thread(target=caller, args=(1000 * each,)) for each in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * PATIENCE_S)
+    together(*(partial(caller, 1000 * each) for each in range(4)))
     assert wrong == []
     wait_until(lambda: ongoing() == 0)
     batcher = K.__call__.__ingress_batcher__

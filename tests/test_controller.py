@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,15 +22,12 @@ from tests.servers import result, wait_until
 
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.filterwarnings(
-    f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
-)
-
-
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = [
+    pytest.mark.usefixtures("shutdown"),
+    pytest.mark.filterwarnings(
+        f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
+    ),
+]
 
 
 @serve.deployment

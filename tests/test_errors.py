@@ -32,6 +32,8 @@ from tests.servers import (
     write_module,
 )
 
+pytestmark = pytest.mark.usefixtures("shutdown")
+
 FAILING = """
 import asyncio
 from collections.abc import AsyncIterator
@@ -253,12 +255,6 @@ def test_a_middleware_around_the_application_sees_the_error(tmp_path: Path) -> N
 
 
 # In this process.
-
-
-@pytest.fixture(autouse=True)
-def stopped() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 def failing() -> serve.Application:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-import inspect
 import itertools
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import closing
 from functools import partial, wraps
 from typing import Any
 
@@ -29,6 +29,7 @@ from ingress.execution.execution import (
     plan,
 )
 from ingress.execution.threads import WorkerPool
+from tests.fakes import together
 from tests.servers import until
 
 pytestmark = pytest.mark.anyio
@@ -192,24 +193,6 @@ async def test_how_it_is_written_is_seen_through_partials_and_objects_not_throug
     assert kind(func) is expected
 
 
-@pytest.mark.parametrize("func", [lambda: here_async(), sync_wrapper(here_async)])
-async def test_def_returning_a_coroutine_has_it_awaited_on_the_loop(
-    func: Callable[[], Any], pool: WorkerPool
-) -> None:
-    execution = plan(func, Role.METHOD, sync_in_threadpool=True, pool=pool)
-
-    assert execution.mode is IN_THREAD
-    assert await execution.run() is ON_LOOP
-
-
-async def test_a_wrapper_that_really_makes_it_sync_works_in_its_thread(pool: WorkerPool) -> None:
-    execution = plan(
-        lambda: asyncio.run(here_async()), Role.ENDPOINT, sync_in_threadpool=False, pool=pool
-    )
-
-    assert await execution.run() is ON_LOOP  # a separate loop
-
-
 async def test_a_builtin_counts_as_def_and_does_not_warn(pool: WorkerPool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -230,44 +213,6 @@ async def test_a_plan_says_what_happens_and_why(
 
 
 # Generators.
-
-
-async def returns_gen() -> Iterator[ExecutionMode]:
-    return gen()
-
-
-def returns_agen() -> AsyncIterator[ExecutionMode]:
-    return agen()
-
-
-@pytest.mark.parametrize(
-    ("func", "expected"),
-    [
-        (gen, IN_THREAD),
-        (HereGen(), IN_THREAD),
-        (sync_wrapper(gen), IN_THREAD),
-        (agen, ON_LOOP),
-        (returns_agen, ON_LOOP),
-        (returns_gen, ON_LOOP),
-    ],
-    ids=["gen", "object", "returned", "agen", "agen-from-def", "gen-from-async-def"],
-)
-async def test_generator_is_iterated_where_its_function_ran(
-    func: Callable[[], Any], expected: ExecutionMode, pool: WorkerPool
-) -> None:
-    execution = plan(func, Role.METHOD, sync_in_threadpool=True, pool=pool)
-
-    assert [item async for item in execution.stream()] == [expected]
-
-
-@pytest.mark.parametrize("func", [here, here_async])
-async def test_streaming_a_plain_value_is_a_type_error(
-    func: Callable[[], Any], pool: WorkerPool
-) -> None:
-    execution = plan(func, Role.METHOD, sync_in_threadpool=False, pool=pool)
-
-    with pytest.raises(TypeError, match="stream=True"):
-        await anext(execution.stream())
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["loop", "thread"])
@@ -414,7 +359,7 @@ async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
 ) -> None:
     closed = []
 
-    def items() -> Iterator[int]:
+    def items() -> Generator[int, None, None]:
         try:
             yield 1
             yield 2
@@ -423,12 +368,9 @@ async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
             sys.exit(3)
 
     async def aitems() -> AsyncIterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            closed.append(1)
-            sys.exit(3)
+        with closing(items()) as inner:
+            for item in inner:
+                yield item
 
     func = items if how == "gen" else aitems
     stream = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool).stream()
@@ -511,36 +453,6 @@ async def call(execution: ExecutionPlan) -> None:
         await execution.run()
 
 
-@pytest.mark.parametrize("method", ["predict", "items"])
-async def test_a_def_on_the_loop_warns_once_per_method_and_process(
-    method: str, pool: WorkerPool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = fresh()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):  # three replicas
-            bound = getattr(model(), method)
-            execution = plan(bound, Role.METHOD, sync_in_threadpool=False, pool=pool)
-            assert not caught or len(caught) == 1
-            await call(execution)
-            await call(execution)
-
-    (warning,) = caught
-    code = getattr(model, method).__code__
-    assert issubclass(warning.category, SyncMethodOnEventLoopWarning)
-    assert (warning.filename, warning.lineno) == (code.co_filename, code.co_firstlineno)
-    text = str(warning.message)
-    assert text.startswith(
-        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
-        f"'Model.{method}' directly on the asyncio loop. In a future version, sync methods will "
-        "be run in a threadpool by default"
-    )
-    for part in ("thread-safe", "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1", "async def"):
-        assert part in text
-    assert f"Model.{method} at {code.co_filename}:{code.co_firstlineno}" in text
-    assert caplog.records == []  # said once
-
-
 async def test_the_warning_comes_once_although_replicas_call_at_once(
     switch_interval: None, pool: WorkerPool
 ) -> None:
@@ -548,19 +460,10 @@ async def test_the_warning_comes_once_although_replicas_call_at_once(
     plans = [
         plan(model().predict, Role.METHOD, sync_in_threadpool=False, pool=pool) for _ in range(8)
     ]
-    gate = threading.Barrier(8)
-
-    def replica(execution: ExecutionPlan) -> None:
-        gate.wait(PATIENCE_S)
-        asyncio.run(call(execution))
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        threads = [threading.Thread(target=replica, args=(each,)) for each in plans]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            await asyncio.to_thread(thread.join, PATIENCE_S)
+        replicas = [partial(asyncio.run, call(each)) for each in plans]
+        await asyncio.to_thread(together, *replicas)
 
     assert len(caught) == 1
 
@@ -574,17 +477,20 @@ async def test_like_methods_in_two_files_warn_for_themselves(pool: WorkerPool) -
     assert len({each.filename for each in caught}) == 2
 
 
-async def test_warnings_as_errors_do_not_fail_the_request(pool: WorkerPool) -> None:
-    execution = plan(fresh()().predict, Role.METHOD, sync_in_threadpool=False, pool=pool)
+@pytest.mark.parametrize("method", ["predict", "items"])
+async def test_warnings_as_errors_do_not_fail_the_request(method: str, pool: WorkerPool) -> None:
+    bound = getattr(fresh()(), method)
+    execution = plan(bound, Role.METHOD, sync_in_threadpool=False, pool=pool)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert await execution.run() == 1
+        await call(execution)
 
 
 @pytest.mark.parametrize(
     ("method", "role", "flag"),
     [
         ("predict", Role.METHOD, True),
+        ("items", Role.METHOD, True),
         ("predict", Role.ENDPOINT, False),
         ("predict", Role.LIFECYCLE, False),
         ("predict", Role.BATCH, False),
@@ -595,11 +501,7 @@ async def test_nothing_else_warns(method: str, role: Role, flag: bool, pool: Wor
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bound = getattr(fresh()(), method)
-        assert await plan(bound, role, sync_in_threadpool=flag, pool=pool).run() == 1
-
-
-async def test_a_plan_is_made_without_calling_anything() -> None:
-    assert inspect.signature(plan).parameters["sync_in_threadpool"].kind.name == "KEYWORD_ONLY"
+        await call(plan(bound, role, sync_in_threadpool=flag, pool=pool))
 
 
 @pytest.mark.parametrize(

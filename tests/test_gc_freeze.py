@@ -19,7 +19,7 @@ from tests.servers import PATIENCE_S, set_flags, wait_until
 ALIVE: list[weakref.ref[Any]] = []
 
 
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+@pytest.fixture(autouse=True, params=[pytest.param("0", marks=pytest.mark.thorough), "1"])
 def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_flags(monkeypatch, request.param)
     ALIVE.clear()

@@ -233,19 +233,6 @@ async def test_what_user_code_raises_is_raised_as_often_as_one_asks(
     assert "failed" in repr(response)
 
 
-def test_cancelling_stops_the_work_and_tells_who_waits(child: DeploymentHandle) -> None:
-    response = child.wait.remote()
-    latches.started.wait()
-    assert not response.cancelled()
-    response.cancel()
-    response.cancel()
-
-    with pytest.raises(RequestCancelledError):
-        result(response)
-    assert response.cancelled()
-    latches.ended.wait()
-
-
 @pytest.mark.anyio
 async def test_cancelling_the_awaiter_cancels_the_request(child: DeploymentHandle) -> None:
     response = child.wait.remote()
@@ -287,20 +274,6 @@ def test_an_argument_that_failed_fails_the_call_that_needs_it(child: DeploymentH
     cancelled.cancel()
     with pytest.raises(RequestCancelledError):
         result(waiting)
-
-
-def test_a_call_cancelled_while_its_argument_is_on_its_way_never_runs(
-    child: DeploymentHandle,
-) -> None:
-    argument = child.wait.remote()
-    waiting = child.remote(argument)
-    waiting.cancel()
-    with pytest.raises(RequestCancelledError):
-        result(waiting)
-    latches.leave.count_down()
-
-    assert result(argument) == "waited", "the argument itself is not touched"
-    assert result(child.remote("next")) == "next"
 
 
 @pytest.mark.anyio
@@ -407,15 +380,6 @@ def test_a_stream_has_no_single_result(child: DeploymentHandle) -> None:
 
     asyncio.run(main())
     assert list(stream) == [0]
-
-
-def test_a_generator_without_stream_and_a_stream_without_generator_are_type_errors(
-    child: DeploymentHandle,
-) -> None:
-    with pytest.raises(TypeError, match=r"options\(stream=True\)"):
-        result(child.items.remote(1))
-    with pytest.raises(TypeError, match=r"method '__call__' .* did not return a generator"):
-        list(child.options(stream=True).remote())
 
 
 # The handle itself.

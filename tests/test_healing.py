@@ -16,13 +16,10 @@ from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
 from tests.servers import PATIENCE_S, bind, close_loop, overview, result, wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
-
-
-@pytest.fixture(autouse=True)
-def _shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = [
+    pytest.mark.usefixtures("shutdown"),
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
+]
 
 
 def ids(name: str) -> list[str]:

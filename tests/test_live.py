@@ -28,13 +28,10 @@ from tests import process_app
 from tests.fakes import together
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
-
-
-@pytest.fixture(autouse=True)
-def no_server_stays() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = [
+    pytest.mark.usefixtures("shutdown"),
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
+]
 
 
 class Place:

@@ -9,8 +9,6 @@ import logging
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -105,20 +103,6 @@ def test_outside_of_a_request_the_fields_are_empty_and_the_record_passes() -> No
     assert fields(handler.records[0]) == dict.fromkeys(FIELDS, "")
 
 
-def test_importing_the_package_gives_its_logger_the_fields() -> None:
-    script = (
-        "import logging, ingress\n"
-        "logging.basicConfig(format='%(name)s|%(request_id)s|%(deployment)s|%(message)s')\n"
-        "logging.getLogger('ingress').warning('said')\n"
-    )
-
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-
-    assert done.stderr == "ingress|||said\n"
-
-
 @serve.deployment
 class Writer:
     """It logs by the user's own logger, in every way that code runs."""
@@ -154,17 +138,6 @@ def test_the_record_of_a_constructor_has_its_replica(users: Remembering) -> None
         "deployment": "Writer",
         "replica": "0",
     }
-
-
-def test_the_record_of_a_batch_has_the_ids_of_all_its_requests(users: Remembering) -> None:
-    handle = serve.run(bind(Writer), route_prefix=None)
-    responses = [handle.in_batch.remote(n) for n in range(2)]
-    assert [each.result(timeout_s=PATIENCE_S) for each in responses] == [0, 1]
-    serve.shutdown()
-
-    [record] = (each for each in users.records if each.getMessage() == "batch")
-    ids = [each.request_id for each in responses]
-    assert fields(record)["request_id"].split(",") == ids
 
 
 def test_a_value_of_the_program_for_a_field_is_kept_and_refused_by_no_logger(
