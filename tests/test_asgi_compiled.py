@@ -53,6 +53,7 @@ from ingress.asgi.chunks import parts_of
 from ingress.asgi.replica_app import ASGI
 from ingress.asgi.routes import served_routes
 from tests.asgi_helpers import Deployment, serve
+from tests.servers import ROUNDS
 from tests.shapes import (
     INCLUDED,
     KINDS,
@@ -265,6 +266,8 @@ def both(plain: FastAPI, cls: type) -> Iterator[Callable[..., tuple[Did, Did]]]:
 
 
 FAILURES = ("http.response.start", "http.response.body")
+EXAMPLES = 100 if ROUNDS else 25
+"""The requests for each shape."""
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -275,7 +278,7 @@ def test_a_shape_answers_and_runs_user_code_as_under_fastapi(name: str) -> None:
         assert actual == expected
         assert expected.messages[0]["status"] < 400  # so that not only refusals are compared
 
-        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
         @given(requests(name), st.sampled_from([None] * 8 + [*FAILURES]))
         def check(sent: Sent, fails_at: str | None) -> None:
             expected, actual = outcomes(sent, fails_at=fails_at)
@@ -301,9 +304,6 @@ def test_whatever_an_endpoint_returns_or_raises_becomes_what_fastapi_makes_of_it
                 sent.scope["query_string"] = urlencode({"kind": kind}).encode()
                 expected, actual = outcomes(sent)
                 assert actual == expected, (each.name, kind)
-
-
-FAILURES = ("http.response.start", "http.response.body")
 
 
 def is_compiled(route: Any) -> bool:
@@ -350,6 +350,20 @@ def pair(declare: Callable[[FastAPI], Any], **options: Any) -> tuple[FastAPI, ty
     return plain, cls, app
 
 
+def alike(
+    declare: Callable[[FastAPI], Any], *sents: Sent, is_compiled: bool | None = None, **options: Any
+) -> list[Did]:
+    """Send requests to both; assert that they do the same, and return what they did."""
+    plain, cls, app = pair(declare)
+    if is_compiled is not None:
+        assert fits(app, cls) == {"endpoint": is_compiled}
+    with both(plain, cls) as outcomes:
+        did = [outcomes(sent, **options) for sent in sents]
+    for expected, actual in did:
+        assert actual == expected
+    return [actual for _, actual in did]
+
+
 def get(path: str, query: str = "", **scope: Any) -> Sent:
     base = {"path": path, "query_string": query.encode(), "method": "GET", "headers": []}
     return Sent(base | scope, [{"type": "http.request"}])
@@ -394,12 +408,8 @@ def test_a_handler_comes_too_late_for_a_response_that_could_not_be_sent(fails_at
         async def handler(request: Request, error: OSError) -> JSONResponse:
             return JSONResponse("never")
 
-    plain, cls, app = pair(declare)
-    assert fits(app, cls) == {"endpoint": True}
-    with both(plain, cls) as outcomes:
-        expected, actual = outcomes(get("/"), fails_at=fails_at)
-        assert actual == expected
-        assert actual.error[0][0] is RuntimeError
+    [did] = alike(declare, get("/"), is_compiled=True, fails_at=fails_at)
+    assert did.error[0][0] is RuntimeError
 
 
 def test_a_context_variable_is_seen_where_it_is_under_fastapi() -> None:
@@ -421,11 +431,7 @@ def test_a_context_variable_is_seen_where_it_is_under_fastapi() -> None:
             events.append(variable.get())
             return response
 
-    plain, cls, _ = pair(declare)
-    with both(plain, cls) as outcomes:
-        for query in ("q=a", "q=b", ""):
-            expected, actual = outcomes(get("/", query))
-            assert actual == expected
+    alike(declare, *(get("/", query) for query in ("q=a", "q=b", "")))
 
 
 def test_a_middleware_that_puts_its_own_receive_and_send_in_place_is_heard() -> None:
@@ -463,11 +469,7 @@ def test_a_middleware_that_puts_its_own_receive_and_send_in_place_is_heard() -> 
 
         app.add_middleware(Replacing)
 
-    plain, cls, _ = pair(declare)
-    with both(plain, cls) as outcomes:
-        for query in ("", "read", "teapot"):
-            expected, actual = outcomes(post("/", b"[1]", query=query))
-            assert actual == expected
+    alike(declare, *(post("/", b"[1]", query=query) for query in ("", "read", "teapot")))
 
 
 def test_an_override_counts_from_when_it_is_set_until_it_is_removed() -> None:
@@ -565,12 +567,8 @@ def test_whatever_a_dependency_is_it_is_called_as_by_fastapi(depends_on: Any) ->
         async def endpoint(x: int, value: Any = Depends(depends_on), q: int = 0) -> Any:
             return [x, value, q]
 
-    plain, cls, _ = pair(declare)
-    with both(plain, cls) as outcomes:
-        for query in ("", "q=1", "q=x"):
-            sent = get("/7", query, headers=[(b"cookie", b"n=2"), (b"user-agent", b"a")])
-            expected, actual = outcomes(sent)
-            assert actual == expected
+    headers = [(b"cookie", b"n=2"), (b"user-agent", b"a")]
+    alike(declare, *(get("/7", query, headers=headers) for query in ("", "q=1", "q=x")))
 
 
 def test_a_dependency_that_is_added_to_a_served_route_is_called() -> None:
@@ -612,12 +610,8 @@ def test_what_a_tracer_puts_in_the_place_of_a_function_of_fastapi_is_called(
             return "ok"
 
     monkeypatch.setattr(fastapi.routing, "run_endpoint_function", traced)
-    plain, cls, app = pair(declare)
-    assert fits(app, cls) == {"endpoint": False}
-    with both(plain, cls) as outcomes:
-        expected, actual = outcomes(get("/"))
-        assert actual == expected
-        assert actual.events == ["traced"]
+    [did] = alike(declare, get("/"), is_compiled=False)
+    assert did.events == ["traced"]
 
 
 def test_whatever_error_the_parser_of_a_body_raises_the_answer_is_fastapis(
@@ -658,12 +652,8 @@ def test_a_handler_of_a_route_class_of_the_users_is_called() -> None:
         async def endpoint() -> str:
             return "ok"
 
-    plain, cls, app = pair(declare)
-    assert fits(app, cls) == {"endpoint": False}
-    with both(plain, cls) as outcomes:
-        expected, actual = outcomes(get("/"))
-        assert actual == expected
-        assert actual.events == ["handler"]
+    [did] = alike(declare, get("/"), is_compiled=False)
+    assert did.events == ["handler"]
 
 
 @pytest.mark.parametrize("level", ["app", "router", "include", "route"])
@@ -706,11 +696,7 @@ def test_a_dependency_that_runs_a_few_times_at_once_is_fastapis() -> None:
         async def endpoint(value: str = depends(limited)) -> str:
             return value
 
-    plain, cls, app = pair(declare)
-    assert fits(app, cls) == {"endpoint": False}
-    with both(plain, cls) as outcomes:
-        expected, actual = outcomes(get("/"))
-        assert actual == expected
+    alike(declare, get("/"), is_compiled=False)
 
 
 def test_a_route_without_the_middleware_of_a_fastapi_app_fails_as_under_fastapi() -> None:

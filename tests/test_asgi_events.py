@@ -144,6 +144,15 @@ async def body_of(app: Any, on_message: Send | None = None) -> tuple[bytes, bool
     return body, is_complete, error
 
 
+async def streamed(
+    shape: str, steps: list[Any], on_message: Send | None = None, seen: list[Any] | None = None
+) -> tuple[bytes, bool, Any]:
+    """Return the same of a deployment whose `/` streams the steps."""
+    deployment = deployment_of(shape, steps, seen)
+    async with deployment.running():
+        return await body_of(deployment, on_message)
+
+
 def text_of(shape: str, *numbers: int) -> bytes:
     form = b'data: {"n":%d}\n\n' if shape in EVENTS else b'{"n":%d}\n'
     return b"".join([form % number for number in numbers])
@@ -206,9 +215,7 @@ async def test_an_item_waits_for_the_comment_that_is_being_sent(
         loop.call_soon_threadsafe(made.set)
         return Item(n=1)
 
-    deployment = deployment_of(shape, [waiting, make])
-    async with deployment.running():
-        body, is_complete, error = await body_of(deployment, on_message)
+    body, is_complete, error = await streamed(shape, [waiting, make], on_message)
 
     assert is_complete, error
     assert body.startswith(PING)
@@ -230,9 +237,7 @@ async def test_no_comment_is_sent_while_an_item_waits_for_room(
             await asyncio.sleep(0.05)  # ten keep-alive messages are due in this time
         sending -= 1
 
-    deployment = deployment_of(shape, [Item(n=1)])
-    async with deployment.running():
-        body, is_complete, error = await body_of(deployment, on_message)
+    body, is_complete, error = await streamed(shape, [Item(n=1)], on_message)
 
     assert is_complete, error
     assert body.replace(PING, b"") == text_of(shape, 1)
@@ -251,9 +256,9 @@ async def test_a_comment_that_cannot_be_sent_ends_the_stream_with_the_next_item(
             waiting.set()
             raise ConnectionResetError("the client has gone")
 
-    deployment = deployment_of(shape, [waiting, *[Item(n=n) for n in range(100)]], seen)
-    async with deployment.running():
-        body, is_complete, error = await body_of(deployment, on_message)
+    body, is_complete, error = await streamed(
+        shape, [waiting, *[Item(n=n) for n in range(100)]], on_message, seen
+    )
 
     assert (body, is_complete, type(error).__name__) == (PING, False, "ClientDisconnect")
     assert len(seen) == 2  # started and closed; no background task
@@ -277,9 +282,7 @@ async def test_a_stream_that_fails_is_cut_after_the_items_it_made(
 ) -> None:
     steps = [*[Item(n=n) for n in range(after)], FAILURES[failure], Item(n=99)]
     seen: list[Any] = []
-    deployment = deployment_of(shape, steps, seen)
-    async with deployment.running():
-        ours, is_complete, error = await body_of(deployment)
+    ours, is_complete, error = await streamed(shape, steps, seen=seen)
     assert len(seen) == 2
     plain, is_plain_complete, expected = await body_of(app_of(shape, steps))
 
@@ -316,9 +319,7 @@ async def test_a_generator_is_at_most_sixteen_items_ahead_of_what_was_sent(shape
         await asyncio.sleep(0)
         sent += message.get("body", b"").count(b"\n") // text_of(shape, 1).count(b"\n")
 
-    deployment = deployment_of(shape, [make] * 300)
-    async with deployment.running():
-        body, is_complete, _ = await body_of(deployment, on_message)
+    body, is_complete, _ = await streamed(shape, [make] * 300, on_message)
 
     assert (is_complete, body) == (True, text_of(shape, *[1] * 300))
     assert furthest <= 17  # one more item waits for room
@@ -332,9 +333,7 @@ async def test_the_first_item_has_left_before_the_second_is_made(shape: str) -> 
         if message.get("body") == text_of(shape, 1):
             waiting.set()
 
-    deployment = deployment_of(shape, [Item(n=1), waiting, Item(n=2)])
-    async with deployment.running():
-        body, is_complete, _ = await body_of(deployment, on_message)
+    body, is_complete, _ = await streamed(shape, [Item(n=1), waiting, Item(n=2)], on_message)
 
     assert (is_complete, body) == (True, text_of(shape, 1, 2))
 
@@ -379,9 +378,7 @@ async def test_a_stream_whose_start_cannot_be_sent_runs_nothing_of_its_generator
     async def on_message(message: Message) -> None:
         raise ConnectionResetError("the client has gone")
 
-    deployment = deployment_of(shape, [Item(n=1)], seen)
-    async with deployment.running():
-        _, is_complete, error = await body_of(deployment, on_message)
+    _, is_complete, error = await streamed(shape, [Item(n=1)], on_message, seen)
 
     assert (is_complete, type(error).__name__, seen) == (False, "ClientDisconnect", [])
 
@@ -389,8 +386,6 @@ async def test_a_stream_whose_start_cannot_be_sent_runs_nothing_of_its_generator
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_background_tasks_run_once_the_stream_has_ended(shape: str) -> None:
     seen: list[Any] = []
-    deployment = deployment_of(shape, [Item(n=1)], seen)
-    async with deployment.running():
-        await body_of(deployment)
+    await streamed(shape, [Item(n=1)], seen=seen)
     assert len(seen) == 3
     assert seen[-1] == "background"

@@ -29,14 +29,8 @@ pytestmark = pytest.mark.anyio
 
 def application_with(lifespan: Any) -> Any:
     app = FastAPI(lifespan=lifespan)
-
-    @ingress(app)
-    class K:
-        @app.get("/")
-        def root(self) -> str:
-            return "root"
-
-    return ingress_package.deployment(K).bind()
+    app.get("/")(lambda: "root")
+    return ingress_package.deployment(ingress(app)()).bind()
 
 
 def test_the_order_is_constructor_start_up_requests_shutdown() -> None:
@@ -263,14 +257,9 @@ def test_a_middleware_that_refuses_the_lifespan_leaves_the_app_without_as_under_
 
     app = FastAPI()
     app.add_middleware(NeedsHeaders)
+    app.get("/")(lambda: "root")
 
-    @ingress(app)
-    class K:
-        @app.get("/")
-        def root(self) -> str:
-            return "root"
-
-    with serve(K) as client:
+    with serve(ingress(app)()) as client:
         assert client.get("/").json() == "root"
     (record,) = [each for each in caplog.records if each.name == "ingress"]
     assert "let the middleware pass on scopes whose type is 'lifespan'" in record.message

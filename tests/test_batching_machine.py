@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import ingress as serve
 from ingress.exceptions import RayServeException, UserCodeExit
+from tests.servers import ROUNDS
 
 
 class Boom(Exception):
@@ -232,6 +233,6 @@ class BatchMachine(RuleBasedStateMachine):
 
 
 # `BATCH_MACHINE_EXAMPLES=5000 pytest tests/test_batching_machine.py` looks further.
-EXAMPLES = int(os.environ.get("BATCH_MACHINE_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("BATCH_MACHINE_EXAMPLES", "400" if ROUNDS else "100"))
 TestBatchMachine = pytest.mark.reliability("D03")(BatchMachine.TestCase)
 TestBatchMachine.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)

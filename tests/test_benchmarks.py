@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -62,6 +63,10 @@ def is_running(pid: int) -> bool:
     return ran.stdout.strip() not in (b"", b"Z", b"Zs", b"ZN", b"Z+")
 
 
+def ran_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
+
+
 # Measured requests
 
 
@@ -89,9 +94,7 @@ def test_both_sides_of_a_row_answer_alike(
 
 def test_the_plain_side_does_not_import_ours() -> None:
     script = "import benchmarks.apps.plain, sys; print('ingress' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ran = ran_here([sys.executable, "-c", script])
 
     assert ran.stdout == "False\n"
 
@@ -300,26 +303,15 @@ def test_servers_end_with_the_benchmark_that_is_told_to_end(number: signal.Signa
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_on_the_command_line_is_told(arguments: list[str], told: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = ran_here([sys.executable, "-m", "benchmarks", *arguments])
 
     assert ran.returncode == 2
     assert told in ran.stderr
 
 
 def test_without_wrk_it_says_so() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--rows", "async"],
-        cwd=ROOT,
-        env={**os.environ, "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+    ran = ran_here(
+        [sys.executable, "-m", "benchmarks", "--rows", "async"], env={**os.environ, "PATH": ""}
     )
 
     assert (ran.returncode, ran.stdout) == (1, "")

@@ -72,37 +72,29 @@ def refused(error: type[Exception], message: str, **options: Any) -> None:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "many", math.nan], ids=repr)
-def test_num_replicas_is_an_integer_or_auto(value: Any) -> None:
-    message = f'num_replicas must be an integer ≥ 1 or "auto", got {value!r}; '
-    refused(ValueError, message + "leave it out for the default, 1", num_replicas=value)
+REFUSED: dict[str, tuple[str, str, list[Any]]] = {
+    "num_replicas": ('an integer ≥ 1 or "auto"', "1", [0, -1, 1.5, True, "many", math.nan]),
+    "max_ongoing_requests": ("an integer ≥ 1", "100", [0, -1, "5", True, 1.0, math.nan]),
+    "max_queued_requests": (
+        "-1 (no limit) or a positive integer", "-1", [0, -2, 1.5, -1.0, False, "8"],
+    ),
+    "graceful_shutdown_timeout_s": (
+        "a number ≥ 0", "20.0", [math.inf, math.nan, "5", True, -1],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [0, -1, "5", True, 1.0, math.nan], ids=repr)
-def test_max_ongoing_requests_is_a_positive_integer(value: Any) -> None:
-    message = f"max_ongoing_requests must be an integer ≥ 1, got {value!r}; "
-    refused(ValueError, message + "leave it out for the default, 100", max_ongoing_requests=value)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_number_out_of_range_is_refused_with_the_rule_and_the_default(name: str) -> None:
+    rule, default, values = REFUSED[name]
+    for value in values:
+        message = f"{name} must be {rule}, got {value!r}; leave it out for the default, {default}"
+        refused(ValueError, message, **{name: value})
 
 
 def test_max_ongoing_requests_of_none_is_refused_in_the_words_of_ray() -> None:
     message = "max_ongoing_requests must be non-null, got None; leave it out for the default, 100"
     refused(ValueError, message, max_ongoing_requests=None)
-
-
-@pytest.mark.parametrize("value", [0, -2, 1.5, -1.0, False, "8"], ids=repr)
-def test_max_queued_requests_is_minus_one_or_a_positive_integer(value: Any) -> None:
-    message = f"max_queued_requests must be -1 (no limit) or a positive integer, got {value!r}; "
-    refused(ValueError, message + "leave it out for the default, -1", max_queued_requests=value)
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan, "5", True, -1], ids=repr)
-def test_a_duration_is_a_finite_number(value: Any) -> None:
-    message = f"graceful_shutdown_timeout_s must be a number ≥ 0, got {value!r}; "
-    refused(
-        ValueError,
-        message + "leave it out for the default, 20.0",
-        graceful_shutdown_timeout_s=value,
-    )
 
 
 def test_num_replicas_beside_autoscaling_is_refused() -> None:

@@ -296,24 +296,6 @@ def test_a_constructor_that_raises_takes_the_children_of_its_application_with_it
     assert threads() <= before
 
 
-def test_a_failed_start_leaves_the_applications_that_run(separate: str) -> None:
-    @serve.deployment
-    class Echo:
-        async def __call__(self) -> str:
-            return "here"
-
-    @serve.deployment(name="Echo")
-    class Broken:
-        def __init__(self) -> None:
-            raise SystemExit(3)
-
-    handle = serve.run(bind(Echo), route_prefix=None)
-    with pytest.raises(RuntimeError, match="Echo"):
-        serve.run(bind(Broken), route_prefix=None)
-
-    assert handle.remote().result(timeout_s=PATIENCE_S) == "here"
-
-
 @pytest.fixture
 def user_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, "1")

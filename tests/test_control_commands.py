@@ -195,14 +195,19 @@ AS_ROOT = pytest.mark.skipif(
 
 
 @contextmanager
-def listening(path: Path, answers: Mapping[str, Any], mode: int = 0o600) -> Iterator[list[bytes]]:
-    """Answer commands at a socket, as a server would; yield the requests that came."""
+def listening(
+    path: Path, answers: Mapping[str, Any] | bytes, mode: int = 0o600
+) -> Iterator[list[bytes]]:
+    """Answer commands at a socket, as a server would, or by bytes; yield the requests."""
     asked: list[bytes] = []
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             if line := self.rfile.readline():
                 asked.append(line)
+                if isinstance(answers, bytes):
+                    self.wfile.write(answers)
+                    return
                 answer = answers.get(json.loads(line)["command"], {"error": EVIL})
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
 
@@ -400,20 +405,9 @@ def test_no_text_of_a_server_is_a_command_to_the_terminal(
 
 @pytest.mark.parametrize("answer", [b"\xff\n", b"[]\n", b"{}\n", b"[" * 60_000 + b"\n"])
 def test_an_answer_that_is_none_is_said_in_a_line(runtime: Path, answer: bytes) -> None:
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            if self.rfile.readline():
-                self.wfile.write(answer)
-
     runtime.mkdir(mode=0o700)
-    path = runtime / "4711.sock"
-    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
-        path.chmod(0o600)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with listening(runtime / "4711.sock", answer):
         told = CliRunner().invoke(cli.app, ["status"])
-        server.shutdown()
-        thread.join(PATIENCE_S)
     assert told.stdout == "server 4711 does not answer\n"
 
 

@@ -107,15 +107,6 @@ def test_one_replica_that_does_not_start_fails_it_all_and_leaves_nothing(
     assert result(serve.run(bind(Fine), route_prefix=None).remote()) == "fine"
 
 
-def test_a_failed_redeployment_leaves_the_old_application_serving() -> None:
-    handle = serve.run(bind(Fine), route_prefix=None)
-    with pytest.raises(RuntimeError, match="no model here"):
-        serve.run(bind(Broken, bind(Fine)), route_prefix=None)
-
-    assert result(handle.remote("still")) == "still"
-    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
-
-
 class Latches:
     def __init__(self) -> None:
         self.started = Latch()
@@ -185,18 +176,6 @@ def test_calls_that_do_not_end_in_time_are_cut_and_waiting_calls_fail() -> None:
     for response in (running, waiting):
         with pytest.raises(serve.exceptions.RayServeException):
             result(response)
-
-
-def test_counts_are_in_the_status() -> None:
-    handle = serve.run(bind(Fine), route_prefix=None)
-    for _ in range(5):
-        result(handle.remote())
-
-    (replica,) = serve.status().applications["default"].deployments["Fine"].replicas
-    assert (replica.state, replica.ongoing) == ("RUNNING", 0)
-    assert replica.latency_ms[""].count == 5
-    assert serve.status().applications["default"].deployments["Fine"].requests == 5
-    assert serve.status().applications["default"].deployments["Fine"].queued == 0
 
 
 LIMITED = """

@@ -322,9 +322,10 @@ def test_a_stream_that_fails_gives_its_items_first(child: DeploymentHandle) -> N
         next(stream)
 
 
-@pytest.mark.parametrize("method", ["items", "sync_items"])
+@pytest.mark.parametrize(
+    ("method", "flag"), [("items", "0"), ("sync_items", "0"), ("sync_items", "1")]
+)
 @pytest.mark.parametrize("how", ["cancel", "aclose", "abandon", "task"])
-@pytest.mark.parametrize("flag", ["0", "1"])
 def test_a_stream_that_is_left_early_closes_its_producer(
     method: str,
     how: str,
@@ -443,17 +444,6 @@ def test_a_copy_of_a_handle_is_the_handle(
     assert copied([child])[0] is child
     assert (child.deployment_name, child.app_name) == ("Child", "default")
     assert "Child" in repr(child)
-
-
-def test_handles_are_found_by_name(child: DeploymentHandle) -> None:
-    assert result(serve.get_app_handle("default").remote(1)) == 1
-    assert result(serve.get_deployment_handle("Child", "default").remote(2)) == 2
-    with pytest.raises(RayServeException, match="'other' does not exist"):
-        serve.get_app_handle("other")
-    with pytest.raises(KeyError, match="Absent"):
-        serve.get_deployment_handle("Absent", "default")
-    with pytest.raises(RayServeException, match="needs the application's name"):
-        serve.get_deployment_handle("Child")
 
 
 def test_handles_of_one_deployment_with_the_same_options_are_equal(

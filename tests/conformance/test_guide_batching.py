@@ -104,26 +104,21 @@ def test_batches_that_yield_run_at_once_up_to_the_limit(flags: Settings, written
     gate = Gate()
     options: Any = {"max_batch_size": 2, "max_concurrent_batches": 3, "batch_wait_timeout_s": 0.01}
 
-    class Async:
-        @serve.batch(**options)
-        async def __call__(self, xs: list[int]) -> list[int]:
-            await gate.wait_async()
-            return xs
+    async def awaits(xs: list[int]) -> list[int]:
+        await gate.wait_async()
+        return xs
 
-    class Offloaded:
-        @serve.batch(**options)
-        async def __call__(self, xs: list[int]) -> list[int]:
-            await asyncio.to_thread(gate.wait)
-            return xs
+    async def offloads(xs: list[int]) -> list[int]:
+        await asyncio.to_thread(gate.wait)
+        return xs
 
-    class Def:
-        @serve.batch(**options)
-        def __call__(self, xs: list[int]) -> list[int]:
-            gate.wait()
-            return xs
+    def blocks(xs: list[int]) -> list[int]:
+        gate.wait()
+        return xs
 
-    cls: Any = {"async": Async, "offloaded": Offloaded, "def": Def}[written]
-    with served(bind(serve.deployment(cls)), flags) as it:
+    handler: Any = {"async": awaits, "offloaded": offloads, "def": blocks}[written]
+    function: Any = serve.batch(**options)(handler)
+    with served(bind(serve.deployment(function)), flags) as it:
         responses = [it.handle.remote(number) for number in range(10)]
         gate.wait_for(3)
         gate.open()
