@@ -388,6 +388,12 @@ def result(response: Any) -> Any:
     return response.result(timeout_s=PATIENCE_S)
 
 
+def ongoing() -> int:
+    """Return the number of requests that hold a slot of the application "default"."""
+    deployments = serve.status().applications["default"].deployments.values()
+    return sum(replica.ongoing for each in deployments for replica in each.replicas)
+
+
 def overview(name: str) -> DeploymentStatusOverview:
     """Return the status of a deployment of the application "default"."""
     return serve.status().applications["default"].deployments[name]

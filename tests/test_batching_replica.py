@@ -27,6 +27,7 @@ from tests.servers import (
     Connection,
     bind,
     get,
+    ongoing,
     served,
     set_flags,
     wait_until,
@@ -346,12 +347,6 @@ def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
             assert stays.answer().status == 200
     assert made[0].ended == [None] * 2
     wait_until(lambda: ongoing() == 0)
-
-
-def ongoing() -> int:
-    [app] = serve.status().applications.values()
-    [deployment] = app.deployments.values()
-    return sum(replica.ongoing for replica in deployment.replicas)
 
 
 def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separate: str) -> None:

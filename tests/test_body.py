@@ -30,6 +30,7 @@ from tests.servers import (
     bind,
     environment,
     get,
+    ongoing,
     process,
     served,
     set_flags,
@@ -47,11 +48,6 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     set_flags(monkeypatch, request.param, sync="1")
     yield
     serve.shutdown()
-
-
-def ongoing() -> int:
-    (deployment,) = serve.status().applications["default"].deployments.values()
-    return sum(replica.ongoing for replica in deployment.replicas)
 
 
 def post(connection: Connection, path: str, length: int, sent: int, headers: str = "") -> None:

@@ -95,14 +95,12 @@ async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> Non
             put.append(number)
 
     task = asyncio.ensure_future(producer())
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert len(put) == room
 
     for number in range((room + 1) // 2):  # woken once per half of the room, not per place
         assert await channel.get() == number
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert len(put) == min(room + (room + 1) // 2, room + 2)
     for number in range((room + 1) // 2, room + 2):
         assert await channel.get() == number
@@ -142,8 +140,7 @@ async def test_items_taken_at_once_take_room_until_their_consumer_comes_back() -
     assert await channel.get_many() == list(range(MAX_ITEMS))
 
     task = asyncio.ensure_future(channel.put("next"))
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert not task.done()
 
     assert await channel.get_many() == ["next"]
@@ -159,8 +156,7 @@ async def test_a_channel_has_the_limits_it_was_made_with() -> None:
     other = Channel(3, 100)
     await other.put("large", 100)
     by_size = asyncio.ensure_future(other.put("item", 1))
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert not by_number.done()
     assert not by_size.done()
 

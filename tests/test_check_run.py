@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ingress.check.write_recording import Trace, traced_class, traced_state
+from tests.fakes import together
 from tests.servers import PATIENCE_S, environment, run_ingress, write_module
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -178,9 +179,7 @@ def test_an_act_on_a_container_is_too_late_if_another_thread_acted_since_it_was_
     acted: list[bool] = []
     trace.begin_call()
     ask(container)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    together(work)
     assert acted == [True]
     assert [writes.lost for writes in trace.writes.values()] == [0]
     try:
@@ -201,9 +200,7 @@ def test_an_act_on_another_key_is_not_too_late() -> None:
 
     trace.begin_call()
     assert "b" not in container
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    together(work)
     container["b"] = 1
 
     assert [writes.lost for writes in trace.writes.values()] == [0, 0]

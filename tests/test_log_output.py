@@ -282,6 +282,14 @@ def test_a_file_has_the_logging_of_the_process_and_of_a_deployment(folder: Path)
     }
 
 
+def python(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end."""
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, env=environment(folder)
+    )
+
+
 PRINTING = """
 import io, multiprocessing, sys
 from ingress.logs.streams import write_json
@@ -304,10 +312,7 @@ print("the last words", end="", flush=True)
 
 
 def test_streams_as_json_are_like_pythons_and_lose_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRINTING],
-        capture_output=True, text=True, timeout=60, check=True, env=environment(tmp_path),
-    )  # fmt: skip
+    done = python(tmp_path, PRINTING)
 
     assert [each["message"] for each in objects(done.stdout)] == [
         "printed in a forked child",
@@ -352,10 +357,7 @@ logging.getLogger("ingress").warning("after")
 def test_in_a_program_only_the_deployments_with_a_config_are_logged_otherwise(
     tmp_path: Path,
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("START", "")],
-        capture_output=True, text=True, timeout=60, check=True, env=environment(tmp_path),
-    )  # fmt: skip
+    done = python(tmp_path, SCRIPT.replace("START", ""))
 
     lines = done.stderr.splitlines()
     [loud] = [json.loads(each) for each in lines if each.startswith("{")]
@@ -368,10 +370,7 @@ def test_in_a_program_only_the_deployments_with_a_config_are_logged_otherwise(
 def test_serve_start_gives_all_records_a_format_until_the_shutdown(tmp_path: Path) -> None:
     start = "serve.start({'host': None}, logging_config={'encoding': 'JSON'})"
     script = SCRIPT.replace("START", start)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=60, check=True, env=environment(tmp_path),
-    )  # fmt: skip
+    done = python(tmp_path, script)
 
     lines = done.stderr.splitlines()
     found = [json.loads(each) for each in lines if each.startswith("{")]

@@ -26,6 +26,7 @@ from tests.servers import (
     Connection,
     bind,
     get,
+    ongoing,
     served,
     set_flags,
     steady,
@@ -42,14 +43,6 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     set_flags(monkeypatch, request.param, sync="1")
     yield
     serve.shutdown()
-
-
-def ongoing(name: str = "default") -> int:
-    """Return the number of requests that hold a slot."""
-    application = serve.status().applications[name]
-    return sum(
-        replica.ongoing for each in application.deployments.values() for replica in each.replicas
-    )
 
 
 # Bodies.
