@@ -367,7 +367,10 @@ def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.Com
 
 
 def invoke(folder: Path, *arguments: str, **environ: str) -> Result:
-    """Run the command line in this process, in a folder, and forget what it imported."""
+    """Run the command line in this process, in a folder, and forget what it imported.
+
+    Not `run`, which sets up the logging of its process.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])

@@ -27,9 +27,9 @@ from tests.servers import (
     bind,
     environment,
     get,
-    invoke,
     is_ready,
     process,
+    run_ingress,
     served,
     wait_until,
     write_module,
@@ -220,14 +220,14 @@ def test_a_busy_port_that_was_asked_for_is_refused_before_anything_is_served(fol
     [
         (["--admin", "0.0.0.0:8265"], "give a token"),
         (["--admin", "0.0.0.0:8265", "--admin-token", "123456789012345"], "at least 16"),
-        (["--admin", "8265"], "admin must be HOST:PORT"),
+        pytest.param(["--admin", "8265"], "admin must be HOST:PORT", marks=pytest.mark.thorough),
         (["--admin", "127.0.0.1:99999"], "admin must be HOST:PORT"),
     ],
 )
 def test_a_wrong_address_is_refused(folder: Path, options: list[str], problem: str) -> None:
-    result = invoke(folder, "run", "app:hello", "--port", "0", *options)
-    assert result.exit_code == 1
-    assert problem in " ".join(result.output.split())
+    result = run_ingress(folder, "run", "app:hello", "--port", "0", *options)
+    assert result.returncode == 1
+    assert problem in " ".join(result.stderr.split())
 
 
 def test_off_means_that_there_is_none(folder: Path) -> None:
