@@ -21,7 +21,7 @@ from ingress.base.settings import (
 )
 from tests.fakes import Gate
 from tests.reliability.figures import Figures, ids_of, write
-from tests.servers import ROUNDS
+from tests.servers import ROUNDS, set_flags
 
 CALL_FAILED = pytest.StashKey[bool]()
 FIGURES = pytest.StashKey[Figures]()
@@ -36,12 +36,16 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+# The default, each flag alone, and both loops shared; `make test-reliability` runs all eight.
+FLAGS = ["011", "111", "001", "010", "000"]
+
+
 @pytest.fixture(
-    params=itertools.product("01", repeat=3),
+    params=itertools.product("01", repeat=3) if ROUNDS else FLAGS,
     ids=lambda values: "sync{}-user{}-router{}".format(*values),
 )
 def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Set each of the eight combinations of the flags in the environment; return the settings.
+    """Set combinations of the flags in the environment; return the settings.
 
     The id's digits are sync in threadpool, user code in separate thread, router in separate loop.
     """
@@ -49,6 +53,17 @@ def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Se
     for name, value in zip(names, request.param, strict=True):
         monkeypatch.setenv(name, value)
     return Settings.from_environment()
+
+
+@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
+def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Set the flags of user code and of the router, without and with loops of their own.
+
+    End all applications after the test.
+    """
+    set_flags(monkeypatch, request.param)
+    yield request.param
+    serve.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
 from time import monotonic
@@ -128,6 +129,39 @@ def make_call(
         deadline=None if left_s is None else monotonic() + left_s,
     )
     return Call(metadata, NO_WORK, Context())
+
+
+def assign(router: Router, *calls: Call) -> None:
+    for call in calls:
+        router.assign(call)
+
+
+class Ledger:
+    """Number of runs of each request, and of concurrent runs; signals of user code. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.runs: Counter[Any] = Counter()
+        self.running = 0
+        self.most_running = 0
+        self.leave = Latch(timeout_s=PATIENCE_S)
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+        self.closed = threading.Event()
+
+    def enter(self, name: Any = "") -> int:
+        """Count a run, and return its number among those of its name."""
+        with self.lock:
+            self.runs[name] += 1
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            run = self.runs[name]
+        self.entered.set()
+        return run
+
+    def exit(self) -> None:
+        with self.lock:
+            self.running -= 1
 
 
 class Gate:

@@ -1,20 +1,16 @@
-"""A server in a separate process, and a client that sees the bytes."""
+"""Applications served in this process, a client that sees the bytes, and waits for conditions."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,123 +21,34 @@ from typer.testing import CliRunner, Result
 import ingress as serve
 from ingress.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
-    RUNTIME_DIR,
+    START_METHOD,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
-    runtime_folder,
 )
+from ingress.calls.loops import run_blocking
 from ingress.cli import commands as cli
 from ingress.declaration.declaration import Application
+from ingress.engines import local_engine
 from ingress.schema import DeploymentStatusOverview
-
-ROOT = Path(__file__).parent.parent
-INGRESS = [sys.executable, "-c", "from ingress.cli.commands import main; main()"]
-UVICORN = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", "0"]
-PATIENCE_S = 60.0
-"""Time after which a wait counts as a hang."""
+from tests.programs import INGRESS as INGRESS
+from tests.programs import PATIENCE_S as PATIENCE_S
+from tests.programs import ROOT as ROOT
+from tests.programs import UVICORN as UVICORN
+from tests.programs import ServerProcess as ServerProcess
+from tests.programs import environment as environment
+from tests.programs import free_port as free_port
+from tests.programs import process as process
+from tests.programs import run_ingress as run_ingress
+from tests.programs import write_module as write_module
 
 ROUNDS = int(os.environ.get("INGRESS_RELIABILITY_ROUNDS", "0"))
 """Number of repetitions by `make test-reliability`; the default run does one, with fewer flags."""
 
-_ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
-
-
-def environment(
-    folder: Path, *, sync: str = "0", separate: str = "1", router: str | None = None
-) -> dict[str, str]:
-    """Return the environment of a process: the flags, and the import paths.
-
-    `separate` is for user code, and for the router too unless `router` is given.
-    """
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": "200",
-        SYNC_IN_THREADPOOL: sync,
-        USER_CODE_IN_SEPARATE_THREAD: separate,
-        ROUTER_IN_SEPARATE_LOOP: router or separate,
-    }
-
-
-@contextmanager
-def _heeding_signals() -> Iterator[None]:
-    """Start processes with the signal handling of a terminal.
-
-    A shell has its background jobs ignore SIGINT, and `nohup` its command SIGHUP, and so do the
-    processes they start: Python then raises no `KeyboardInterrupt`.
-    """
-    defaults: dict[int, Any] = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGHUP: signal.SIG_DFL,
-    }
-    ignored = [each for each in defaults if signal.getsignal(each) is signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread():
-        ignored = []
-    for each in ignored:
-        signal.signal(each, defaults[each])  # a new process gets the default
-    try:
-        yield
-    finally:
-        for each in ignored:
-            signal.signal(each, signal.SIG_IGN)
-
-
-class ServerProcess:
-    """A process whose output goes to a file. SIGINT, as of Ctrl-C, reaches it."""
-
-    def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
-        self._log = folder / f"output-{time.monotonic_ns()}.txt"
-        with self._log.open("wb") as log, _heeding_signals():
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def wait_for(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
-        """Wait until the output matches. Fails if the process ends before."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := re.search(pattern, self.output)):
-            assert self.process.poll() is None, f"ended early:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {pattern!r} in:\n{self.output}"
-            time.sleep(0.005)
-        return found
-
-    @property
-    def port(self) -> int:
-        return int(self.wait_for(_ADDRESS)[1])
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
-
-    def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait until the process has ended and return its exit code."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"alive after {timeout_s} s:\n{self.output}") from None
-
-
-@contextmanager
-def process(command: list[str], folder: Path, environ: dict[str, str]) -> Iterator[ServerProcess]:
-    """Run a command; kill the process at the end if it still runs."""
-    server = ServerProcess(command, folder, environ)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
-        runtime = environ.get(RUNTIME_DIR)
-        folder = runtime_folder() if runtime is None else Path(runtime)
-        (folder / f"{server.process.pid}.sock").unlink(missing_ok=True)  # a killed one leaves it
+UPGRADE = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+"""The headers of a handshake."""
 
 
 @dataclass
@@ -262,16 +169,6 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def write_module(folder: Path, name: str, source: str) -> None:
-    (folder / f"{name}.py").write_text(source)
-
-
 def bind(deployment: Any, *args: Any, **kwargs: Any) -> Application:
     """Return `deployment.bind(...)`; to type checkers a decorated class is the class itself."""
     application: Application = deployment.bind(*args, **kwargs)
@@ -304,6 +201,21 @@ def uvicorn_in_a_thread(
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
+
+
+@contextmanager
+def forking(target: Any = None) -> Iterator[None]:
+    """Have child processes forked, where that is possible: they start in 50 ms.
+
+    While `target` is served, under the name "kept", the fork server of its module stays.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setenv(START_METHOD, "forkserver")
+        if target is not None:
+            served(target, "kept", None)
+        yield
+        serve.shutdown()
 
 
 def set_flags(monkeypatch: pytest.MonkeyPatch, separate: str, sync: str = "0") -> None:
@@ -353,19 +265,6 @@ async def turns(count: int = 12) -> None:
         await asyncio.sleep(0)
 
 
-def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end, in a folder whose modules it can import."""
-    return subprocess.run(
-        [*INGRESS, *arguments],
-        cwd=folder,
-        env={**environment(folder), **environ},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-
-
 def invoke(folder: Path, *arguments: str, **environ: str) -> Result:
     """Run the command line in this process, in a folder, and forget what it imported.
 
@@ -400,3 +299,29 @@ def ongoing() -> int:
 def overview(name: str) -> DeploymentStatusOverview:
     """Return the status of a deployment of the application "default"."""
     return serve.status().applications["default"].deployments[name]
+
+
+def ongoing() -> int:
+    """Return the number of calls that hold a slot of the application "default"."""
+    deployments = serve.status().applications["default"].deployments.values()
+    return sum(replica.ongoing for each in deployments for replica in each.replicas)
+
+
+def asking(timeout_s: object) -> str:
+    """Return the header of a client that waits so long."""
+    return f"x-request-timeout-seconds: {timeout_s}\r\n"
+
+
+def end_a_replica(which: Callable[[Any], bool] = lambda replica: True) -> None:
+    """Remove a replica of the ingress as the control plane does, without draining it."""
+    engine = local_engine()
+    deployment = engine.applications["default"].ingress
+
+    async def end() -> None:
+        member = next(each for each in deployment.members if which(each.replica))
+        deployment.desire(count=deployment.desired.count - 1)
+        deployment.members.remove(member)
+        deployment.router.remove(member.replica)
+        await member.replica.stop(0.5)
+
+    run_blocking(engine.threads.control.loop, end(), PATIENCE_S)
