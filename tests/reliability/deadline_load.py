@@ -24,8 +24,9 @@ from pathlib import Path
 
 import uvloop
 
+from tests.programs import INGRESS, ServerProcess, environment, process
 from tests.reliability.load_app import SERVICE_S
-from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, get, process
+from tests.servers import PATIENCE_S, get
 
 TARGET = "tests.reliability.load_app:with_model"
 REPLICAS = 2

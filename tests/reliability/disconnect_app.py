@@ -201,8 +201,33 @@ async def after(key: str) -> None:
         raise
 
 
-def with_background(key: str) -> Response:
-    return Response("ok", background=BackgroundTask(after, key))
+async def answered(stage: str, key: str) -> Any:
+    """Answer a request of either kind of application, which is held at a stage."""
+    match stage:
+        case "quick":
+            return await quick(key)
+        case "hold":
+            return await hold(key)
+        case "block":
+            return await block(key)
+        case "running" | "unread":
+            return await running(key)
+        case "swallowing":
+            return await swallowing(key)
+        case "batched" | "def-batched":
+            ledger.note(key, "began")
+            return await (batched if stage == "batched" else def_batched)(key)
+        case "response-items":
+            return StreamingResponse(items(key, *TRICKLE))
+        case "response-def-items":
+            return StreamingResponse(def_items(key, *TRICKLE))
+        case "response-items-blocked":
+            return StreamingResponse(items(key, *FLOOD))
+        case "response-def-items-blocked":
+            return StreamingResponse(def_items(key, *FLOOD))
+        case "background":
+            return Response("ok", background=BackgroundTask(after, key))
+    raise AssertionError(stage)
 
 
 @serve.deployment
@@ -210,32 +235,14 @@ class Plain:
     async def __call__(self, request: Request) -> Any:
         key = request.query_params["key"]
         match request.path_params.get("stage") or request.url.path.rpartition("/")[2]:
-            case "quick":
-                return await quick(key)
-            case "hold":
-                return await hold(key)
-            case "block":
-                return await block(key)
-            case "running" | "unread":
-                return await running(key)
-            case "swallowing":
-                return await swallowing(key)
-            case "batched" | "def-batched" as stage:
-                ledger.note(key, "began")
-                return await (batched if stage == "batched" else def_batched)(key)
             case "upload":
                 return await uploaded(key, request)
             case "items":
                 return items(key, *TRICKLE)
             case "items-blocked":
                 return items(key, *FLOOD)
-            case "response-items":
-                return StreamingResponse(items(key, *TRICKLE))
-            case "response-def-items":
-                return StreamingResponse(def_items(key, *TRICKLE))
-            case "background":
-                return with_background(key)
-        raise AssertionError(request.url.path)
+            case stage:
+                return await answered(stage, key)
 
 
 @serve.deployment
@@ -293,37 +300,6 @@ def fastapi_class(*, has_middleware: bool) -> type:
 
     @serve.ingress(app)
     class Stages:
-        @app.get("/quick")
-        async def quick(self, key: str) -> str:
-            return await quick(key)
-
-        @app.get("/hold")
-        async def hold(self, key: str) -> str:
-            return await hold(key)
-
-        @app.get("/block")
-        async def block(self, key: str) -> str:
-            return await block(key)
-
-        @app.api_route("/running", methods=["GET"])
-        @app.api_route("/unread", methods=["POST"])
-        async def running(self, key: str) -> str:
-            return await running(key)
-
-        @app.get("/swallowing")
-        async def swallowing(self, key: str) -> str:
-            return await swallowing(key)
-
-        @app.get("/batched")
-        async def batched(self, key: str) -> Any:
-            ledger.note(key, "began")
-            return await batched(key)
-
-        @app.get("/def-batched")
-        async def def_batched(self, key: str) -> Any:
-            ledger.note(key, "began")
-            return await def_batched(key)
-
         @app.get("/def")
         def until_told(self, key: str) -> str:
             return until_told(key)
@@ -347,29 +323,13 @@ def fastapi_class(*, has_middleware: bool) -> type:
             ledger.note(key, "began")
             return "called"
 
-        @app.get("/items")
-        async def items(self, key: str) -> Response:
-            return StreamingResponse(items(key, *TRICKLE))
-
-        @app.get("/items-blocked")
-        async def items_blocked(self, key: str) -> Response:
-            return StreamingResponse(items(key, *FLOOD))
-
-        @app.get("/def-items")
-        async def def_items(self, key: str) -> Response:
-            return StreamingResponse(def_items(key, *TRICKLE))
-
-        @app.get("/def-items-blocked")
-        async def def_items_blocked(self, key: str) -> Response:
-            return StreamingResponse(def_items(key, *FLOOD))
-
-        @app.get("/background")
-        async def background(self, key: str) -> Response:
-            return with_background(key)
-
         @app.get("/dependencies")
         async def dependencies(self, key: str, _: Annotated[None, Depends(inner)]) -> str:
             return await running(key)
+
+        @app.api_route("/{stage}", methods=["GET", "POST"])
+        async def stage(self, stage: str, key: str) -> Any:
+            return await answered(stage, key)
 
         @app.websocket("/idle")
         async def idle(self, websocket: WebSocket, key: str) -> None:

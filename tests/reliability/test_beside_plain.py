@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 
 from ingress.base.settings import HEADER_TIMEOUT_S
+from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process, write_module
 from tests.reliability.figures import Figures
 from tests.reliability.test_input import statuses
-from tests.servers import (
-    INGRESS,
-    UVICORN,
-    Connection,
-    ServerProcess,
-    environment,
-    get,
-    process,
-    write_module,
-)
+from tests.servers import Connection, get
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,17 @@ from uvicorn.config import HTTP_PROTOCOLS
 import ingress as serve
 from ingress.engines import local_engine
 from tests.reliability.disconnect_app import BATCH, Plain, PlainDef, fastapi_class, ledger
-from tests.servers import ROUNDS, Answer, Connection, bind, get, set_flags, steady, wait_until
+from tests.servers import (
+    ROUNDS,
+    UPGRADE,
+    Answer,
+    Connection,
+    bind,
+    get,
+    set_flags,
+    steady,
+    wait_until,
+)
 
 pytestmark = pytest.mark.reliability("B14")
 
@@ -31,12 +41,9 @@ NOISE_S = 0.2
 """Delay that a busy machine may add to a figure: clients and server share one process here."""
 
 KINDS = ["plain", "fastapi", "middleware"]
+TIMES = range(ROUNDS or 1)
 MEGABYTE = 2**20
 BUFFER_BYTES = serve.HTTPOptions().body_buffer_bytes
-UPGRADE = (
-    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-)
 
 MESSAGE = b"\x82\xfe\x04\x00" + bytes(4 + 1024)
 """A binary frame of 1 KiB; its mask is zero."""
@@ -45,8 +52,8 @@ MESSAGE = b"\x82\xfe\x04\x00" + bytes(4 + 1024)
 # Server and clients.
 
 
-# The parser and the flag; h11 on a shared loop runs only under `make test-reliability`.
-SERVERS = [("httptools", "1"), ("httptools", "0"), ("h11", "1")] + [("h11", "0")] * bool(ROUNDS)
+# The parser and the flag; `make test-reliability` runs the other two pairs too.
+SERVERS = [("httptools", "1"), ("h11", "0")] + [("httptools", "0"), ("h11", "1")] * bool(ROUNDS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +74,8 @@ def leak_check() -> None:
     params=[(http, separate, "1") for http, separate in SERVERS],
     ids=lambda param: "{}-separate{}-sync{}".format(*param),
 )
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
+    """Serve each kind of application; the port, and whether user code has its own thread."""
     http, separate, sync = request.param
     with pytest.MonkeyPatch.context() as patch:
         before = threads()
@@ -81,7 +89,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
                 stages = fastapi_class(has_middleware=kind == "middleware")
                 deploy(kind, serve.deployment(stages))
             (url,) = serve.status().proxies
-            yield Server(int(url.rpartition(":")[2]), is_separate=separate == "1")
+            yield int(url.rpartition(":")[2]), separate == "1"
         finally:
             serve.shutdown()
         wait_until(lambda: threads() <= before)
@@ -99,33 +107,20 @@ def deploy(name: str, deployment: Any) -> None:
         serve.run(application, name=name + suffix, route_prefix=f"/{name}{suffix}")
 
 
-class Server:
-    def __init__(self, port: int, *, is_separate: bool) -> None:
-        self.port = port
-        self.is_separate = is_separate
+def in_flight() -> int:
+    """Return the number of requests that the proxy still handles; not those of clients known to
+    have disconnected.
 
-    def ongoing(self, name: str) -> int:
-        """Return the number of requests that hold a slot."""
-        (deployment,) = serve.status().applications[name].deployments.values()
-        return sum(replica.ongoing for replica in deployment.replicas)
+    It reads private state, as a cancellation before the first line is not visible outside.
+    """
+    return len(local_engine().http.proxy.in_flight.replies)
 
-    def queued(self, name: str) -> int:
-        (deployment,) = serve.status().applications[name].deployments.values()
-        return deployment.queued
 
-    def in_flight(self) -> int:
-        """Return the number of requests that the proxy still handles; not those of clients known to
-        have disconnected.
-
-        It reads private state, as a cancellation before the first line is not visible outside.
-        """
-        return len(local_engine().http.proxy.in_flight.replies)
-
-    def unread(self) -> int:
-        """Return the number of clients whose reading is paused because user code does not read."""
-        clients = [each._client for each in list(local_engine().http.proxy.in_flight.replies)]
-        inbound = [each._inbound for each in clients if each is not None]
-        return sum(bool(each._wake_producers) for each in inbound)
+def unread() -> int:
+    """Return the number of clients whose reading is paused because user code does not read."""
+    clients = [each._client for each in list(local_engine().http.proxy.in_flight.replies)]
+    inbound = [each._inbound for each in clients if each is not None]
+    return sum(bool(each._wake_producers) for each in inbound)
 
 
 class Client:
@@ -133,13 +128,12 @@ class Client:
 
     _count = 0
 
-    def __init__(self, server: Server, path: str, **request: Any) -> None:
+    def __init__(self, port: int, path: str, **request: Any) -> None:
         Client._count += 1
         self.key = str(Client._count)
-        self.server = server
         buffer = request.pop("receive_buffer", None)
         body = request.pop("body", None)
-        self.connection = Connection(server.port, receive_buffer=buffer)
+        self.connection = Connection(port, receive_buffer=buffer)
         self.connection.request(f"{path}?key={self.key}", **request)
         if body is not None:
             self.connection.send(body)
@@ -157,13 +151,23 @@ class Client:
 class Cell:
     """One cell: makes clients, and checks the events of their requests."""
 
-    def __init__(self, server: Server, name: str, how: str) -> None:
-        self.server = server
+    def __init__(self, port: int, name: str, how: str, *, is_separate: bool) -> None:
+        self.port = port
         self.name = name
         self.how = how
+        self.is_separate = is_separate
+
+    def ongoing(self) -> int:
+        """Return the number of requests that hold a slot."""
+        (deployment,) = serve.status().applications[self.name].deployments.values()
+        return sum(replica.ongoing for replica in deployment.replicas)
+
+    def queued(self) -> int:
+        (deployment,) = serve.status().applications[self.name].deployments.values()
+        return deployment.queued
 
     def clients(self, stage: str, count: int = CLIENTS, /, **request: Any) -> list[Client]:
-        return [Client(self.server, f"/{self.name}/{stage}", **request) for _ in range(count)]
+        return [Client(self.port, f"/{self.name}/{stage}", **request) for _ in range(count)]
 
     def began(self, clients: list[Client]) -> None:
         for client in clients:
@@ -179,12 +183,30 @@ class Cell:
             figures[what, within_s].append(took_s)
             assert took_s <= within_s + NOISE_S, (what, ledger.of(client.key))
 
+    def leave_and_see(
+        self, clients: list[Client], *events: str, within_s: float = PROMPT_S
+    ) -> None:
+        """Disconnect clients. Fail unless these events come for all of them soon afterwards."""
+        left = self.leave(clients)
+        for what in events:
+            self.happened(clients, what, left, within_s)
+
+    def leave_until(
+        self, clients: list[Client], what: str, condition: Callable[[], object]
+    ) -> None:
+        """Disconnect clients. Fail unless a condition holds soon afterwards."""
+        left = self.leave(clients)
+        wait_until(condition)
+        took_s = time.monotonic() - left
+        figures[what, PROMPT_S].append(took_s)
+        assert took_s <= PROMPT_S + NOISE_S
+
     def is_over(self) -> None:
         """Wait until every slot is free, and check that the next request gets one."""
-        wait_until(lambda: self.server.ongoing(self.name) == 0)
-        assert get(self.server.port, f"/{self.name}/quick?key=next").status == 200
+        wait_until(lambda: self.ongoing() == 0)
+        assert get(self.port, f"/{self.name}/quick?key=next").status == 200
         # The answer precedes the end of the request, whose loop the next round may block.
-        wait_until(lambda: self.server.ongoing(self.name) == 0)
+        wait_until(lambda: self.ongoing() == 0)
 
 
 figures: defaultdict[tuple[str, float], list[float]] = defaultdict(list)
@@ -206,6 +228,17 @@ def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def kind() -> str:
+    return "plain-def"
+
+
+@pytest.fixture
+def cell(server: tuple[int, bool], kind: str, how: str) -> Cell:
+    port, is_separate = server
+    return Cell(port, kind, how, is_separate=is_separate)
+
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 on_loop = pytest.mark.parametrize(
     "server",
@@ -216,106 +249,58 @@ on_loop = pytest.mark.parametrize(
 fastapi_kinds = pytest.mark.parametrize("kind", KINDS[1:])
 
 
-def rounds(test: Callable[[], None]) -> None:
-    for _ in range(ROUNDS or 1):
-        test()
-
-
 @fastapi_kinds
 @pytest.mark.parametrize("size", [3, BUFFER_BYTES], ids=["fits", "flows"])
 @pytest.mark.parametrize("stage", ["parameter", "def-parameter"])
 def test_an_endpoint_whose_body_never_came_whole_is_not_called(
-    server: Server, kind: str, how: str, stage: str, size: int
+    cell: Cell, stage: str, size: int
 ) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
-        body: dict[str, Any] = {
-            "method": "POST",
-            "headers": f"Content-Length: {size + 10}\r\n",
-            "body": (b"[" + b"1," * size)[:size],
-        }
-        clients = cell.clients(stage, **body)
-        wait_until(lambda: server.in_flight() == CLIENTS)
+    for _ in TIMES:
+        length, body = f"Content-Length: {size + 10}\r\n", (b"[" + b"1," * size)[:size]
+        clients = cell.clients(stage, method="POST", headers=length, body=body)
+        wait_until(lambda: in_flight() == CLIENTS)
         if size < BUFFER_BYTES:
-            assert server.ongoing(kind) == 0, "what waits for a small body holds no slot"
+            assert cell.ongoing() == 0, "what waits for a small body holds no slot"
         else:
-            wait_until(lambda: server.ongoing(kind) == CLIENTS)
-        left = cell.leave(clients)
-        wait_until(lambda: server.in_flight() == server.ongoing(kind) == 0)
-        took_s = time.monotonic() - left
-        figures["slot freed", PROMPT_S].append(took_s)
-        assert took_s <= PROMPT_S + NOISE_S
+            wait_until(lambda: cell.ongoing() == CLIENTS)
+        cell.leave_until(clients, "slot freed", lambda: in_flight() == cell.ongoing() == 0)
         cell.is_over()
         assert [ledger.of(client.key) for client in clients] == [[]] * CLIENTS
 
-    rounds(round_)
-
 
 @kinds
-def test_code_that_reads_the_body_is_told_that_it_ended_early(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
-        body: dict[str, Any] = {
-            "method": "POST",
-            "headers": f"Content-Length: {BUFFER_BYTES + 10}\r\n",
-            "body": bytes(BUFFER_BYTES),
-        }
-        clients = cell.clients("upload", **body)
+def test_code_that_reads_the_body_is_told_that_it_ended_early(cell: Cell) -> None:
+    for _ in TIMES:
+        length = f"Content-Length: {BUFFER_BYTES + 10}\r\n"
+        clients = cell.clients("upload", method="POST", headers=length, body=bytes(BUFFER_BYTES))
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "gone", left, PROMPT_S)
-        cell.happened(clients, "finally", left, PROMPT_S)
+        cell.leave_and_see(clients, "gone", "finally")
         cell.is_over()
         assert all(ledger.of(each.key) == ["began", "gone", "finally"] for each in clients)
 
-    rounds(round_)
-
 
 @kinds
-def test_a_disconnect_behind_an_unread_body_is_seen(server: Server, kind: str, how: str) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
-        body: dict[str, Any] = {
-            "headers": f"Content-Length: {4 * MEGABYTE}\r\n",
-            "body": bytes(MEGABYTE // 2),
-        }
-        clients = cell.clients("unread", method="POST", **body)
+def test_a_disconnect_behind_an_unread_body_is_seen(cell: Cell) -> None:
+    for _ in TIMES:
+        length = f"Content-Length: {4 * MEGABYTE}\r\n"
+        clients = cell.clients("unread", method="POST", headers=length, body=bytes(MEGABYTE // 2))
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "cancelled, requested=True", left, PROMPT_S)
-        cell.happened(clients, "finally", left, PROMPT_S)
+        cell.leave_and_see(clients, "cancelled, requested=True", "finally")
         cell.is_over()
 
-    rounds(round_)
-
 
 @kinds
-def test_a_request_that_left_the_queue_never_reaches_a_replica(
-    server: Server, kind: str, how: str
-) -> None:
-    name = f"{kind}-1"
-    cell = Cell(server, name, how)
-
-    def round_() -> None:
+def test_a_request_that_left_the_queue_never_reaches_a_replica(cell: Cell) -> None:
+    cell.name += "-1"
+    for _ in TIMES:
         occupants = cell.clients("hold", 1)
         cell.began(occupants)
         clients = cell.clients("quick")
-        wait_until(lambda: server.queued(name) == CLIENTS)
-        left = cell.leave(clients)
-        wait_until(lambda: server.queued(name) == 0)
-        took_s = time.monotonic() - left
-        figures["left the queue", PROMPT_S].append(took_s)
-        assert took_s <= PROMPT_S + NOISE_S
+        wait_until(lambda: cell.queued() == CLIENTS)
+        cell.leave_until(clients, "left the queue", lambda: cell.queued() == 0)
         finish(occupants, 200)
         cell.is_over()
         assert [ledger.of(client.key) for client in clients] == [[]] * CLIENTS
-
-    rounds(round_)
 
 
 def finish(clients: list[Client], status: int) -> None:
@@ -328,177 +313,127 @@ def finish(clients: list[Client], status: int) -> None:
 
 
 @fastapi_kinds
-def test_a_request_that_left_with_a_slot_before_its_start_never_starts(
-    server: Server, kind: str, how: str
-) -> None:
-    if not server.is_separate:
+def test_a_request_that_left_with_a_slot_before_its_start_never_starts(cell: Cell) -> None:
+    if not cell.is_separate:
         pytest.skip("there, what has a slot has started")
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+    for _ in TIMES:
         occupants = cell.clients("block", 1)
         cell.began(occupants)
         clients = cell.clients("quick")
-        wait_until(lambda: server.ongoing(kind) == 1 + CLIENTS)
+        wait_until(lambda: cell.ongoing() == 1 + CLIENTS)
         cell.leave(clients)
-        wait_until(lambda: server.in_flight() == 1)
+        wait_until(lambda: in_flight() == 1)
         finish(occupants, 200)
         cell.is_over()
         assert [ledger.of(client.key) for client in clients] == [[]] * CLIENTS
 
-    rounds(round_)
-
 
 @kinds
-def test_running_async_code_is_cancelled_once_and_its_finally_runs(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_running_async_code_is_cancelled_once_and_its_finally_runs(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("running")
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "cancelled, requested=True", left, PROMPT_S)
-        cell.happened(clients, "finally", left, PROMPT_S)
+        cell.leave_and_see(clients, "cancelled, requested=True", "finally")
         cell.is_over()
         once = ["began", "cancelled, requested=True", "finally"]
         assert [ledger.of(client.key) for client in clients] == [once] * CLIENTS
 
-    rounds(round_)
-
 
 @kinds
-def test_code_that_swallows_its_cancellation_gets_one_and_keeps_its_slot(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_code_that_swallows_its_cancellation_gets_one_and_keeps_its_slot(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("swallowing")
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "cancelled", left, PROMPT_S)
+        cell.leave_and_see(clients, "cancelled")
         for client in clients:
             ledger.wait(client.key, "ten turns later")
-        assert server.ongoing(kind) == CLIENTS
+        assert cell.ongoing() == CLIENTS
         for client in clients:
             ledger.gate(client.key).count_down()
         cell.is_over()
         once = ["began", "cancelled", "ten turns later", "ended"]
         assert [ledger.of(client.key) for client in clients] == [once] * CLIENTS
 
-    rounds(round_)
-
 
 @pytest.mark.parametrize("kind", ["plain-def", "fastapi", "middleware"])
-def test_def_in_a_thread_sees_it_and_keeps_its_slot_until_it_returns(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_def_in_a_thread_sees_it_and_keeps_its_slot_until_it_returns(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("def")
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "requested=True", left, PROMPT_S)
+        cell.leave_and_see(clients, "requested=True")
         for number, client in enumerate(clients):
-            assert server.ongoing(kind) == CLIENTS - number
+            assert cell.ongoing() == CLIENTS - number
             ledger.gate(client.key).count_down()
-            wait_until(lambda n=number: server.ongoing(kind) == CLIENTS - n - 1)  # type: ignore[misc]
+            wait_until(lambda n=number: cell.ongoing() == CLIENTS - n - 1)  # type: ignore[misc]
             assert ledger.of(client.key)[-1] == "ended"
         cell.is_over()
-
-    rounds(round_)
 
 
 @fastapi_kinds
 def test_a_dependency_in_a_thread_keeps_the_slot_until_it_returns_and_is_torn_down(
-    server: Server, kind: str, how: str
+    cell: Cell,
 ) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+    for _ in TIMES:
         clients = cell.clients("def-dependency")
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "requested=True", left, PROMPT_S)
-        if server.is_separate:  # else the server's own task waits for the thread
-            wait_until(lambda: server.in_flight() == 0)
-        assert server.ongoing(kind) == CLIENTS
+        cell.leave_and_see(clients, "requested=True")
+        if cell.is_separate:  # else the server's own task waits for the thread
+            wait_until(lambda: in_flight() == 0)
+        assert cell.ongoing() == CLIENTS
         for client in clients:
             ledger.gate(client.key).count_down()
         cell.is_over()
         whole = ["began", "requested=True", "ended", "closed"]
         assert [ledger.of(client.key) for client in clients] == [whole] * CLIENTS
 
-    rounds(round_)
-
 
 @on_loop
-def test_def_on_the_loop_runs_to_its_end_and_then_frees_its_slot(server: Server, how: str) -> None:
-    cell = Cell(server, "plain-def", how)
-
-    def round_() -> None:
+def test_def_on_the_loop_runs_to_its_end_and_then_frees_its_slot(cell: Cell) -> None:
+    for _ in TIMES:
         for _ in range(CLIENTS):  # one after the other: each blocks the loop
             (client,) = clients = cell.clients("def", 1)
             cell.began(clients)
             left = cell.leave(clients)
-            if server.is_separate:  # else the server's own loop is blocked
+            if cell.is_separate:  # else the server's own loop is blocked
                 cell.happened(clients, "requested=True", left, PROMPT_S)
-                assert server.ongoing(cell.name) == 1
+                assert cell.ongoing() == 1
             ledger.gate(client.key).count_down()
             cell.is_over()
             assert ledger.of(client.key)[-1] == "ended"
 
-    rounds(round_)
 
-
+RESPONSES = ["response-items", "response-def-items"]
 STREAMS = [
     ("plain", "items"),
-    ("plain", "response-items"),
-    ("plain", "response-def-items"),
     ("plain-def", "def-items"),
-    *((kind, stage) for kind in KINDS[1:] for stage in ("items", "def-items")),
+    *((kind, stage) for kind in KINDS for stage in RESPONSES),
 ]
 BLOCKED = [
     ("plain", "items-blocked"),
     ("plain-def", "def-items-blocked"),
-    *((kind, stage) for kind in KINDS[1:] for stage in ("items-blocked", "def-items-blocked")),
+    *((kind, f"{stage}-blocked") for kind in KINDS[1:] for stage in RESPONSES),
 ]
 
 
 @pytest.mark.parametrize(("kind", "stage"), STREAMS)
-def test_a_stream_is_closed_between_two_items(
-    server: Server, kind: str, stage: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_a_stream_is_closed_between_two_items(cell: Cell, stage: str) -> None:
+    for _ in TIMES:
         clients = cell.clients(stage)
         for client in clients:
             client.connection.receive_until(b"xxx")
-        left = cell.leave(clients)
-        cell.happened(clients, "closed", left, SOON_S)
+        cell.leave_and_see(clients, "closed", within_s=SOON_S)
         cell.is_over()
         assert all(ledger.of(client.key).count("closed") == 1 for client in clients)
 
-    rounds(round_)
-
 
 @on_loop
-def test_a_generator_on_the_loop_is_closed_between_two_items(server: Server, how: str) -> None:
-    cell = Cell(server, "plain-def", how)
-
-    def round_() -> None:
+def test_a_generator_on_the_loop_is_closed_between_two_items(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("def-items")
         for client in clients:
             client.connection.receive_until(b"xxx")
-        left = cell.leave(clients)
-        cell.happened(clients, "closed", left, SOON_S)
+        cell.leave_and_see(clients, "closed", within_s=SOON_S)
         cell.is_over()
-
-    rounds(round_)
 
 
 def stalled(clients: list[Client]) -> None:
@@ -510,21 +445,14 @@ def stalled(clients: list[Client]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "stage"), BLOCKED)
-def test_a_stream_that_waits_for_its_client_is_freed_and_closed(
-    server: Server, kind: str, stage: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_a_stream_that_waits_for_its_client_is_freed_and_closed(cell: Cell, stage: str) -> None:
+    for _ in TIMES:
         clients = cell.clients(stage, receive_buffer=4096)
         for client in clients:
             client.connection.receive_until(b"xxx")
         stalled(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "closed", left, SOON_S)
+        cell.leave_and_see(clients, "closed", within_s=SOON_S)
         cell.is_over()
-
-    rounds(round_)
 
 
 BATCHES = ["batched", "def-batched"]
@@ -533,19 +461,11 @@ IN_BATCH = f"batch of {BATCH}, requested="
 
 @kinds
 @pytest.mark.parametrize("stage", BATCHES)
-def test_a_request_that_left_before_its_batch_takes_no_place_in_it(
-    server: Server, kind: str, stage: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_a_request_that_left_before_its_batch_takes_no_place_in_it(cell: Cell, stage: str) -> None:
+    for _ in TIMES:
         stayers, leavers = cell.clients(stage, 1), cell.clients(stage, BATCH - 2)
         cell.began(stayers + leavers)
-        left = cell.leave(leavers)
-        wait_until(lambda: server.ongoing(kind) == len(stayers))
-        took_s = time.monotonic() - left
-        figures["left a batch that waits", PROMPT_S].append(took_s)
-        assert took_s <= PROMPT_S + NOISE_S
+        cell.leave_until(leavers, "left a batch that waits", lambda: cell.ongoing() == 1)
         stayers += cell.clients(stage, BATCH - 1)
         for client in stayers:
             ledger.wait(client.key, IN_BATCH + "False")
@@ -553,25 +473,17 @@ def test_a_request_that_left_before_its_batch_takes_no_place_in_it(
         cell.is_over()
         assert [ledger.of(client.key) for client in leavers] == [["began"]] * len(leavers)
 
-    rounds(round_)
-
 
 @kinds
 @pytest.mark.parametrize("stage", BATCHES)
 def test_a_batch_goes_on_without_those_who_left_and_is_told_when_all_have(
-    server: Server, kind: str, stage: str, how: str
+    cell: Cell, stage: str
 ) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+    for _ in TIMES:
         leaver, *stayers = clients = cell.clients(stage, BATCH)
         for client in clients:
             ledger.wait(client.key, IN_BATCH + "False")
-        left = cell.leave([leaver])
-        wait_until(lambda: server.ongoing(kind) == len(stayers))
-        took_s = time.monotonic() - left
-        figures["left a batch that runs", PROMPT_S].append(took_s)
-        assert took_s <= PROMPT_S + NOISE_S
+        cell.leave_until([leaver], "left a batch that runs", lambda: cell.ongoing() == BATCH - 1)
         finish(stayers, 200)
         cell.is_over()
         whole = ["began", IN_BATCH + "False", "ended"]
@@ -580,8 +492,7 @@ def test_a_batch_goes_on_without_those_who_left_and_is_told_when_all_have(
         clients = cell.clients(stage, BATCH)
         for client in clients:
             ledger.wait(client.key, IN_BATCH + "False")
-        left = cell.leave(clients)
-        cell.happened(clients, IN_BATCH + "True", left, PROMPT_S)
+        cell.leave_and_see(clients, IN_BATCH + "True")
         cell.is_over()
         assert all("ended" not in ledger.of(client.key) for client in clients)
         for client in clients:
@@ -589,75 +500,50 @@ def test_a_batch_goes_on_without_those_who_left_and_is_told_when_all_have(
         for client in clients:
             ledger.wait(client.key, "ended")
 
-    rounds(round_)
-
 
 @fastapi_kinds
-def test_an_idle_websocket_is_told(server: Server, kind: str, how: str) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_an_idle_websocket_is_told(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("idle", headers=UPGRADE)
         cell.began(clients)
         for client in clients:
             client.connection.receive_until(b"101 Switching Protocols")
-        left = cell.leave(clients)
-        cell.happened(clients, "closed", left, SOON_S)
+        cell.leave_and_see(clients, "closed", within_s=SOON_S)
         cell.is_over()
         for client in clients:
             began, told, closed = ledger.of(client.key)
             assert (began, closed) == ("began", "closed")
             assert told in ("disconnect 1005", "disconnect 1006")
 
-    rounds(round_)
-
 
 @fastapi_kinds
-def test_a_websocket_that_reads_no_more_and_says_nothing_is_freed(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_a_websocket_that_reads_no_more_and_says_nothing_is_freed(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("deaf", headers=UPGRADE)
         cell.began(clients)
         for client in clients:
             client.connection.receive_until(b"101 Switching Protocols")
             for _ in range(100):
                 client.connection.send(MESSAGE)
-        wait_until(lambda: server.unread() == CLIENTS)
-        left = cell.leave(clients)
-        cell.happened(clients, "closed", left, SOON_S)
+        wait_until(lambda: unread() == CLIENTS)
+        cell.leave_and_see(clients, "closed", within_s=SOON_S)
         cell.is_over()
-
-    rounds(round_)
 
 
 @fastapi_kinds
-def test_a_websocket_that_waits_for_its_client_is_freed(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_a_websocket_that_waits_for_its_client_is_freed(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("sending", headers=UPGRADE, receive_buffer=4096)
         for client in clients:
             client.connection.receive_until(b"xxx")
         stalled(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "closed", left, SOON_S)
+        cell.leave_and_see(clients, "closed", within_s=SOON_S)
         cell.is_over()
-
-    rounds(round_)
 
 
 @kinds
-def test_a_background_task_after_the_whole_answer_runs_to_its_end(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_a_background_task_after_the_whole_answer_runs_to_its_end(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("background")
         for client in clients:
             client.connection.receive_until(b"\r\n\r\nok")
@@ -669,20 +555,13 @@ def test_a_background_task_after_the_whole_answer_runs_to_its_end(
         cell.is_over()
         assert [ledger.of(client.key) for client in clients] == [["ended"]] * CLIENTS
 
-    rounds(round_)
-
 
 @fastapi_kinds
-def test_yield_dependencies_are_torn_down_from_the_inside_out(
-    server: Server, kind: str, how: str
-) -> None:
-    cell = Cell(server, kind, how)
-
-    def round_() -> None:
+def test_yield_dependencies_are_torn_down_from_the_inside_out(cell: Cell) -> None:
+    for _ in TIMES:
         clients = cell.clients("dependencies")
         cell.began(clients)
-        left = cell.leave(clients)
-        cell.happened(clients, "outer closed", left, SOON_S)
+        cell.leave_and_see(clients, "outer closed", within_s=SOON_S)
         cell.is_over()
         for client in clients:
             assert ledger.of(client.key) == [
@@ -693,5 +572,3 @@ def test_yield_dependencies_are_torn_down_from_the_inside_out(
                 "middle closed",
                 "outer closed",
             ]
-
-    rounds(round_)

@@ -8,8 +8,9 @@ from statistics import median
 import pytest
 
 from benchmarks.open_loop import CUT, closed_loop
+from tests.programs import INGRESS, UVICORN, environment, process, write_module
 from tests.reliability.figures import Figures
-from tests.servers import INGRESS, UVICORN, environment, get, process, write_module
+from tests.servers import get
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -17,9 +17,10 @@ import pytest
 from websockets.sync.client import connect
 
 from ingress.base.settings import BODY_IDLE_TIMEOUT_S, HEADER_TIMEOUT_S
+from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process
 from tests.reliability.figures import Figures
 from tests.reliability.malformed import corpus
-from tests.servers import INGRESS, UVICORN, Connection, ServerProcess, environment, get, process
+from tests.servers import UPGRADE, Connection, get
 
 pytestmark = pytest.mark.slow
 
@@ -153,12 +154,6 @@ def test_odd_numbers_and_text_are_never_an_error_of_ours(figures: Figures, tmp_p
     figures.at_most("slowest, s", slowest_s, 1)
 
 
-UPGRADE = (
-    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-)
-
-
 def frame(opcode: int, payload: bytes, *, final: bool = True, masked: bool = True) -> bytes:
     """Return a WebSocket frame; its mask is zero."""
     size = len(payload)
@@ -272,10 +267,10 @@ def test_malformed_multipart_and_ranges_are_a_4xx(figures: Figures, tmp_path: Pa
         cpu_s = 0.0
         became = {}
         for name, raw in raws.items():
-            began = processor_s(server)
+            began = server.cpu_s
             became[name], is_closed = sent(server, raw)
             assert is_closed, name
-            cpu_s = max(cpu_s, processor_s(server) - began)
+            cpu_s = max(cpu_s, server.cpu_s - began)
         time.sleep(0.2)
         left = descriptors(server) - before
 
@@ -292,11 +287,6 @@ def test_malformed_multipart_and_ranges_are_a_4xx(figures: Figures, tmp_path: Pa
 def descriptors(server: ServerProcess) -> set[str]:
     folder = Path(f"/proc/{server.process.pid}/fd")
     return {os.readlink(each) for each in folder.iterdir() if "tmp" in os.readlink(each)}
-
-
-def processor_s(server: ServerProcess) -> float:
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 NASTY = [

@@ -11,19 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import INGRESS, UVICORN, environment, free_port, process, write_module
 from tests.reliability.figures import Figures
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    ROUNDS,
-    UVICORN,
-    environment,
-    free_port,
-    is_ready,
-    process,
-    wait_until,
-    write_module,
-)
+from tests.servers import PATIENCE_S, ROUNDS, is_ready, wait_until
 
 RUNS = 20 if ROUNDS else 1
 REQUESTS = 2000 if ROUNDS else 400  # number before the signal, in each run

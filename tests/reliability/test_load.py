@@ -19,19 +19,10 @@ from typing import Any
 import pytest
 
 from benchmarks.open_loop import Load, Stream, closed_loop, load
+from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process, write_module
 from tests.reliability.figures import Figures
 from tests.reliability.load_app import CAPACITY, SERVICE_S
-from tests.servers import (
-    INGRESS,
-    UVICORN,
-    ServerProcess,
-    environment,
-    get,
-    is_ready,
-    process,
-    wait_until,
-    write_module,
-)
+from tests.servers import get, is_ready, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +81,23 @@ def nothing_is_held(figures: Figures, server: ServerProcess) -> None:
     figures.at_most("ongoing and queued a second after", seen(server)["held"], 0)
 
 
+def health_is_told(figures: Figures, health: Load, beside: str, bound_ms: float) -> None:
+    """Note the health checks beside a load; its ids contain A17."""
+    figures.at_most(f"p99 of /-/healthz beside {beside}, ms", health.p99_ms(), bound_ms, row="A17")
+    figures.at_most("refused health checks", len(health.sent) - health.statuses[200], 0, row="A17")
+
+
+def most_are_served(figures: Figures, found: Load, plain: float, row: str, *, least: float) -> None:
+    """Note what was served of five times the capacity, and how soon it was answered."""
+    nothing_is_lost(figures, found)
+    goodput = found.rate(within_s=IN_TIME_S) / CAPACITY
+    figures.at_least("goodput, of capacity", goodput, least, plain=plain, row=row)
+    worst = found.worst_second(within_s=IN_TIME_S) / CAPACITY
+    figures.at_least("worst second, of capacity", worst, 0.8, row=row)
+    figures.at_most("p99 of 200, ms", found.p99_ms(200), 225, row=row)
+    figures.at_most("p99 of 503, ms", found.p99_ms(503), 100, row=row)
+
+
 @pytest.mark.reliability("A01", "A17", "F08")
 @pytest.mark.parametrize("separate", ALONE.values(), ids=ALONE)
 def test_five_times_what_async_def_can_serve(
@@ -101,15 +109,8 @@ def test_five_times_what_async_def_can_serve(
         nothing_is_held(figures, server)
     plain = plain_goodput(tmp_path, shorter(stream)) / CAPACITY
 
-    nothing_is_lost(figures, found)
-    goodput = found.rate(within_s=IN_TIME_S) / CAPACITY
-    figures.at_least("goodput, of capacity", goodput, 0.9, plain=plain, row="A01")
-    worst = found.worst_second(within_s=IN_TIME_S) / CAPACITY
-    figures.at_least("worst second, of capacity", worst, 0.8, row="A01")
-    figures.at_most("p99 of 200, ms", found.p99_ms(200), 225, row="A01")
-    figures.at_most("p99 of 503, ms", found.p99_ms(503), 100, row="A01")
-    figures.at_most("p99 of /-/healthz beside async def, ms", health.p99_ms(), 100, row="A17")
-    figures.at_most("refused health checks", len(health.sent) - health.statuses[200], 0, row="A17")
+    most_are_served(figures, found, plain, "A01", least=0.9)
+    health_is_told(figures, health, "async def", 100)
 
 
 @pytest.mark.reliability("A02", "A17")
@@ -122,15 +123,8 @@ def test_five_times_what_def_can_serve(figures: Figures, tmp_path: Path) -> None
         nothing_is_held(figures, server)
     plain = plain_goodput(tmp_path, shorter(stream)) / CAPACITY
 
-    nothing_is_lost(figures, found)
-    goodput = found.rate(within_s=IN_TIME_S) / CAPACITY
-    figures.at_least("goodput, of capacity", goodput, 0.85, plain=plain, row="A02")
-    worst = found.worst_second(within_s=IN_TIME_S) / CAPACITY
-    figures.at_least("worst second, of capacity", worst, 0.8, row="A02")
-    figures.at_most("p99 of 200, ms", found.p99_ms(200), 225, row="A02")
-    figures.at_most("p99 of 503, ms", found.p99_ms(503), 100, row="A02")
-    figures.at_most("p99 of /-/healthz beside def, ms", health.p99_ms(), 200, row="A17")
-    figures.at_most("refused health checks", len(health.sent) - health.statuses[200], 0, row="A17")
+    most_are_served(figures, found, plain, "A02", least=0.85)
+    health_is_told(figures, health, "def", 200)
 
 
 @pytest.mark.reliability("A03", "A17")
@@ -239,11 +233,6 @@ def rss_kb(server: ServerProcess) -> float:
     return float(status.partition("VmRSS:")[2].split()[0])
 
 
-def cpu_s(server: ServerProcess) -> float:
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
-
-
 BARE = """
 async def refuse(scope, receive, send):
     if scope["type"] != "http":
@@ -259,10 +248,10 @@ def test_a_refusal_is_cheap(figures: Figures, tmp_path: Path) -> None:
     write_module(tmp_path, "bare", BARE)
 
     def refusals(server: ServerProcess) -> tuple[float, float]:
-        before = cpu_s(server)
+        before = server.cpu_s
         found = closed_loop(server.port, "/async", 32, 6)
         assert set(found.statuses) <= {200, 503}
-        return found.statuses[503] / 6, (cpu_s(server) - before) / found.statuses[503]
+        return found.statuses[503] / 6, (server.cpu_s - before) / found.statuses[503]
 
     with process([*UVICORN, "bare:refuse"], tmp_path, environment(tmp_path)) as server:
         wait_until(lambda: get(server.port, "/").status == 503)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import INGRESS, ROOT, ServerProcess, environment, process
 from tests.reliability.figures import Figures
 from tests.reliability.malformed import corpus
 from tests.reliability.test_input import FRAMES, MULTIPARTS, close_code, odd_requests, sent, serving
-from tests.servers import INGRESS, ROOT, ServerProcess, environment, get, process
+from tests.servers import get
 
 pytestmark = pytest.mark.slow
 
@@ -55,14 +56,8 @@ def test_only_the_server_and_the_admin_listener_listen_and_both_on_loopback(
 
 
 VERBS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW"]
-BUILT_IN = [
-    "/-/healthz",
-    "/-/routes",
-    "/-/metrics",
-    "/-/shutdown",
-    "/-/",
-    "/api/serve/applications/",
-]
+BUILT_IN = [f"/-/{name}" for name in ("healthz", "routes", "metrics", "shutdown", "")]
+BUILT_IN += ["/api/serve/applications/"]
 FROM = {
     "": "Host: 127.0.0.1\r\n",
     "a foreign origin": "Host: 127.0.0.1\r\nOrigin: http://evil.example\r\n",

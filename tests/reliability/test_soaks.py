@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import ingress as serve
+from tests.programs import INGRESS, ServerProcess, environment, process, write_module
 from tests.reliability.figures import Figures
-from tests.reliability.test_input import UPGRADE, frame
-from tests.servers import INGRESS, ServerProcess, environment, get, process, write_module
+from tests.reliability.test_input import frame
+from tests.servers import UPGRADE, get
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -310,26 +311,24 @@ def test_an_idle_server_takes_next_to_no_time(figures: Figures, tmp_path: Path) 
     with process(command, tmp_path, environment(tmp_path)) as server:
         server.wait_for("is ready")
         time.sleep(2)
-        before = cpu_s(server)
+        before = server.cpu_s
         time.sleep(lasts_s)
-        took_s = cpu_s(server) - before
+        took_s = server.cpu_s - before
 
     figures.at_most("of one core, %, with 10 replicas", 100 * took_s / lasts_s, 1)
-
-
-def cpu_s(server: ServerProcess) -> float:
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # In this process: applications start and stop.
 
 
 def opened() -> dict[str, int]:
-    return {
-        "threads": threading.active_count(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-    }
+    return {"threads": threading.active_count(), "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+def no_more_is_open(figures: Figures, before: dict[str, int]) -> None:
+    after = opened()
+    for name in before:
+        figures.at_most(f"more {name}", after[name] - before[name], 0)
 
 
 @pytest.mark.reliability("E03")
@@ -348,12 +347,9 @@ def test_two_hundred_replicas_replaced_leave_nothing(figures: Figures) -> None:
     ends = time.monotonic() + 20
     while opened() != before and time.monotonic() < ends:
         time.sleep(0.05)
-    after = opened()
-    serve.shutdown()
-
     figures.note("replicas replaced", 200)
-    for name in before:
-        figures.at_most(f"more {name}", after[name] - before[name], 0)
+    no_more_is_open(figures, before)
+    serve.shutdown()
 
 
 @pytest.mark.reliability("E04")
@@ -375,8 +371,5 @@ def test_a_hundred_starts_leave_nothing(figures: Figures) -> None:
     before = opened()
     for _ in range(100):
         start(port)  # raises if the port is still in use
-    after = opened()
-
     figures.note("starts on one port", 100)
-    for name in before:
-        figures.at_most(f"more {name}", after[name] - before[name], 0)
+    no_more_is_open(figures, before)

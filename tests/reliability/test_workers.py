@@ -12,16 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.open_loop import Load, Stream, load
+from tests.programs import INGRESS, ServerProcess, environment, process, write_module
 from tests.reliability.figures import Figures
-from tests.servers import (
-    INGRESS,
-    ServerProcess,
-    environment,
-    get,
-    process,
-    wait_until,
-    write_module,
-)
+from tests.servers import get, wait_until
 
 pytestmark = pytest.mark.slow
 
