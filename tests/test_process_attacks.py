@@ -16,7 +16,7 @@ from tests import process_attacks_app as attacks
 from tests.process_app import pids
 from tests.process_attacks import asked, attacked_by_chance, is_as_before
 from tests.process_kills import held
-from tests.servers import PATIENCE_S, wait_until
+from tests.servers import PATIENCE_S, forking, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
@@ -34,10 +34,9 @@ OTHERS = [each for each in attacks.ATTACKS if each not in ONE_OF_EACH_KIND]
 
 
 @pytest.fixture(autouse=True)
-def _forkserver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("INGRESS_START_METHOD", "forkserver")  # children start in 50 ms
-    yield
-    serve.shutdown()
+def _forked() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.mark.reliability("P09")

@@ -21,16 +21,18 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
-from ingress.base.settings import ADAPT_SWITCH_INTERVAL, MAX_RETRIES
+from ingress import testing
+from ingress.base.settings import ADAPT_SWITCH_INTERVAL, MAX_RETRIES, START_METHOD
 from ingress.base.types import DeploymentID, ReplicaID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
 from ingress.processes.frames import HEAD, Frames
 from ingress.processes.link import Link
 from ingress.processes.messages import Kind
+from tests.large_app import holdings
 from tests.process_app import pids
-from tests.process_calls_app import LINE, Bomb, Exit, in_isolation
-from tests.servers import PATIENCE_S, served, set_flags, steady, turns, wait_until
+from tests.process_calls_app import LINE, Bomb, Exit, in_isolation, limit_descriptors
+from tests.servers import PATIENCE_S, forking, served, set_flags, steady, turns, wait_until
 
 LINES = 100  # of each client that talks: more than the buffers of a client that does not read
 
@@ -39,10 +41,26 @@ in_both_places = pytest.mark.parametrize("isolation", ["thread", "process"])
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc, and uses memfd")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Keep the fork server of the module that all these children import."""
+    with testing.leak_check() as check:
+        with forking(in_isolation("Facts", "process")):
+            yield
+        wait_until(lambda: all("pytest_timeout" in each for each in check.left()))
+        check.forgive()
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Check nothing: what the tests leave is checked once, when the last application has ended."""
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    serve.shutdown()
+    limit_descriptors(None)
+    serve.delete("default")
 
 
 # A stream with several senders.
@@ -211,28 +229,6 @@ def stop(pid: int) -> None:
 
 
 @on_linux
-@in_both_places
-def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
-    isolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(MAX_RETRIES, "1")
-    outer = serve.run(in_isolation("Outer", isolation), route_prefix=None)
-    left = stopped("Echo")
-    response = outer.remote(1)
-    while left:
-        wait_until(lambda: any(each.ongoing for each in left))
-        (victim,) = (each for each in left if each.ongoing)
-        left.remove(victim)
-        os.kill(victim.pid, signal.SIGKILL)
-
-    with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL") as caught:
-        response.result(timeout_s=PATIENCE_S)
-
-    assert caught.type is ReplicaUnavailableError
-    assert outer.count.remote().result(timeout_s=PATIENCE_S) == 1
-
-
-@on_linux
 def test_a_call_that_goes_to_another_replica_is_no_error_of_its_route() -> None:
     handle = serve.run(in_isolation("Echo", "process"), route_prefix=None)
     one, two = stopped("Echo")
@@ -346,22 +342,6 @@ def test_a_call_that_could_not_be_sent_leaves_nothing_for_the_end_of_the_process
     assert after.result(timeout_s=PATIENCE_S) == b"x"  # by the replacement
 
 
-@pytest.mark.parametrize("adapts", ["1", "0"])
-def test_threads_of_a_child_that_compute_have_shorter_turns_unless_it_is_told_not_to(
-    adapts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ADAPT_SWITCH_INTERVAL, adapts)
-    set_flags(monkeypatch, separate="1", sync="1")
-    handle = serve.run(in_isolation("Spinning", "process"), route_prefix=None)
-    given = sys.getswitchinterval()
-    seconds = PATIENCE_S if adapts == "1" else 1.0
-
-    calls = [handle.shortest_turn.remote(given, seconds) for _ in range(8)]
-    shortest = min(call.result(timeout_s=2 * PATIENCE_S) for call in calls)
-
-    assert (shortest < given) is (adapts == "1")
-
-
 # Frames.
 
 
@@ -422,3 +402,164 @@ def test_only_the_call_that_is_alone_in_a_child_is_sent_at_once() -> None:
 
     size = HEAD.size + len(b"content")
     assert asyncio.run(scenario()) == (size, size)
+
+
+# Large contents, which cross in shared memory, for which a process has no descriptor left.
+
+LARGE = bytes(1_000_000)
+
+
+def lowest_free() -> int:
+    """Return the number that this process's next descriptor would have."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    return descriptor
+
+
+def same(handle: Any, value: bytes) -> bytes:
+    found: bytes = handle.same.remote(value).result(timeout_s=PATIENCE_S)
+    return found
+
+
+@on_linux
+def test_an_argument_for_which_a_child_has_no_descriptor_fails_its_call_only() -> None:
+    handle = serve.run(in_isolation("Large", "process"), route_prefix=None)
+    (pid,) = pids("Large")
+    before = holdings()
+    in_flight = iter(handle.options(stream=True).stubborn.remote())
+    assert next(in_flight) == 0
+    handle.take_descriptors.remote().result(timeout_s=PATIENCE_S)
+
+    for _ in range(3):
+        with pytest.raises(RayServeException, match=rf"open files in process {pid}; have its code"):
+            same(handle, LARGE)
+
+    assert same(handle, b"x") == b"x"
+    handle.give_descriptors.remote().result(timeout_s=PATIENCE_S)
+    assert same(handle, LARGE) == LARGE
+    assert pids("Large") == [pid]
+    wait_until(lambda: holdings() == before)  # nothing of the contents that did not arrive
+
+
+@on_linux
+@pytest.mark.parametrize("room", [0, 1], ids=["for-none", "for-the-first-of-two"])
+def test_a_result_for_which_the_server_has_no_descriptor_fails_its_call_only(room: int) -> None:
+    handle = serve.run(in_isolation("Large", "process"), route_prefix=None)
+    before = pids("Large")
+    assert same(handle, b"x") == b"x"
+    limit_descriptors(lowest_free() + room)  # a segment that is mapped has a second one
+
+    with pytest.raises(RayServeException, match=r"the result cannot be read: .*Too many open fi"):
+        handle.result.remote(len(LARGE)).result(timeout_s=PATIENCE_S)
+
+    assert same(handle, b"x") == b"x"
+    limit_descriptors(None)
+    assert same(handle, LARGE) == LARGE
+    assert pids("Large") == before
+
+
+@on_linux
+def test_messages_of_clients_for_which_a_child_has_no_descriptor_fail_their_requests_only() -> None:
+    port = served(in_isolation("Bodies", "process"), name="default", route_prefix="/")
+    before = pids("Bodies")
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client,
+        connect(f"ws://127.0.0.1:{port}/echo", compression=None) as other,
+        connect(f"ws://127.0.0.1:{port}/echo", compression=None) as websocket,
+    ):
+        client.post("/limit/3")
+
+        websocket.send(LINE)
+        with pytest.raises(ConnectionClosed) as closed:
+            websocket.recv(PATIENCE_S)
+        answers = [client.post("/size", content=each) for each in (LARGE, b"small")]
+        other.send("small")
+
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1011
+        assert [each.status_code for each in answers] == [500, 200]
+        assert other.recv(PATIENCE_S) == "small"
+        client.post("/limit/0")
+        assert client.post("/size", content=LARGE).json() == len(LARGE)
+    assert pids("Bodies") == before
+
+
+@on_linux
+def test_requests_and_responses_for_which_the_server_has_no_descriptor_fail_alone() -> None:
+    port = served(in_isolation("Bodies", "process"), name="default", route_prefix="/")
+    before = pids("Bodies")
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as other,
+        connect(f"ws://127.0.0.1:{port}/echo", compression=None) as websocket,
+    ):
+        for each in (client, other):  # no more connections can be made later
+            each.post("/size", content=b"")
+        limit_descriptors(3)
+
+        websocket.send(LINE)
+        with pytest.raises(ConnectionClosed) as closed:
+            websocket.recv(PATIENCE_S)
+        answers = [
+            client.get("/large"),
+            other.post("/size", content=LARGE),
+            client.post("/size", content=b"small"),
+        ]
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.get("/stream")
+
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1011
+        assert [each.status_code for each in answers] == [500, 500, 200]
+        limit_descriptors(None)
+        assert client.get("/large").text == LINE
+        assert client.get("/stream").text == LINE + "y" * len(LINE) + "z"
+    assert pids("Bodies") == before
+
+
+# The environment, which is read when the first application starts.
+
+
+@pytest.fixture
+def anew() -> None:
+    """End all applications of this module."""
+    serve.shutdown()
+
+
+@on_linux
+@in_both_places
+def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
+    isolation: str, anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MAX_RETRIES, "1")
+    monkeypatch.setenv(START_METHOD, "spawn")  # the replacements come too late
+    outer = serve.run(in_isolation("Outer", isolation), route_prefix=None)
+    left = stopped("Echo")
+    response = outer.remote(1)
+    while left:
+        wait_until(lambda: any(each.ongoing for each in left))
+        (victim,) = (each for each in left if each.ongoing)
+        left.remove(victim)
+        os.kill(victim.pid, signal.SIGKILL)
+
+    with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL") as caught:
+        response.result(timeout_s=PATIENCE_S)
+
+    assert caught.type is ReplicaUnavailableError
+    assert outer.count.remote().result(timeout_s=PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize("adapts", ["1", "0"])
+def test_threads_of_a_child_that_compute_have_shorter_turns_unless_it_is_told_not_to(
+    adapts: str, anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADAPT_SWITCH_INTERVAL, adapts)
+    set_flags(monkeypatch, separate="1", sync="1")
+    handle = serve.run(in_isolation("Spinning", "process"), route_prefix=None)
+    given = sys.getswitchinterval()
+    seconds = PATIENCE_S if adapts == "1" else 1.0
+
+    calls = [handle.shortest_turn.remote(given, seconds) for _ in range(8)]
+    shortest = min(call.result(timeout_s=2 * PATIENCE_S) for call in calls)
+
+    assert (shortest < given) is (adapts == "1")

@@ -15,7 +15,8 @@ from ingress.base.settings import (
     RAISE_FILE_LIMIT,
     SET_NATIVE_THREADS,
 )
-from tests.servers import INGRESS, ROOT, environment, get, process, write_module
+from tests.programs import INGRESS, ROOT, environment, process, write_module
+from tests.servers import get
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits and signals of Unix")
 

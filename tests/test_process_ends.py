@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,12 @@ from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
 from tests import large_app, process_app, process_attacks_app
 from tests.process_app import pids
-from tests.servers import PATIENCE_S, environment, process, served, wait_until, write_module
+from tests.programs import environment, process, write_module
+from tests.servers import PATIENCE_S, served, wait_until
+
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 REQUESTS = 24
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 def is_alive(pid: int) -> bool:

@@ -173,9 +173,7 @@ def test_an_item_that_cannot_be_read_ends_its_stream_only(handle: DeploymentHand
     assert handle.pid.remote().result() == pid
 
 
-def test_views_are_dropped_in_other_threads_while_messages_arrive(
-    handle: DeploymentHandle,
-) -> None:
+def test_views_are_dropped_in_other_threads_while_messages_arrive(handle: DeploymentHandle) -> None:
     arrived: SimpleQueue[Any] = SimpleQueue()
     before = sys.getswitchinterval()
 

@@ -14,7 +14,8 @@ import yaml
 
 from ingress.testing import TestClient
 from tests import process_app
-from tests.servers import INGRESS, environment, get, process, wait_until, write_module
+from tests.programs import INGRESS, environment, process, write_module
+from tests.servers import get, wait_until
 from tests.test_process_ends import is_alive
 
 APP = """

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,9 @@ import ingress as serve
 from tests.process_app import Model, pids
 from tests.servers import wait_until
 
+pytestmark = pytest.mark.usefixtures("shutdown")
+
 GPUS = "CUDA_VISIBLE_DEVICES"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 def model(num_replicas: int = 1, **actor: Any) -> Any:

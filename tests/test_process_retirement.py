@@ -16,13 +16,13 @@ import pytest
 
 import ingress as serve
 from tests.process_app import Api, Model, pids
-from tests.servers import overview, served, wait_until
+from tests.servers import forking, overview, served, wait_until
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    serve.shutdown()
+def _forked() -> Iterator[None]:
+    with forking():
+        yield
 
 
 def with_limit(deployment: Any, **options: Any) -> Any:

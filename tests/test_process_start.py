@@ -20,17 +20,17 @@ import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
 from tests.process_app import Model, pids
-from tests.servers import PATIENCE_S, environment, process, wait_until, write_module
+from tests.programs import environment, process, write_module
+from tests.servers import PATIENCE_S, forking, wait_until
 from tests.test_process_ends import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is for Linux")
 
 
 @pytest.fixture(autouse=True)
-def _forkserver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("INGRESS_START_METHOD", "forkserver")
-    yield
-    serve.shutdown()
+def _forked() -> Iterator[None]:
+    with forking():
+        yield
 
 
 def parent(pid: int) -> int:

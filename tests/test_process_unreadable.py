@@ -16,17 +16,15 @@ from ingress.handle import DeploymentHandle
 from ingress.processes.output import Output
 from tests import process_attacks_app as attacks
 from tests.process_attacks import asked
-from tests.servers import PATIENCE_S
+from tests.servers import PATIENCE_S, forking
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("INGRESS_START_METHOD", "forkserver")  # children start in 50 ms
+def _forked() -> Iterator[None]:
+    with forking():
         yield
-        serve.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,16 @@ from ingress.exceptions import RayServeException, ReplicaUnavailableError, Reque
 from ingress.handle import DeploymentHandle
 from tests import process_app
 from tests.process_app import OddError, pids
-from tests.servers import PATIENCE_S, served, wait_until
+from tests.servers import PATIENCE_S, forking, served, wait_until
 
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[DeploymentHandle]:
     """A deployment with one replica, which calls another one, without HTTP."""
     process_app.logger.setLevel(logging.DEBUG)  # of the children, too
-    yield serve.run(process_app.caller, name="model", route_prefix=None)
+    with forking():
+        yield serve.run(process_app.caller, name="model", route_prefix=None)
     process_app.logger.setLevel(logging.NOTSET)
-    serve.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,10 @@ def model(caller: DeploymentHandle) -> DeploymentHandle:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(caller: DeploymentHandle) -> str:
     """The address of an application with two replicas."""
     port = served(process_app.api, name="api", route_prefix="/")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    return f"http://127.0.0.1:{port}"
 
 
 # Calls by handle.
@@ -117,7 +116,7 @@ def test_a_call_with_one_answer_has_no_task_in_the_process_of_the_server(
     wait_until(lambda: replica.slots.ongoing == 0)
 
 
-def test_calls_that_cannot_be_sent_fail_one_after_the_other() -> None:
+def test_calls_that_cannot_be_sent_fail_one_after_the_other(caller: DeploymentHandle) -> None:
     handle = serve.run(process_app.narrow, name="narrow", route_prefix=None)
     first = handle.wait.remote()
     wait_until(lambda: first._call.began_at > 0)
