@@ -27,7 +27,8 @@ from ingress.testing import Latch
 from ingress.timeline.instrumentation import record
 from ingress.timeline.recorder import Recorder
 from tests.forced_race import FIELDS
-from tests.servers import PATIENCE_S, ROOT, Connection, bind, set_flags, wait_until
+from tests.programs import ROOT
+from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until
 
 MAY_HAVE_A_DICT = {
     "Options": "pydantic's models have one; frozen",

@@ -358,9 +358,19 @@ def test_classes_of_a_notebook_cross_in_arguments_results_and_errors(tmp_path: P
 # Starts that fail.
 
 
-def test_a_constructor_that_raises_fails_the_start_with_its_error() -> None:
-    with pytest.raises(RuntimeError, match=r"'Broken' failed to start: .*OddError: it is broken"):
-        serve.run(process_app.broken("broken"), name="broken", route_prefix=None)
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("broken", r"'Broken' failed to start: .*OddError: it is broken"),
+        ("exit", r"ended with exit code 5[^$]*the last words"),
+        ("unfinished", r"exit code 5[^$]*the last line\nand no line break"),
+    ],
+)
+def test_a_constructor_that_raises_or_ends_its_process_fails_the_start_with_the_reason(
+    how: str, told: str
+) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        serve.run(process_app.broken(how), name="broken", route_prefix=None)
 
 
 @pytest.mark.thorough
@@ -382,16 +392,6 @@ def test_reconfigure_gets_its_rank_in_a_child() -> None:
     handle = serve.run(process_app.ranked, route_prefix=None)
 
     assert handle.remote().result() == (None, 0, 0)
-
-
-def test_a_constructor_that_ends_its_process_fails_the_start_with_the_exit_code() -> None:
-    with pytest.raises(RuntimeError, match=r"ended with exit code 5[^$]*the last words"):
-        serve.run(process_app.broken("exit"), name="broken", route_prefix=None)
-
-
-def test_the_last_line_of_a_process_is_told_also_without_a_line_break() -> None:
-    with pytest.raises(RuntimeError, match=r"exit code 5[^$]*the last line\nand no line break"):
-        serve.run(process_app.broken("unfinished"), name="broken", route_prefix=None)
 
 
 def test_a_large_error_at_the_import_of_a_module_reaches_the_server(

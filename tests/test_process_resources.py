@@ -39,12 +39,15 @@ def variables(handle: Any, name: str, replicas: int) -> list[str]:
     return sorted(found[pid] for pid in pids("Model"))
 
 
-def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_gpus", "found"), [(1, ["4", "7"]), (0.5, ["4", "4"])])
+def test_each_replica_has_gpus_of_its_own_or_its_part_of_one(
+    num_gpus: float, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(GPUS, "4,7")
 
-    handle = serve.run(model(2, num_gpus=1), route_prefix=None)
+    handle = serve.run(model(2, num_gpus=num_gpus), route_prefix=None)
 
-    assert variables(handle, GPUS, 2) == ["4", "7"]
+    assert variables(handle, GPUS, 2) == found
 
 
 def test_the_gpu_of_a_killed_child_goes_to_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +59,6 @@ def test_the_gpu_of_a_killed_child_goes_to_its_replacement(monkeypatch: pytest.M
 
     assert handle.variable.remote(GPUS).result() == "4"
     assert handle.pid.remote().result() != before
-
-
-def test_replicas_share_a_gpu_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPUS, "4,7")
-
-    handle = serve.run(model(2, num_gpus=0.5), route_prefix=None)
-
-    assert variables(handle, GPUS, 2) == ["4", "4"]
 
 
 @pytest.mark.parametrize(

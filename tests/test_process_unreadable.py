@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -154,18 +155,16 @@ def attacks_text(error: BaseException) -> str:
 
 
 @pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize("method", ["unsendable", "bad_key"])
-def test_a_result_whose_pickling_exits_fails_its_call_only(
-    method: str, target: DeploymentHandle
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("unsendable", []), ("bad_key", []), ("same", [attacks.Unsendable()])],
+    ids=["result", "key of a result", "argument"],
+)
+def test_a_value_whose_pickling_exits_fails_its_call_only(
+    method: str, arguments: list[Any], target: DeploymentHandle
 ) -> None:
     with pytest.raises(RayServeException, match="cannot be sent to another process"):
-        asked(target, method)
-
-
-def test_an_argument_whose_pickling_exits_fails_its_call_only(target: DeploymentHandle) -> None:
-    with pytest.raises(RayServeException, match="cannot be sent to another process"):
-        asked(target, "same", attacks.Unsendable())
-    assert asked(target, "same", 1) == 1
+        asked(target, method, *arguments)
 
 
 @pytest.fixture(scope="module")
