@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio.from_thread
-import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -28,18 +27,15 @@ from ingress.exceptions import (
     RequestCycleError,
     UserCodeExit,
 )
-from ingress.handle import DeploymentHandle, DeploymentResponse
+from ingress.handle import DeploymentHandle
 from ingress.testing import Latch
 from tests.fakes import bind
-from tests.servers import Connection, get, served, turns, until, wait_until
+from tests.servers import PATIENCE_S, Connection, result, served, turns, until, wait_until
 
-PATIENCE_S = 60.0
-
-pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
-
-
-def answer(response: DeploymentResponse) -> Any:
-    return response.result(timeout_s=PATIENCE_S)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
+    pytest.mark.usefixtures("shutdown"),
+]
 
 
 class Ledger:
@@ -251,17 +247,15 @@ def ledger() -> Ledger:
 
 
 @pytest.fixture
-def server(flags: Settings, ledger: Ledger) -> Iterator[DeploymentHandle]:
-    """Serve one replica, at each combination of the flags."""
-    yield serve.run(bind(Server, ledger), name="app", route_prefix=None)
-    serve.shutdown()
+def one(ledger: Ledger) -> DeploymentHandle:
+    """Serve one replica, at the default flags."""
+    return serve.run(bind(Server, ledger), name="app", route_prefix=None)
 
 
 @pytest.fixture
-def one(ledger: Ledger) -> Iterator[DeploymentHandle]:
-    """Serve one replica, at the default flags."""
-    yield serve.run(bind(Server, ledger), name="app", route_prefix=None)
-    serve.shutdown()
+def server(flags: Settings, one: DeploymentHandle) -> DeploymentHandle:
+    """Serve one replica, at combinations of the flags."""
+    return one
 
 
 # Decoration and arguments.
@@ -288,53 +282,34 @@ async def no_id(self: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("decorate", "error", "text"),
+    ("decorate", "text"),
     [
-        (lambda: serve.multiplexed(sync), TypeError, "only be used to decorate async functions"),  # type: ignore[type-var]
-        (lambda: serve.multiplexed(generator), TypeError, "to decorate async functions"),
-        (lambda: serve.multiplexed()(3), TypeError, "must be used with a function or method"),  # type: ignore[type-var]
-        (lambda: serve.multiplexed(three), TypeError, "must take exactly one argument"),
-        (lambda: serve.multiplexed(no_id), TypeError, r"exactly one argument.*no_id: \(self"),
-        (lambda: serve.multiplexed(3), TypeError, "give the limit by name"),  # type: ignore[call-overload]
-        (
-            lambda: serve.multiplexed(max_num_models_per_replica=0)(good),
-            ValueError,
-            "max_num_models_per_replica must be positive",
-        ),
-        (
-            lambda: serve.multiplexed(max_num_models_per_replica=-2),
-            ValueError,
-            "max_num_models_per_replica must be positive",
-        ),
-        (
-            lambda: serve.multiplexed(max_num_models_per_replica=1.5),  # type: ignore[call-overload]
-            TypeError,
-            "max_num_models_per_replica must be an integer",
-        ),
-        (
-            lambda: serve.multiplexed(max_num_models_per_replica=True),
-            TypeError,
-            "max_num_models_per_replica must be an integer",
-        ),
+        (lambda: serve.multiplexed(sync), "only be used to decorate async functions"),  # type: ignore[type-var]
+        (lambda: serve.multiplexed(generator), "to decorate async functions"),
+        (lambda: serve.multiplexed()(3), "must be used with a function or method"),  # type: ignore[type-var]
+        (lambda: serve.multiplexed(three), "must take exactly one argument"),
+        (lambda: serve.multiplexed(no_id), r"exactly one argument.*no_id: \(self"),
+        (lambda: serve.multiplexed(3), "give the limit by name"),  # type: ignore[call-overload]
     ],
-    ids=[
-        "def",
-        "generator",
-        "no function",
-        "three",
-        "no id",
-        "bare limit",
-        "0",
-        "-2",
-        "float",
-        "bool",
+    ids=["def", "generator", "no function", "three", "no id", "bare limit"],
+)
+def test_a_mistake_is_refused_where_it_is_made(decorate: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        decorate()
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "text"),
+    [
+        (0, ValueError, "positive"),
+        (-2, ValueError, "positive"),
+        (1.5, TypeError, "an integer"),
+        (True, TypeError, "an integer"),
     ],
 )
-def test_a_mistake_is_refused_where_it_is_made(
-    decorate: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        decorate()
+def test_a_limit_is_a_positive_integer(limit: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"max_num_models_per_replica must be {text}"):
+        serve.multiplexed(max_num_models_per_replica=limit)
 
 
 @pytest.mark.anyio
@@ -357,7 +332,7 @@ def test_what_is_no_model_id_is_refused(
     one: DeploymentHandle, args: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        answer(one.wrong.remote(*args))
+        result(one.wrong.remote(*args))
 
 
 def test_a_handle_takes_no_model_id_that_is_no_string(one: DeploymentHandle) -> None:
@@ -366,8 +341,8 @@ def test_a_handle_takes_no_model_id_that_is_no_string(one: DeploymentHandle) -> 
 
 
 def test_the_id_may_be_given_by_name(one: DeploymentHandle, ledger: Ledger) -> None:
-    assert answer(one.by_keyword.remote("a")) == "a"
-    assert answer(one.remote("a")) == "a"
+    assert result(one.by_keyword.remote("a")) == "a"
+    assert result(one.remote("a")) == "a"
     assert ledger.loads == {"a": 1}
 
 
@@ -378,7 +353,7 @@ def test_the_one_not_used_for_longest_goes_and_its_del_runs_once_in_a_thread(
     server: DeploymentHandle, ledger: Ledger, flags: Settings
 ) -> None:
     for model_id in ("a", "b", "a", "c", "a", "b"):
-        assert answer(server.remote(model_id)) == model_id
+        assert result(server.remote(model_id)) == model_id
     gc.collect()
 
     assert ledger.loads == {"a": 1, "b": 2, "c": 1}
@@ -389,7 +364,7 @@ def test_the_one_not_used_for_longest_goes_and_its_del_runs_once_in_a_thread(
 
 def test_an_async_del_is_awaited_once(server: DeploymentHandle, ledger: Ledger) -> None:
     for model_id in ("a", "b"):
-        assert answer(server.tokens.remote(model_id)) == model_id
+        assert result(server.tokens.remote(model_id)) == model_id
     gc.collect()
 
     gone = [event for event in ledger.events if event.startswith("async del")]
@@ -397,28 +372,16 @@ def test_an_async_del_is_awaited_once(server: DeploymentHandle, ledger: Ledger) 
 
 
 def test_two_methods_of_an_object_have_a_cache_each(one: DeploymentHandle, ledger: Ledger) -> None:
-    assert answer(one.both.remote("a")) == ["Net", "AsyncNet"]
-    assert answer(one.both.remote("b")) == ["Net", "AsyncNet"]
+    assert result(one.both.remote("a")) == ["Net", "AsyncNet"]
+    assert result(one.both.remote("b")) == ["Net", "AsyncNet"]
 
     assert ledger.loads == {"a": 1, "b": 1}
     assert not ledger.unloads, "there is room for two of these, and for one of the others"
 
 
 def test_minus_one_is_no_limit(one: DeploymentHandle) -> None:
-    assert answer(one.any_number.remote(200)) == 200
-    assert answer(one.any_number.remote(200)) == 200
-
-
-def test_fifty_requests_for_one_model_wait_for_one_load(
-    server: DeploymentHandle, ledger: Ledger
-) -> None:
-    ledger.hold("load a")
-    responses = [server.remote("a") for _ in range(50)]
-    ledger.saw("load a")
-    ledger.let("load a")
-
-    assert [answer(response) for response in responses] == ["a"] * 50
-    assert ledger.loads == {"a": 1}
+    assert result(one.any_number.remote(200)) == 200
+    assert result(one.any_number.remote(200)) == 200
 
 
 def test_the_first_request_for_a_model_may_leave_and_the_others_get_the_model(
@@ -430,14 +393,14 @@ def test_the_first_request_for_a_model_may_leave_and_the_others_get_the_model(
     others = [server.remote("a") for _ in range(5)]
     deployment = serve.status().applications["app"].deployments["Server"]
     assert deployment.requests == 6
-    wait_until(lambda: answer(server.gives_up.remote("a")) == "gave up")  # the others wait by now
+    wait_until(lambda: result(server.gives_up.remote("a")) == "gave up")  # the others wait by now
     first.cancel()
     with pytest.raises(RequestCancelledError):
-        answer(first)
-    assert answer(server.gives_up.remote("a")) == "gave up"
+        result(first)
+    assert result(server.gives_up.remote("a")) == "gave up"
     ledger.let("load a")
 
-    assert [answer(response) for response in others] == ["a"] * 5
+    assert [result(response) for response in others] == ["a"] * 5
     assert ledger.loads == {"a": 1}
 
 
@@ -445,11 +408,11 @@ def test_a_load_without_waiting_requests_is_cancelled_and_starts_again_for_the_n
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
     ledger.hold("load a")
-    assert answer(server.gives_up.remote("a")) == "gave up"
+    assert result(server.gives_up.remote("a")) == "gave up"
     wait_until(lambda: ledger.unloads["a"] == 1)
     ledger.let("load a")
 
-    assert answer(server.remote("a")) == "a"
+    assert result(server.remote("a")) == "a"
     assert ledger.loads["a"] == 2
 
 
@@ -464,20 +427,20 @@ def test_a_load_that_fails_fails_all_who_wait_is_logged_once_and_tried_again(
     ledger.hold(f"load {model_id}")
     responses = [server.remote(model_id) for _ in range(5)]
     ledger.saw(f"load {model_id}")
-    wait_until(lambda: answer(server.gives_up.remote(model_id)) == "gave up")
+    wait_until(lambda: result(server.gives_up.remote(model_id)) == "gave up")
     ledger.let(f"load {model_id}")
 
     for response in responses:
         with pytest.raises(error):
-            answer(response)
+            result(response)
     failed = [record for record in caplog.records if "Failed to load model" in record.message]
     assert len(failed) == 1
     assert vars(failed[0])["request_id"] == responses[0].request_id
     assert vars(failed[0])["multiplexed_model_id"] == model_id
     with pytest.raises(error):
-        answer(server.remote(model_id))
+        result(server.remote(model_id))
     assert ledger.loads[model_id] == 2
-    assert [answer(server.remote(each)) for each in "abc"] == ["a", "b", "c"], "its room is free"
+    assert [result(server.remote(each)) for each in "abc"] == ["a", "b", "c"], "its room is free"
 
 
 def test_different_models_load_side_by_side_as_long_as_there_is_room(
@@ -491,17 +454,7 @@ def test_different_models_load_side_by_side_as_long_as_there_is_room(
     ledger.let("load b")
     ledger.let("load c")
 
-    assert [answer(response) for response in responses.values()] == ["a", "b", "c"]
-    assert ledger.most_alive == 2
-
-
-def test_the_room_of_a_model_is_free_when_its_del_has_returned(
-    one: DeploymentHandle, ledger: Ledger
-) -> None:
-    ids = [f"m{number % 7}" for number in range(60)]
-    responses = [one.remote(model_id) for model_id in ids]
-
-    assert [answer(response) for response in responses] == ids
+    assert [result(response) for response in responses.values()] == ["a", "b", "c"]
     assert ledger.most_alive == 2
 
 
@@ -511,76 +464,58 @@ def test_a_model_goes_under_no_request_that_runs(server: DeploymentHandle, ledge
     using = [server.remote("a"), server.remote("b")]
     ledger.saw("use a", "use b")
     waiting = server.remote("c")
-    assert answer(server.gives_up.remote("c")) == "gave up"
+    assert result(server.gives_up.remote("c")) == "gave up"
     assert not ledger.unloads
     assert ledger.loads["c"] == 0
     ledger.let("use b")
 
-    assert answer(waiting) == "c"
+    assert result(waiting) == "c"
     assert ledger.unloads == {"b": 1}
     ledger.let("use a")
-    assert [answer(response) for response in using] == ["a", "b"]
+    assert [result(response) for response in using] == ["a", "b"]
 
 
-def test_a_batch_keeps_the_model_of_its_requests(one: DeploymentHandle, ledger: Ledger) -> None:
-    ledger.hold("use a")
-    ledger.hold("use b")
-    batched = one.options(multiplexed_model_id="a").batched
-    responses = [batched.remote(), batched.remote(), one.remote("b")]
-    ledger.saw("use a", "use b")
-    assert answer(one.gives_up.remote("c")) == "gave up"
-    assert ledger.loads == {"a": 1, "b": 1}
-    ledger.let("use a")
-    assert answer(one.remote("c")) == "c"
-    assert ledger.unloads == {"a": 1}
-    ledger.let("use b")
-    assert [answer(response) for response in responses] == ["a", "a", "b"]
-
-
-def test_a_stream_keeps_its_model_to_its_end(one: DeploymentHandle, ledger: Ledger) -> None:
-    ledger.hold("streams")
-    stream = one.options(stream=True).stream.remote("a")
-    assert next(stream) == "begins"
-    ledger.hold("use b")
-    other = one.remote("b")
-    ledger.saw("use b")
-    assert answer(one.gives_up.remote("c")) == "gave up"
-    ledger.let("streams")
-    assert [*stream] == ["ends"]
-    assert answer(one.remote("c")) == "c"
-    assert ledger.unloads == {"a": 1}
-    ledger.let("use b")
-    answer(other)
-
-
-def test_a_cancelled_def_keeps_its_model_until_its_thread_returns(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("user", ["use a", "streams", "thread"])
+def test_a_batch_a_stream_and_a_cancelled_def_keep_their_model_to_their_end(
+    user: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
     handle = serve.run(bind(Server, ledger), route_prefix=None)
-    try:
-        ledger.hold("thread")
-        ledger.hold("use b")
-        cancelled, other = handle.in_thread.remote("a"), handle.remote("b")
-        ledger.saw("thread has a", "use b")
+    ledger.hold(user)
+    ledger.hold("use b")
+    if user == "use a":
+        batched = handle.options(multiplexed_model_id="a").batched
+        using = [batched.remote(), batched.remote()]
+        ledger.saw("use a")
+    elif user == "streams":
+        stream = handle.options(stream=True).stream.remote("a")
+        assert next(stream) == "begins"
+    else:
+        cancelled = handle.in_thread.remote("a")
+        ledger.saw("thread has a")
         cancelled.cancel()
         with pytest.raises(RequestCancelledError):
-            answer(cancelled)
-        assert answer(handle.gives_up.remote("c")) == "gave up"
-        assert not ledger.unloads
-        ledger.let("thread")
-        assert answer(handle.remote("c")) == "c"
-        assert ledger.unloads == {"a": 1}
-        ledger.let("use b")
-        answer(other)
-    finally:
-        serve.shutdown()
+            result(cancelled)
+    other = handle.remote("b")
+    ledger.saw("use b")
+    assert result(handle.gives_up.remote("c")) == "gave up"
+    assert ledger.loads == {"a": 1, "b": 1}
+    assert not ledger.unloads
+    ledger.let(user)
+    if user == "use a":
+        assert [result(each) for each in using] == ["a", "a"]
+    elif user == "streams":
+        assert [*stream] == ["ends"]
+    assert result(handle.remote("c")) == "c"
+    assert ledger.unloads == {"a": 1}
+    ledger.let("use b")
+    assert result(other) == "b"
 
 
 def test_a_request_that_asks_for_more_than_fits_gives_up_its_own(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
-    assert answer(server.several.remote("a", "b", "c", "d")) == "d"
+    assert result(server.several.remote("a", "b", "c", "d")) == "d"
     assert ledger.unloads == {"a": 1, "b": 1}
     assert ledger.most_alive == 2
 
@@ -601,7 +536,7 @@ def test_two_requests_that_use_what_the_other_needs_do_not_hang(
     answers: list[Any] = []
     for response in (one, other):
         try:
-            answers.append(answer(response))
+            answers.append(result(response))
         except RequestCycleError as error:
             answers.append(str(error))
     failed = [each for each in answers if "max_num_models_per_replica=2" in each]
@@ -612,7 +547,10 @@ def test_two_requests_that_use_what_the_other_needs_do_not_hang(
 
 @serve.deployment
 class Cascade:
-    """A deployment that calls itself for another model while it uses one."""
+    """A deployment that calls itself for another model; it may wait in a thread."""
+
+    def __init__(self, *, waits_in_thread: bool = False) -> None:
+        self.waits_in_thread = waits_in_thread
 
     @serve.multiplexed(max_num_models_per_replica=1)
     async def model(self, model_id: str) -> str:
@@ -624,48 +562,32 @@ class Cascade:
         if depth == 0:
             return model
         child = serve.get_deployment_handle("Cascade").remote(depth - 1)
+        if self.waits_in_thread:
+            return model + str(await asyncio.to_thread(child.result))
         await until(lambda: self.lowest < depth)
         await turns()  # so that the child waits for room before it is awaited
         return model + str(await child)
-
-
-@serve.deployment
-class CascadeInThreads:
-    """`Cascade`, with the wait for the child in a thread."""
-
-    @serve.multiplexed(max_num_models_per_replica=1)
-    async def model(self, model_id: str) -> str:
-        return model_id
-
-    async def __call__(self, depth: int) -> str:
-        model = await self.model(str(depth))
-        if depth == 0:
-            return model
-        child = serve.get_deployment_handle("CascadeInThreads").remote(depth - 1)
-        return model + str(await asyncio.to_thread(child.result))
 
 
 def test_a_cycle_that_a_thread_breaks_while_its_requests_leave_keeps_no_room(
     flags: Settings, switch_interval: None
 ) -> None:
     """Race of the thread, which fails a load, with the loop, which gives it room."""
-    handle = serve.run(bind(CascadeInThreads), route_prefix=None)
+    handle = serve.run(bind(Cascade, waits_in_thread=True), route_prefix=None)
     outcomes: Counter[str] = Counter()
-    try:
-        for number in range(150):
-            response = handle.remote(1)
-            if number % 3:
-                time.sleep(number % 10 * 0.0003)  # until somewhere in the chain
-                response.cancel()
-            try:
-                answer(response)
-            except (RequestCancelledError, RequestCycleError) as error:
-                outcomes[type(error).__name__] += 1
-        assert answer(handle.remote(0)) == "0"
-        (replica,) = local_engine().applications["default"].ingress.replicas
-        wait_until(lambda: not replica._models.in_use)
-    finally:
-        serve.shutdown()
+    for number in range(150):
+        response = handle.remote(1)
+        if number % 3:
+            time.sleep(number % 10 * 0.0003)  # until somewhere in the chain
+            response.cancel()
+        try:
+            result(response)
+        except (RequestCancelledError, RequestCycleError) as error:
+            outcomes[type(error).__name__] += 1
+    assert result(handle.remote(0)) == "0"
+    (replica,) = local_engine().applications["default"].ingress.replicas
+    wait_until(lambda: not replica._models.in_use)
+    serve.shutdown()
 
     assert outcomes["RequestCancelledError"]
     assert outcomes["RequestCycleError"] >= 50
@@ -685,34 +607,22 @@ class Nested:
         return await self.model(model_id)
 
 
-def test_a_load_that_asks_for_its_own_model_is_told_so() -> None:
-    handle = serve.run(bind(Nested), route_prefix=None)
-    try:
-        with pytest.raises(RequestCycleError, match="waits for its own answer"):
-            answer(handle.remote("own"))
-        assert answer(handle.remote("inner")) == "inner", "the room is free again"
-    finally:
-        serve.shutdown()
-
-
-def test_a_load_that_needs_the_room_of_its_own_model_is_told_so() -> None:
-    handle = serve.run(bind(Nested), route_prefix=None)
-    try:
-        with pytest.raises(RequestCycleError, match="Model 'inner' can never be loaded"):
-            answer(handle.remote("outer"))
-        assert answer(handle.remote("inner")) == "inner", "the room is free again"
-    finally:
-        serve.shutdown()
-
-
-def test_a_request_whose_child_needs_its_room_is_told_so() -> None:
-    handle = serve.run(bind(Cascade), route_prefix=None)
-    try:
-        with pytest.raises(RequestCycleError, match="Model '0' can never be loaded"):
-            answer(handle.remote(1))
-        assert answer(handle.remote(0)) == "0"
-    finally:
-        serve.shutdown()
+@pytest.mark.parametrize(
+    ("deployment", "asked", "told", "fits"),
+    [
+        (Nested, "own", "waits for its own answer", "inner"),
+        (Nested, "outer", "Model 'inner' can never be loaded", "inner"),
+        (Cascade, 1, "Model '0' can never be loaded", 0),
+    ],
+    ids=["its own model", "the room of its own model", "a child that needs its room"],
+)
+def test_a_load_that_needs_what_it_holds_is_told_so_and_the_room_is_free_again(
+    deployment: Any, asked: Any, told: str, fits: Any
+) -> None:
+    handle = serve.run(bind(deployment), route_prefix=None)
+    with pytest.raises(RequestCycleError, match=told):
+        result(handle.remote(asked))
+    assert result(handle.remote(fits)) == str(fits)
 
 
 @serve.deployment
@@ -742,16 +652,13 @@ def test_a_child_for_the_same_model_passes_the_load_that_waits_for_its_parent(
 ) -> None:
     ledger.hold("uses it")
     handle = serve.run(bind(Recursive, ledger), route_prefix=None)
-    try:
-        parent = handle.options(multiplexed_model_id="a").remote(2)
-        ledger.saw("uses it")
-        other = handle.options(multiplexed_model_id="b").remote(0)
-        ledger.saw("b 0")
-        ledger.let("uses it")
-        assert answer(parent) == "aaa"
-        assert answer(other) == "b"
-    finally:
-        serve.shutdown()
+    parent = handle.options(multiplexed_model_id="a").remote(2)
+    ledger.saw("uses it")
+    other = handle.options(multiplexed_model_id="b").remote(0)
+    ledger.saw("b 0")
+    ledger.let("uses it")
+    assert result(parent) == "aaa"
+    assert result(other) == "b"
 
 
 def test_a_model_that_always_has_requests_makes_room_in_the_end(
@@ -763,9 +670,9 @@ def test_a_model_that_always_has_requests_makes_room_in_the_end(
         previous = server.relay.remote(model_id)
         while not ledger.is_over:
             following = server.relay.remote(model_id)
-            assert answer(previous) == model_id
+            assert result(previous) == model_id
             previous = following
-        assert answer(previous) == model_id
+        assert result(previous) == model_id
 
     threads = [threading.Thread(target=relay, args=(model_id,)) for model_id in "ab"]
     for thread in threads:
@@ -773,7 +680,7 @@ def test_a_model_that_always_has_requests_makes_room_in_the_end(
     try:
         wait_until(lambda: ledger.relays["a"] > 5 and ledger.relays["b"] > 5)
         for number in range(5):
-            assert answer(server.remote(f"c{number}")) == f"c{number}"
+            assert result(server.remote(f"c{number}")) == f"c{number}"
     finally:
         ledger.is_over = True
         for thread in threads:
@@ -790,25 +697,25 @@ def test_a_request_for_a_model_about_to_be_evicted_waits_behind_the_load_that_ev
     ledger.saw("use a", "use b")
     ledger.hold("load c")
     waiting = one.remote("c")
-    assert answer(one.gives_up.remote("c")) == "gave up"  # by now the first waits for room
-    assert answer(one.gives_up.remote("a")) == "gave up", "a was used longest ago"
-    assert answer(one.gives_up.remote("b")) == "got it"
+    assert result(one.gives_up.remote("c")) == "gave up"  # by now the first waits for room
+    assert result(one.gives_up.remote("a")) == "gave up", "a was used longest ago"
+    assert result(one.gives_up.remote("b")) == "got it"
     ledger.let("use a")
     ledger.saw("load c")
     assert ledger.unloads == {"a": 1}
     ledger.let("load c")
     ledger.let("use b")
-    assert answer(waiting) == "c"
-    assert [answer(response) for response in using] == ["a", "b"]
-    assert answer(one.remote("a")) == "a"
+    assert result(waiting) == "c"
+    assert [result(response) for response in using] == ["a", "b"]
+    assert result(one.remote("a")) == "a"
 
 
 def test_it_can_be_called_from_another_loop_and_from_a_thread(
     server: DeploymentHandle, ledger: Ledger, flags: Settings
 ) -> None:
-    assert answer(server.on_another_loop.remote("a")) == "a"
+    assert result(server.on_another_loop.remote("a")) == "a"
     if flags.run_sync_in_threadpool:
-        assert answer(server.in_thread.remote("a")) == "a"
+        assert result(server.in_thread.remote("a")) == "a"
     assert ledger.loads == {"a": 1}
 
 
@@ -832,11 +739,9 @@ async def function(model_id: str) -> str:
 def test_a_function_deployment_has_a_cache_per_replica() -> None:
     loaded.clear()
     handle = serve.run(function.options(num_replicas=2).bind(), route_prefix=None)
-    try:
-        for _ in range(40):
-            assert answer(handle.remote("a")) == "a"
-    finally:
-        serve.shutdown()
+    for _ in range(40):
+        assert result(handle.remote("a")) == "a"
+    serve.shutdown()
 
     assert sorted(loaded) == ["a#0", "a#1"]
 
@@ -864,10 +769,8 @@ class Ensemble:
 
 def test_a_constructor_and_a_load_may_load_models() -> None:
     handle = serve.run(bind(Ensemble), route_prefix=None)
-    try:
-        whole, parts = answer(handle.remote("abc"))
-    finally:
-        serve.shutdown()
+    whole, parts = result(handle.remote("abc"))
+    serve.shutdown()
 
     assert whole == "abc"
     assert parts == ["first:first", "a:a", "b:b", "c:c"], "each load sees the id it is for"
@@ -877,10 +780,10 @@ def test_a_task_of_no_request_gets_a_model_that_is_loaded(
     one: DeploymentHandle, ledger: Ledger
 ) -> None:
     """The end of its use is unknown, so the model may be evicted at any time after it was given."""
-    answer(one.leaves_a_task.remote())
+    result(one.leaves_a_task.remote())
     requests = [one.remote(f"m{number % 5}") for number in range(100)]
-    assert [answer(each) for each in requests] == [f"m{number % 5}" for number in range(100)]
-    assert answer(one.task_saw.remote()) == ["t0", "t1"] * 20
+    assert [result(each) for each in requests] == [f"m{number % 5}" for number in range(100)]
+    assert result(one.task_saw.remote()) == ["t0", "t1"] * 20
 
 
 # The end of a replica.
@@ -889,8 +792,8 @@ def test_a_task_of_no_request_gets_a_model_that_is_loaded(
 def test_a_replica_that_stops_unloads_its_models_after_its_own_del(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
-    answer(server.both.remote("a"))
-    answer(server.remote("b"))
+    result(server.both.remote("a"))
+    result(server.remote("b"))
     serve.shutdown()
     gc.collect()
 
@@ -911,7 +814,7 @@ def test_a_load_in_flight_ends_with_its_replica(
     assert time.monotonic() - started < PATIENCE_S
     assert ledger.unloads == {"a": 1}
     with pytest.raises((ReplicaUnavailableError, RequestCancelledError)):
-        answer(response)
+        result(response)
 
 
 class Stuck:
@@ -935,7 +838,7 @@ def test_a_del_that_never_returns_does_not_hold_up_the_end(
     flags: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = serve.run(bind(HasStuck), route_prefix=None)
-    answer(handle.remote())
+    result(handle.remote())
     serve.shutdown()
 
     assert "did not stop within" in caplog.text
@@ -961,7 +864,7 @@ def test_a_del_that_fails_is_logged_and_the_next_model_is_loaded(
     flags: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = serve.run(bind(HasFailing), route_prefix=None)
-    assert [answer(handle.remote(each)) for each in "ab"] == ["a", "b"]
+    assert [result(handle.remote(each)) for each in "ab"] == ["a", "b"]
     assert caplog.text.count("Failed to unload model 'a' of HasFailing.model") == 1
     serve.shutdown()
     assert caplog.text.count("Failed to unload model 'b' of HasFailing.model") == 1
@@ -1001,26 +904,24 @@ def test_eight_replicas_under_mixed_models_keep_what_they_promise(
             return str(net.id)
 
     handle = serve.run(bind(Mixed), route_prefix=None)
-    try:
-        sent = []
-        for number in range(800):
-            model_id = f"m{(number * 7) % 23}"
-            response = handle.options(multiplexed_model_id=model_id).remote()
-            sent.append((model_id, response))
-            if number % 11 == 0:
-                response.cancel()
-        outcomes: Counter[str] = Counter()
-        for model_id, response in sent:
-            try:
-                assert answer(response) == model_id
-                outcomes["answered"] += 1
-            except RequestCancelledError:
-                outcomes["cancelled"] += 1
-            except ValueError:
-                assert model_id == "m0"
-                outcomes["failed"] += 1
-    finally:
-        serve.shutdown()
+    sent = []
+    for number in range(800):
+        model_id = f"m{(number * 7) % 23}"
+        response = handle.options(multiplexed_model_id=model_id).remote()
+        sent.append((model_id, response))
+        if number % 11 == 0:
+            response.cancel()
+    outcomes: Counter[str] = Counter()
+    for model_id, response in sent:
+        try:
+            assert result(response) == model_id
+            outcomes["answered"] += 1
+        except RequestCancelledError:
+            outcomes["cancelled"] += 1
+        except ValueError:
+            assert model_id == "m0"
+            outcomes["failed"] += 1
+    serve.shutdown()
     gc.collect()
 
     assert outcomes["answered"] > 600
@@ -1054,21 +955,20 @@ class Where:
 
 
 @pytest.fixture
-def where(flags: Settings, ledger: Ledger) -> Iterator[DeploymentHandle]:
-    yield serve.run(bind(Where, ledger), route_prefix=None)
-    serve.shutdown()
+def where(flags: Settings, ledger: Ledger) -> DeploymentHandle:
+    return serve.run(bind(Where, ledger), route_prefix=None)
 
 
 def test_a_request_goes_to_the_replica_that_has_its_model(
     where: DeploymentHandle, ledger: Ledger
 ) -> None:
     handles = {each: where.options(multiplexed_model_id=each) for each in "abcdefgh"}
-    home = {model_id: answer(handle.remote()) for model_id, handle in handles.items()}
+    home = {model_id: result(handle.remote()) for model_id, handle in handles.items()}
 
     assert Counter(home.values()) == dict.fromkeys("0123", 2), "those with the fewest models first"
     for _ in range(20):
         for model_id, handle in handles.items():
-            assert answer(handle.remote()) == home[model_id]
+            assert result(handle.remote()) == home[model_id]
     assert set(ledger.loads.values()) == {1}
 
 
@@ -1080,7 +980,7 @@ def test_a_burst_for_a_new_model_goes_to_one_replica_as_far_as_it_has_slots(
     responses = [handle.remote("in") for _ in range(3)]
     wait_until(lambda: ledger.events.count("in") == 3)
     ledger.let("in")
-    first, second, third = (answer(response) for response in responses)
+    first, second, third = (result(response) for response in responses)
 
     assert first == second
     assert third != first, "a free slot is not left unused for a model's sake"
@@ -1093,37 +993,30 @@ def test_without_a_free_slot_they_are_served_in_the_order_they_came(ledger: Ledg
         where.options(num_replicas=1, max_ongoing_requests=1).bind(ledger),
         route_prefix=None,
     )
-    try:
-        ledger.hold("in a")
-        responses = [
-            handle.options(multiplexed_model_id=each).remote(f"in {each}") for each in "abab"
-        ]
-        ledger.saw("in a")
-        ledger.let("in a")
-        for response in responses:
-            answer(response)
-    finally:
-        serve.shutdown()
+    ledger.hold("in a")
+    responses = [handle.options(multiplexed_model_id=each).remote(f"in {each}") for each in "abab"]
+    ledger.saw("in a")
+    ledger.let("in a")
+    for response in responses:
+        result(response)
+    serve.shutdown()
     assert ledger.events == ["in a", "in b", "in a", "in b"]
 
 
 @pytest.mark.reliability("C08", "E07")
 def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
     handle = serve.run(bind(Where, ledger), route_prefix=None)
-    try:
-        for first in range(0, 10_000, 500):
-            batch = [
-                handle.options(multiplexed_model_id=str(first + number)).remote()
-                for number in range(500)
-            ]
-            for response in batch:
-                answer(response)
-        replicas = local_engine().applications["default"].ingress.replicas
-        assert [replica.slots.requested for replica in replicas] == [{}] * 4
-        assert all(len(replica.model_ids) == 3 for replica in replicas)
-        assert all(not replica._models.in_use for replica in replicas)
-    finally:
-        serve.shutdown()
+    for first in range(0, 10_000, 500):
+        batch = [
+            handle.options(multiplexed_model_id=str(first + number)).remote()
+            for number in range(500)
+        ]
+        for response in batch:
+            result(response)
+    replicas = local_engine().applications["default"].ingress.replicas
+    assert [replica.slots.requested for replica in replicas] == [{}] * 4
+    assert all(len(replica.model_ids) == 3 for replica in replicas)
+    assert all(not replica._models.in_use for replica in replicas)
 
 
 # The current model id.
@@ -1169,16 +1062,14 @@ class Says:
 
 def test_the_model_id_is_known_wherever_a_request_goes_and_stays_with_it(flags: Settings) -> None:
     handle = serve.run(bind(Says, bind(Child)), route_prefix=None)
-    try:
-        named = handle.options(multiplexed_model_id="m")
-        everywhere = answer(named.everywhere.remote())
-        assert everywhere == dict.fromkeys(["async", "task", "to_thread", "executor"], "m")
-        assert answer(named.in_def.remote()) == "m"
-        assert [*named.options(stream=True).in_generator.remote()] == ["m", "m"]
-        assert answer(handle.in_def.remote()) == ""
-        assert answer(named.children.remote()) == ["", "other"], "a child has the one it was given"
-    finally:
-        serve.shutdown()
+    named = handle.options(multiplexed_model_id="m")
+    everywhere = result(named.everywhere.remote())
+    assert everywhere == dict.fromkeys(["async", "task", "to_thread", "executor"], "m")
+    assert result(named.in_def.remote()) == "m"
+    assert [*named.options(stream=True).in_generator.remote()] == ["m", "m"]
+    assert result(handle.in_def.remote()) == ""
+    assert result(named.children.remote()) == ["", "other"], "a child has the one it was given"
+    serve.shutdown()
     assert serve.get_multiplexed_model_id() == ""
 
 
@@ -1204,16 +1095,6 @@ class Web:
         return serve.get_multiplexed_model_id()
 
 
-@serve.deployment
-class Plain:
-    @serve.multiplexed
-    async def model(self, model_id: str) -> str:
-        return f"the model {model_id}"
-
-    async def __call__(self, request: Request) -> str:
-        return await self.model(serve.get_multiplexed_model_id())
-
-
 @pytest.mark.parametrize(
     "name",
     ["serve_multiplexed_model_id", "Serve-Multiplexed-Model-Id", "SERVE_MULTIPLEXED_MODEL_ID"],
@@ -1228,24 +1109,14 @@ def test_the_header_names_the_model(flags: Settings, name: str) -> None:
         assert client.get("/in-thread").json() == ""
 
 
-def test_over_a_real_socket_too(flags: Settings) -> None:
-    port = served(bind(Plain))
-    try:
-        said = get(port, "/", "serve_multiplexed_model_id: my model\r\n")
-        assert (said.status, said.body) == (200, b"the model my model")
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            headers = {"serve_multiplexed_model_id": "other"}
-            assert client.get("/", headers=headers).text == "the model other"
-    finally:
-        serve.shutdown()
-
-
-def test_a_client_that_leaves_ends_the_load_that_was_for_it_alone(ledger: Ledger) -> None:
+def test_a_client_that_leaves_ends_the_load_of_its_header_that_was_for_it_alone(
+    ledger: Ledger,
+) -> None:
     @serve.deployment
     class Slow:
         @serve.multiplexed
         async def model(self, model_id: str) -> str:
-            ledger.note("loading")
+            ledger.note(f"loading {model_id}")
             try:
                 await asyncio.Future()
             finally:
@@ -1256,13 +1127,10 @@ def test_a_client_that_leaves_ends_the_load_that_was_for_it_alone(ledger: Ledger
             return await self.model(serve.get_multiplexed_model_id())
 
     port = served(bind(Slow))
-    try:
-        with Connection(port) as connection:
-            connection.request("/", headers="serve_multiplexed_model_id: m\r\n")
-            ledger.saw("loading")
-        ledger.saw("cancelled")
-    finally:
-        serve.shutdown()
+    with Connection(port) as connection:
+        connection.request("/", headers="serve_multiplexed_model_id: m\r\n")
+        ledger.saw("loading m")
+    ledger.saw("cancelled")
 
 
 @pytest.mark.reliability("S05")
@@ -1273,11 +1141,9 @@ def test_a_model_id_in_a_log_is_printable_and_short(caplog: pytest.LogCaptureFix
             logging.getLogger("ingress").warning("said")
 
     handle = serve.run(bind(Logs), route_prefix=None)
-    try:
-        for model_id in ("a\x1b[31m\r\nb\u2028", "x" * 10_000):
-            answer(handle.options(multiplexed_model_id=model_id).remote())
-    finally:
-        serve.shutdown()
+    for model_id in ("a\x1b[31m\r\nb\u2028", "x" * 10_000):
+        result(handle.options(multiplexed_model_id=model_id).remote())
+    serve.shutdown()
 
     first, second = (vars(record) for record in caplog.records if record.message == "said")
     assert first["multiplexed_model_id"] == r"a\x1b[31m\r\nb\u2028"

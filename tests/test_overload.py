@@ -44,8 +44,10 @@ from ingress.replicas.overload import (
 from ingress.replicas.replica import LATE_S
 from ingress.replicas.router import Router
 from ingress.testing import Latch
-from tests.fakes import FakeReplica, bind, make_call, together
-from tests.servers import PATIENCE_S, wait_until
+from tests.fakes import FakeReplica, assign, bind, make_call, together
+from tests.servers import PATIENCE_S, overview, served, wait_until
+
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 TIMEOUT = "x-request-timeout-seconds"
 
@@ -307,8 +309,7 @@ def test_a_shed_call_gets_a_back_pressure_error(after_s: float | None) -> None:
         call.assigned_at -= 10.0
         replica.finish(call)
     first, probe, late = (make_call(left_s=5) for _ in range(3))
-    for call in (first, probe, late):
-        router.assign(call)
+    assign(router, first, probe, late)
 
     replica.finish(first)
     replica.finish(probe)
@@ -353,8 +354,7 @@ def late(max_ongoing: int = 10, max_queued: int = -1) -> tuple[Router, LateRepli
 def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
     router, replica = late()
     calls = [make_call(left_s=60) for _ in range(5)]
-    for call in calls:
-        router.assign(call)
+    assign(router, *calls)
 
     for number, call in enumerate(calls):
         assert replica.handed == [call]
@@ -370,8 +370,7 @@ def test_calls_without_a_deadline_wait_only_for_a_replica_that_computes(is_compu
     router, replica = late()
     replica.is_computing = is_computing
     calls = [make_call() for _ in range(5)]
-    for call in calls:
-        router.assign(call)
+    assign(router, *calls)
 
     assert replica.handed == (calls[:1] if is_computing else calls)
     while replica.handed:
@@ -395,8 +394,7 @@ def test_calls_that_wait_for_a_late_replica_do_not_count_against_the_queue() -> 
     """10 slots and a queue of 5 admit 15 calls, as if the replica was not late."""
     router, replica = late(max_queued=5)
     calls = [make_call(left_s=60) for _ in range(20)]
-    for call in calls:
-        router.assign(call)
+    assign(router, *calls)
 
     assert [isinstance(call.error, BackPressureError) for call in calls] == [False] * 15 + [
         True
@@ -421,8 +419,7 @@ def test_a_call_goes_to_another_replica_while_one_is_late() -> None:
 def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_up() -> None:
     router, replica = late()
     first, second = make_call(left_s=60), make_call(left_s=60)
-    router.assign(first)
-    router.assign(second)
+    assign(router, first, second)
     assert replica.handed == [first]
 
     first.cancel()
@@ -435,8 +432,7 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_
 def test_a_late_replica_is_given_calls_without_a_deadline_as_any_other() -> None:
     router, replica = late()
     first, waiting, patient, last = (make_call(left_s=each) for each in (60, 60, None, 60))
-    for call in (first, waiting, patient, last):
-        router.assign(call)
+    assign(router, first, waiting, patient, last)
 
     assert replica.handed == [first, waiting, patient], "in order of arrival"
     assert router.num_queued == 1
@@ -464,8 +460,7 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
                     ended += 1
 
         def submit(part: list[Call], router: Router = router) -> None:
-            for call in part:
-                router.assign(call)
+            assign(router, *part)
 
         worker = threading.Thread(target=work)
         worker.start()
@@ -504,18 +499,16 @@ class Shop:
 
 
 @contextmanager
-def shop() -> Iterator[httpx.Client]:
+def asking(application: Any, inside_at_once: int = 1) -> Iterator[httpx.Client]:
+    """Serve an application, whose requests wait for `go`, once so many have been counted inside."""
     global go, inside
-    go, inside = Latch(), Latch(8)
-    serve.start(serve.HTTPOptions(port=0))
-    serve.run(bind(Shop))
-    (url,) = serve.status().proxies
+    go, inside = Latch(), Latch(inside_at_once)
+    url = f"http://127.0.0.1:{served(application)}"
     try:
-        with httpx.Client(base_url=url) as client:
+        with httpx.Client(base_url=url, timeout=60) as client:
             yield client
     finally:
         go.count_down()
-        serve.shutdown()
 
 
 @serve.deployment(max_ongoing_requests=1, max_queued_requests=1)
@@ -528,25 +521,16 @@ class Full:
 
 def test_a_refusal_is_the_same_with_and_without_a_body() -> None:
     """A request without a body is refused before its call exists; its answer is the same."""
-    global go, inside
-    go, inside = Latch(), Latch()
-    serve.start(serve.HTTPOptions(port=0))
-    serve.run(bind(Full))
-    (url,) = serve.status().proxies
-    try:
-        with httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as threads:
-            held = [threads.submit(httpx.get, url) for _ in range(2)]
-            inside.wait()
-            wait_until(lambda: serve.status().applications["default"].deployments["Full"].queued)
-            named = {"x-request-id": "mine"}
-            with_body = client.post("/", content=b"body", headers=named)
-            without = [client.get("/", headers=named) for _ in range(3)]
-            go.count_down()
-            assert [each.result().text for each in held] == ["done", "done"]
-            assert client.get("/").text == "done", "the connection is kept"
-    finally:
+    with asking(bind(Full)) as client, ThreadPoolExecutor(2) as threads:
+        held = [threads.submit(httpx.get, client.base_url) for _ in range(2)]
+        inside.wait()
+        wait_until(lambda: overview("Full").queued)
+        named = {"x-request-id": "mine"}
+        with_body = client.post("/", content=b"body", headers=named)
+        without = [client.get("/", headers=named) for _ in range(3)]
         go.count_down()
-        serve.shutdown()
+        assert [each.result().text for each in held] == ["done", "done"]
+        assert client.get("/").text == "done", "the connection is kept"
     for each in without:
         assert (each.status_code, each.text) == (503, with_body.text)
         assert "max_queued_requests=1" in each.text
@@ -556,7 +540,7 @@ def test_a_refusal_is_the_same_with_and_without_a_body() -> None:
 
 
 def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> None:
-    with shop() as client, ThreadPoolExecutor(16) as threads:
+    with asking(bind(Shop), 8) as client, ThreadPoolExecutor(16) as threads:
 
         def get(path: str, timeout_s: float) -> Future[httpx.Response]:
             return threads.submit(client.get, path, headers={TIMEOUT: str(timeout_s)})
@@ -569,7 +553,7 @@ def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> No
         # Their remaining time falls below the estimate; one of them passes as a probe.
         impatient = [get(f"/slow/{item}", 1.5) for item in "abcd"]
         fast = get("/fast", 1.5)
-        wait_until_queued(5)
+        wait_until(lambda: overview("Shop").queued >= 5)
         time.sleep(0.7)  # 0.8 s of 1.5 s are left
         go.count_down()
         answers = [each.result() for each in impatient]
@@ -581,14 +565,6 @@ def test_a_client_whose_request_comes_too_late_is_told_when_to_try_again() -> No
                 assert re.search(r"usually take [01]\.\d+ s", answer.text)
         assert fast.result().status_code == 200, "its route is a quick one"
         assert [each.result().status_code for each in holders] == [200] * 8
-
-
-def wait_until_queued(count: int) -> None:
-    wait_until(lambda: deployment().queued >= count)
-
-
-def deployment() -> Any:
-    return serve.status().applications["default"].deployments["Shop"]
 
 
 # The GIL.
@@ -819,9 +795,6 @@ def test_under_pressure_only_a_replica_whose_threads_compute_begins_one_call_at_
 
         async def answer(self) -> None: ...
 
-    def model() -> Any:
-        return serve.status().applications["default"].deployments["Model"]
-
     handle = serve.run(bind(Model), route_prefix=None)
     try:
         calls = [handle.work.remote()]
@@ -838,8 +811,8 @@ def test_under_pressure_only_a_replica_whose_threads_compute_begins_one_call_at_
         calls += [handle.block.remote()]
         assert blocking.wait(PATIENCE_S)
         calls += [handle.answer.remote(), handle.answer.remote()]
-        wait_until(lambda: model().queued == waiting)
-        assert sum(each.ongoing for each in model().replicas) == 4 - waiting
+        wait_until(lambda: overview("Model").queued == waiting)
+        assert sum(each.ongoing for each in overview("Model").replicas) == 4 - waiting
         over.set()
         free.set()
         for call in calls:
@@ -847,7 +820,6 @@ def test_under_pressure_only_a_replica_whose_threads_compute_begins_one_call_at_
     finally:
         over.set()
         free.set()
-        serve.shutdown()
 
 
 def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:
@@ -857,28 +829,20 @@ def test_a_replica_whose_loop_is_busy_is_late_and_then_is_not() -> None:
             time.sleep(float(request.query_params["s"]))
             return "done"
 
-    def busy() -> Any:
-        return serve.status().applications["default"].deployments["Busy"]
+    url = f"http://127.0.0.1:{served(bind(Busy), request_timeout_s=60)}"
+    with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(12) as threads:
 
-    serve.start(serve.HTTPOptions(port=0, request_timeout_s=60))
-    serve.run(bind(Busy))
-    (url,) = serve.status().proxies
-    try:
-        with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(12) as threads:
+        def get(busy_s: float) -> Future[httpx.Response]:
+            return threads.submit(client.get, f"/?s={busy_s}")
 
-            def get(busy_s: float) -> Future[httpx.Response]:
-                return threads.submit(client.get, f"/?s={busy_s}")
+        calls = [get(5 * LATE_S) for _ in range(12)]
 
-            calls = [get(5 * LATE_S) for _ in range(12)]
+        def is_late() -> bool:
+            if sum(not call.done() for call in calls) < 12:
+                calls.append(get(5 * LATE_S))
+            return bool(overview("Busy").queued)  # it waits although there are free slots
 
-            def is_late() -> bool:
-                if sum(not call.done() for call in calls) < 12:
-                    calls.append(get(5 * LATE_S))
-                return bool(busy().queued)  # it waits although the replica has free slots
-
-            wait_until(is_late)
-            assert {call.result().text for call in calls} == {"done"}
-            assert {get(0.0).result().text for _ in range(40)} == {"done"}
-            assert busy().queued == 0
-    finally:
-        serve.shutdown()
+        wait_until(is_late)
+        assert {call.result().text for call in calls} == {"done"}
+        assert {get(0.0).result().text for _ in range(40)} == {"done"}
+        assert overview("Busy").queued == 0

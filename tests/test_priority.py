@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,14 +15,10 @@ from ingress.base.types import PRIORITIES
 from ingress.calls.call import Call
 from ingress.replicas.overload import HEAD_START_S, UsualTimes, WaitingCalls
 from ingress.testing import Latch
-from tests.fakes import make_call
+from tests.fakes import make_call, together
 from tests.servers import bind, served, set_flags, wait_until
 
-
-@pytest.fixture(autouse=True)
-def stop() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 def call_of(name: str) -> Call:
@@ -175,11 +170,11 @@ def test_an_unknown_priority_is_refused_where_it_is_written(priority: Any) -> No
         handle.options(priority=priority)
 
 
-def test_each_call_leaves_the_queue_once_while_threads_add_and_withdraw_them() -> None:
-    interval = sys.getswitchinterval()
+def test_each_call_leaves_the_queue_once_while_threads_add_and_withdraw_them(
+    switch_interval: None,
+) -> None:
     handle = serve.run(bind(Model), route_prefix=None)
     names = list(PRIORITIES)
-    sys.setswitchinterval(1e-6)
 
     def call_many(number: int) -> None:
         for index in range(100):
@@ -190,14 +185,7 @@ def test_each_call_leaves_the_queue_once_while_threads_add_and_withdraw_them() -
             else:
                 response.result()
 
-    try:
-        threads = [threading.Thread(target=call_many, args=(number,)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(interval)
+    together(*[partial(call_many, number) for number in range(4)])
 
     assert queued() == 0
     wait_until(lambda: handle.note.remote("last").result() is None)

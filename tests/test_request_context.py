@@ -29,7 +29,10 @@ from tests.servers import get, served
 
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
+    pytest.mark.usefixtures("shutdown"),
+]
 
 
 def context() -> dict[str, Any]:
@@ -325,13 +328,10 @@ class Plain:
 
 def test_the_prefix_of_the_application_is_part_of_it(flags: Settings) -> None:
     serve.start({"port": 0})
-    try:
-        port = served(bind(Web, bind(Child)), name="web", route_prefix="/api")
-        serve.run(bind(Plain), name="plain", route_prefix="/plain")
-        assert b'"route":"/api/items/{item_id}","app_name":"web"' in get(port, "/api/items/3").body
-        assert b'"route":"/plain","app_name":"plain"' in get(port, "/plain/any/path").body
-    finally:
-        serve.shutdown()
+    port = served(bind(Web, bind(Child)), name="web", route_prefix="/api")
+    serve.run(bind(Plain), name="plain", route_prefix="/plain")
+    assert b'"route":"/api/items/{item_id}","app_name":"web"' in get(port, "/api/items/3").body
+    assert b'"route":"/plain","app_name":"plain"' in get(port, "/plain/any/path").body
 
 
 @serve.deployment
@@ -343,12 +343,10 @@ class Entrance:
 
 
 def test_in_another_application_it_still_names_the_one_that_was_asked(flags: Settings) -> None:
-    try:
-        serve.run(bind(Child), name="other", route_prefix=None)
-        port = served(bind(Entrance), name="asked", route_prefix="/asked")
-        body = get(port, "/asked").body
-    finally:
-        serve.shutdown()
+    serve.run(bind(Child), name="other", route_prefix=None)
+    port = served(bind(Entrance), name="asked", route_prefix="/asked")
+    body = get(port, "/asked").body
+    serve.shutdown()
 
     assert b'"route":"/asked","app_name":"asked","deployment":"Child"' in body
 
@@ -393,20 +391,23 @@ def test_eight_replicas_never_mix_up_their_requests(flags: Settings, switch_inte
             assert thread == threading.get_ident()
             return [first, serve.get_request_context(), here.replica_tag]
 
+        def items(self) -> Iterator[list[Any]]:
+            yield self.in_def()
+
     handle = serve.run(bind(Mixed), route_prefix=None)
-    try:
-        sent = []
-        for number in range(400):
-            method = "in_def" if number % 2 else "on_loop"
-            options = handle.options(method_name=method, multiplexed_model_id=str(number))
-            sent.append((str(number), method, options.remote()))
-        for model_id, method, response in sent:
-            first, second, tag = response.result(timeout_s=PATIENCE_S)
-            assert first == second
-            assert (first.multiplexed_model_id, first.method_name) == (model_id, method)
-            assert (first.request_id, first.replica) == (response.request_id, tag)
-    finally:
-        serve.shutdown()
+    sent = []
+    for number in range(600):
+        method = ("on_loop", "in_def", "items")[number % 3]
+        options = handle.options(
+            method_name=method, multiplexed_model_id=str(number), stream=method == "items"
+        )
+        sent.append((str(number), method, options.remote()))
+    for model_id, method, response in sent:
+        (found,) = response if method == "items" else [response.result(timeout_s=PATIENCE_S)]
+        first, second, tag = found
+        assert first == second
+        assert (first.multiplexed_model_id, first.method_name) == (model_id, method)
+        assert (first.request_id, first.replica) == (response.request_id, tag)
 
 
 def test_the_deadline_is_the_clients_and_the_same_for_who_is_called() -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import httpx
@@ -24,13 +25,10 @@ from ingress.request_router import (
     RunningReplica,
 )
 from ingress.testing import Latch
+from tests.fakes import together
 from tests.servers import bind, served, set_flags, wait_until
 
-
-@pytest.fixture(autouse=True)
-def stop() -> Iterator[None]:
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 @pytest.fixture(params=["0", "1"], ids=["user0", "user1"])
@@ -310,11 +308,11 @@ def test_a_prefix_router_says_that_it_does_nothing(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize("router", [ConsistentHashRouter, Chosen])
-def test_no_call_is_lost_while_threads_call_cancel_and_end_sessions(router: Any) -> None:
-    interval = sys.getswitchinterval()
+def test_no_call_is_lost_while_threads_call_cancel_and_end_sessions(
+    router: Any, switch_interval: None
+) -> None:
     handle = run(router)
     answered: list[str] = []
-    sys.setswitchinterval(1e-6)
 
     def call_many(number: int) -> None:
         for index in range(60):
@@ -324,14 +322,7 @@ def test_no_call_is_lost_while_threads_call_cancel_and_end_sessions(router: Any)
             else:
                 answered.append(response.result(timeout_s=20))
 
-    try:
-        threads = [threading.Thread(target=call_many, args=(number,)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(interval)
+    together(*[partial(call_many, number) for number in range(4)])
     assert len(answered) == 4 * 51
     wait_until(lambda: queued() == 0)
 

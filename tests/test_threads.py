@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,33 @@ async def worker_pool(limit: int = 4) -> AsyncIterator[WorkerPool]:
     finally:
         pool.shutdown()
         assert await asyncio.to_thread(pool.join, PATIENCE_S)
+
+
+@contextmanager
+def worker_threads(limit: int) -> Iterator[WorkerThreads]:
+    loop = asyncio.new_event_loop()
+    workers = WorkerThreads("workers", limit, loop)
+    yield workers
+    workers.close()
+    assert workers.join(PATIENCE_S)
+    loop.close()
+
+
+@contextmanager
+def loop_executor(limit: int, loop: asyncio.AbstractEventLoop) -> Iterator[LoopExecutor]:
+    executor = LoopExecutor("executor", limit, loop)
+    yield executor
+    executor.shutdown()
+    assert executor.join(PATIENCE_S)
+
+
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the system refuse threads."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 class Ledger:
@@ -131,9 +158,7 @@ async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
 
 @on_the_loop
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled(
-    when: str,
-) -> None:
+async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled(when: str) -> None:
     """It may begin before or after the cancellation: AnyIO's functions wait for its result."""
     began, told = threading.Event(), threading.Event()
     outcome: list[str] = []
@@ -285,125 +310,92 @@ def test_a_call_submitted_while_a_thread_retires_always_runs(
     monkeypatch: pytest.MonkeyPatch, switch_interval: None
 ) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.0005)
-    loop = asyncio.new_event_loop()
-    workers = WorkerThreads("retiring", 2, loop)
     choice = random.Random(2)
-    for _ in range(1_500):
-        ran = threading.Event()
-        workers.submit(ran.set)
-        assert ran.wait(PATIENCE_S)
-        time.sleep(choice.random() * 0.0012)
-    workers.close()
-    assert workers.join(PATIENCE_S)
-    loop.close()
+    with worker_threads(2) as workers:
+        for _ in range(1_500):
+            ran = threading.Event()
+            workers.submit(ran.set)
+            assert ran.wait(PATIENCE_S)
+            time.sleep(choice.random() * 0.0012)
 
 
 def test_retiring_idle_threads_takes_none_that_is_needed(switch_interval: None) -> None:
-    loop = asyncio.new_event_loop()
-    workers = WorkerThreads("idle", 3, loop)
     done = threading.Semaphore(0)
 
     def submit() -> None:
         for _ in range(500):
             workers.submit(done.release)
 
-    submitter = threading.Thread(target=submit)
-    submitter.start()
-    while submitter.is_alive():
-        workers.retire_idle()
-    for _ in range(500):
-        assert done.acquire(timeout=PATIENCE_S)
-    workers.close()
-    assert workers.join(PATIENCE_S)
-    loop.close()
+    with worker_threads(3) as workers:
+        submitter = threading.Thread(target=submit)
+        submitter.start()
+        while submitter.is_alive():
+            workers.retire_idle()
+        for _ in range(500):
+            assert done.acquire(timeout=PATIENCE_S)
 
 
 def test_closing_runs_what_was_submitted_and_refuses_the_rest() -> None:
-    loop = asyncio.new_event_loop()
-    workers = WorkerThreads("closing", 1, loop)
     leave = threading.Event()
     ran: list[int] = []
-    workers.submit(lambda: ran.append(leave.wait(PATIENCE_S)))
-    for number in range(3):
-        workers.submit(lambda number=number: ran.append(number))  # type: ignore[misc]
-    workers.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        workers.submit(lambda: None)
-
-    assert workers.join(0.01) is False
-    leave.set()
-    assert workers.join(PATIENCE_S)
+    with worker_threads(1) as workers:
+        workers.submit(lambda: ran.append(leave.wait(PATIENCE_S)))
+        for number in range(3):
+            workers.submit(lambda number=number: ran.append(number))  # type: ignore[misc]
+        workers.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            workers.submit(lambda: None)
+        assert workers.join(0.01) is False
+        leave.set()
     assert ran == [True, 0, 1, 2]
-    loop.close()
 
 
 def test_a_call_runs_in_a_thread_that_is_there_if_the_system_has_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = asyncio.new_event_loop()
-    threads = WorkerThreads("full", 2, loop)
     gate, done = threading.Event(), threading.Event()
 
     def hold() -> None:
         gate.wait(PATIENCE_S)
 
-    threads.submit(hold)
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", start)
-        threads.submit(done.set)
-    gate.set()
-
-    assert done.wait(PATIENCE_S)
-    threads.close()
-    assert threads.join(PATIENCE_S)
-    loop.close()
+    with worker_threads(2) as workers:
+        workers.submit(hold)
+        with monkeypatch.context() as full:
+            no_more_threads(full)
+            workers.submit(done.set)
+        gate.set()
+        assert done.wait(PATIENCE_S)
 
 
 def test_a_call_is_refused_if_the_system_has_no_thread_and_the_next_may_have_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = asyncio.new_event_loop()
-    threads = WorkerThreads("none", 1, loop)
     done = threading.Event()
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threads.submit(lambda: None)
-    threads.submit(done.set)
-
-    assert done.wait(PATIENCE_S)
-    threads.close()
-    assert threads.join(PATIENCE_S)
-    loop.close()
+    with worker_threads(1) as workers:
+        with monkeypatch.context() as full:
+            no_more_threads(full)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                workers.submit(lambda: None)
+        workers.submit(done.set)
+        assert done.wait(PATIENCE_S)
 
 
 def test_a_thread_outlives_a_call_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     """A callback of a future may raise `SystemExit`; the limit stays the same."""
-    loop = asyncio.new_event_loop()
-    executor = LoopExecutor("outlives", 1, loop)
 
     def let_out(_: object) -> None:
         sys.exit(3)
 
-    for number in range(3):
-        leave = threading.Event()
-        future = executor.submit(leave.wait, PATIENCE_S)
-        future.add_done_callback(let_out)
-        leave.set()
-        assert executor.submit(lambda number=number: number).result(PATIENCE_S) == number
-
-    assert sum("the thread continues" in record.message for record in caplog.records) == 3
-    executor.shutdown()
-    assert executor.join(PATIENCE_S)
+    loop = asyncio.new_event_loop()
+    with loop_executor(1, loop) as executor:
+        for number in range(3):
+            leave = threading.Event()
+            future = executor.submit(leave.wait, PATIENCE_S)
+            future.add_done_callback(let_out)
+            leave.set()
+            assert executor.submit(lambda number=number: number).result(PATIENCE_S) == number
     loop.close()
+    assert sum("the thread continues" in record.message for record in caplog.records) == 3
 
 
 @on_the_loop
@@ -596,8 +588,6 @@ def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
 def test_the_executor_copies_the_context_and_runs_daemon_threads(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    executor = LoopExecutor("own", 2, loop)
-    loop.set_default_executor(executor)
 
     def call() -> tuple[str, bool]:
         return WHO.get(), threading.current_thread().daemon
@@ -613,23 +603,19 @@ def test_the_executor_copies_the_context_and_runs_daemon_threads(
         with pytest.raises(ZeroDivisionError):
             await asyncio.to_thread(lambda: 1 // 0)
 
-    loop.run_until_complete(main())
-    executor.shutdown()
-    assert executor.join(PATIENCE_S)
+    with loop_executor(2, loop) as executor:
+        loop.set_default_executor(executor)
+        loop.run_until_complete(main())
 
 
 def test_a_call_cancelled_before_it_begins_is_not_run(loop: asyncio.AbstractEventLoop) -> None:
-    executor = LoopExecutor("one", 1, loop)
     leave = threading.Event()
     ran: list[int] = []
-    first = executor.submit(leave.wait, PATIENCE_S)
-    second = executor.submit(ran.append, 1)
-    assert second.cancel()
-    leave.set()
-
-    assert first.result(PATIENCE_S)
-    executor.shutdown()
-    assert executor.join(PATIENCE_S)
+    with loop_executor(1, loop) as executor:
+        first = executor.submit(leave.wait, PATIENCE_S)
+        assert executor.submit(ran.append, 1).cancel()
+        leave.set()
+        assert first.result(PATIENCE_S)
     assert ran == []
 
 
@@ -682,8 +668,10 @@ print("left")
 """
 
 
-@pytest.mark.parametrize("run", ["asyncio", "uvloop"])
-@pytest.mark.parametrize("where", ["executor", "pool", "loop"])
+@pytest.mark.parametrize(
+    ("where", "run"),
+    [("executor", "asyncio"), ("executor", "uvloop"), ("pool", "asyncio"), ("loop", "asyncio")],
+)
 def test_a_stuck_thread_never_delays_interpreter_exit(where: str, run: str) -> None:
     begin = time.monotonic()
     result = subprocess.run(

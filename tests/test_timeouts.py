@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import threading
 import time
@@ -19,7 +18,6 @@ from fastapi import BackgroundTasks, FastAPI, WebSocket
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
-from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
@@ -36,12 +34,14 @@ from ingress.http.work import HTTPWork
 from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
 from ingress.testing import Latch
-from tests.fakes import FakeReplica, make_call
+from tests.fakes import FakeReplica, Ledger, make_call
 from tests.servers import (
     PATIENCE_S,
     Connection,
+    asking,
     bind,
     get,
+    ongoing,
     served,
     set_flags,
     uvicorn_in_a_thread,
@@ -58,10 +58,6 @@ def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     serve.shutdown()
 
 
-def asking(timeout_s: object) -> str:
-    return f"x-request-timeout-seconds: {timeout_s}\r\n"
-
-
 def replicas() -> list[ReplicaDetails]:
     applications = serve.status().applications.values()
     return [
@@ -72,34 +68,12 @@ def replicas() -> list[ReplicaDetails]:
     ]
 
 
-class Ledger:
-    """A record of what user code did."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.started: Counter[str] = Counter()
-        self.starts_at: list[float] = []
-        self.running = 0
-        self.most_running = 0
-        self.leave = Latch()
-        self.entered = threading.Event()
-        self.cancelled = threading.Event()
-        self.closed = threading.Event()
-
-    def enter(self, name: str = "") -> None:
-        with self.lock:
-            self.started[name] += 1
-            self.starts_at.append(time.monotonic())
-            self.running += 1
-            self.most_running = max(self.most_running, self.running)
-        self.entered.set()
-
-    def exit(self) -> None:
-        with self.lock:
-            self.running -= 1
-
-
 # The answer.
+
+
+@serve.deployment
+async def never(request: Request) -> None:
+    await asyncio.Future()
 
 
 def test_a_request_that_takes_too_long_is_answered_with_408_in_the_words_of_ray() -> None:
@@ -122,24 +96,14 @@ def test_a_request_that_takes_too_long_is_answered_with_408_in_the_words_of_ray(
     assert answer.headers["x-request-id"] == "r-1"
     assert answer.is_complete
     assert ledger.cancelled.wait(PATIENCE_S), "async work is cancelled"
-    wait_until(lambda: replicas()[0].ongoing == 0)
-
-
-# The guide: "By default, Serve lets client HTTP requests run to completion no matter how long they
-# take."
-def test_without_a_limit_a_request_has_all_the_time_it_needs_and_no_deadline() -> None:
-    @serve.deployment
-    async def seen(request: Request) -> str:
-        return str(CURRENT_CALL.get().deadline)
-
-    port = served(seen.bind())
-
-    assert get(port, "/").body == b"None"
+    wait_until(lambda: ongoing() == 0)
 
 
 @pytest.mark.parametrize(
     ("in_code", "in_environment", "limit_s"),
     [
+        # The guide: "By default, Serve lets client HTTP requests run to completion no matter how
+        # long they take."
         ({}, None, None),
         ({}, "0", None),
         ({}, "7.5", 7.5),
@@ -173,62 +137,16 @@ def test_what_code_says_beats_the_environment(
 
 # The guide: "You can set an end-to-end timeout for HTTP requests by setting the
 # RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S environment variable."
-def test_the_environment_counts_under_a_server_that_is_not_ours(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", ["environment", "start"])
+def test_a_limit_counts_under_a_server_that_is_not_ours(
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(REQUEST_TIMEOUT_S, str(SHORT_S))
-
-    @serve.deployment
-    async def slow(request: Request) -> None:
-        await asyncio.Future()
-
-    with TestClient(slow.bind()) as client:
-        answer = client.get("/")
-
-    assert answer.status_code == 408
-
-
-def test_options_given_to_start_count_under_a_server_that_is_not_ours() -> None:
-    @serve.deployment
-    async def slow(request: Request) -> None:
-        await asyncio.Future()
-
-    serve.start({"host": None, "request_timeout_s": SHORT_S})
-    with TestClient(slow.bind()) as client:
-        answer = client.get("/")
-
-    assert answer.status_code == 408
-
-
-def test_a_timeout_error_of_user_code_is_a_500_and_one_attempt() -> None:
-    ledger = Ledger()
-
-    @serve.deployment
-    async def raising(request: Request) -> None:
-        ledger.enter()
-        raise TimeoutError("mine")
-
-    port = served(
-        raising.bind(), request_timeout_s=30, retry_started_methods=["GET", "HEAD", "OPTIONS"]
-    )
-
-    assert get(port, "/").status == 500
-    assert sum(ledger.started.values()) == 1
-
-
-def test_the_same_connection_serves_on_after_a_408() -> None:
-    @serve.deployment
-    async def some(request: Request) -> str:
-        if request.url.path == "/slow":
-            await asyncio.Future()
-        return "quick"
-
-    with Connection(served(some.bind())) as connection:
-        connection.request("/slow", headers=asking(SHORT_S))
-        connection.receive_until(b"timed out after")
-        connection.receive_until(b"s.")
-        connection.request("/quick")
-        assert connection.receive_all().endswith(b"quick")
+    if place == "environment":
+        monkeypatch.setenv(REQUEST_TIMEOUT_S, str(SHORT_S))
+    else:
+        serve.start({"host": None, "request_timeout_s": SHORT_S})
+    with TestClient(never.bind()) as client:
+        assert client.get("/").status_code == 408
 
 
 def test_a_loop_that_user_code_blocks_does_not_hold_the_408_up(separate: str) -> None:
@@ -246,7 +164,7 @@ def test_a_loop_that_user_code_blocks_does_not_hold_the_408_up(separate: str) ->
     assert not ledger.leave.is_open
     assert replicas()[0].orphans == 1
     ledger.leave.count_down()
-    wait_until(lambda: replicas()[0].ongoing == 0)
+    wait_until(lambda: ongoing() == 0)
 
 
 # The header.
@@ -340,12 +258,12 @@ def test_a_def_that_times_out_keeps_its_slot_until_its_thread_ends() -> None:
     with Connection(port) as waiting:
         waiting.request("/second")
         assert get(port, "/third", asking(SHORT_S)).status == 408, "in the queue"
-        assert ledger.started == {"/first": 1}
+        assert ledger.runs == {"/first": 1}
         ledger.leave.count_down()
         assert waiting.answer().body == b"late"
-    wait_until(lambda: replicas()[0].ongoing == 0)
+    wait_until(lambda: ongoing() == 0)
     assert replicas()[0].orphans == 0
-    assert ledger.started == {"/first": 1, "/second": 1}
+    assert ledger.runs == {"/first": 1, "/second": 1}
     assert ledger.most_running == 1
 
 
@@ -368,16 +286,16 @@ def test_never_more_run_than_there_are_slots_while_timeouts_fire(
     with caplog.at_level(logging.WARNING, "ingress"), ThreadPoolExecutor(16) as clients:
         ask = lambda number: get(port, "/", f"x-request-id: r-{number}\r\n").status  # noqa: E731
         assert set(clients.map(ask, range(120))) == {408}
-        wait_until(lambda: replicas()[0].ongoing == 0)
+        wait_until(lambda: ongoing() == 0)
 
-    assert 4 <= sum(ledger.started.values()) < 120
+    assert 4 <= sum(ledger.runs.values()) < 120
     assert ledger.most_running == 4
     told = Counter(
         record.getMessage().split("request ")[1].split()[0]
         for record in caplog.records
         if record.exc_info and "late" in str(record.exc_info[1])
     )
-    assert told == ledger.started, "each late exception is logged once, with its request's id"
+    assert told == ledger.runs, "each late exception is logged once, with its request's id"
 
 
 def test_an_error_after_the_deadline_is_a_408_even_if_the_timer_is_late(
@@ -403,7 +321,7 @@ def test_an_error_after_the_deadline_is_a_408_even_if_the_timer_is_late(
         assert get(served(slow.bind(), request_timeout_s=SHORT_S), "/").status == 408
         # The slot is free a moment before the error is logged.
         wait_until(lambda: any(each.exc_info for each in caplog.records))
-    assert replicas()[0].ongoing == 0
+    assert ongoing() == 0
     assert [str(each.exc_info[1]) for each in caplog.records if each.exc_info] == ["late"]
 
 
@@ -427,7 +345,7 @@ def test_a_late_result_of_async_code_that_will_not_be_cancelled_is_dropped(
         assert ledger.cancelled.wait(PATIENCE_S)
         assert replicas()[0].orphans == 1
         ledger.leave.count_down()
-        wait_until(lambda: replicas()[0].ongoing == 0)
+        wait_until(lambda: ongoing() == 0)
         connection.request("/", headers=asking(SHORT_S) + "Connection: close\r\n")
         assert connection.receive_all().count(b"HTTP/1.1") == 2
     assert "failed after" not in caplog.text, "it has not failed"
@@ -452,7 +370,7 @@ def test_a_late_stream_is_not_waited_for_by_who_makes_it(caplog: pytest.LogCaptu
 
     assert get(served(stubborn.bind()), "/", asking(SHORT_S)).status == 408
     ledger.leave.count_down()
-    wait_until(lambda: replicas()[0].ongoing == 0)
+    wait_until(lambda: ongoing() == 0)
     assert "failed after" not in caplog.text
 
 
@@ -493,8 +411,8 @@ def test_work_whose_deadline_passed_in_the_queue_never_starts() -> None:
         assert min(late_s) > -0.01
         ledger.leave.count_down()
         assert first.answer().status == 200
-    wait_until(lambda: replicas()[0].ongoing == 0)
-    assert ledger.started == {"/first": 1}
+    wait_until(lambda: ongoing() == 0)
+    assert ledger.runs == {"/first": 1}
 
 
 @pytest.mark.reliability("A09")
@@ -515,14 +433,15 @@ def test_a_call_whose_deadline_passes_on_the_way_to_its_replica_never_starts() -
     assert call.wait_blocking(PATIENCE_S)
     with pytest.raises(RequestTimeoutError):
         call.outcome()
-    assert not ledger.started
-    wait_until(lambda: replicas()[0].ongoing == 0)
+    assert not ledger.runs
+    wait_until(lambda: ongoing() == 0)
 
 
 # Bodies, streams, WebSockets.
 
 
-def test_a_body_that_is_not_there_by_the_deadline_is_answered_with_408() -> None:
+@pytest.mark.parametrize("sent", [b"", b"abc"], ids=["nothing", "half"])
+def test_a_body_that_is_not_there_by_the_deadline_is_answered_with_408(sent: bytes) -> None:
     ledger = Ledger()
 
     @serve.deployment
@@ -532,48 +451,16 @@ def test_a_body_that_is_not_there_by_the_deadline_is_answered_with_408() -> None
 
     with Connection(served(reader.bind(), request_timeout_s=SHORT_S)) as connection:
         connection.request("/", method="POST", headers="Content-Length: 6\r\n")
+        connection.send(sent)
         connection.receive_until(b"timed out after")
-        assert not ledger.started
+        assert not ledger.runs
         # The rest of the body is not parsed as the next request.
-        connection.send(b"abcdef")
+        connection.send(b"abcdef"[len(sent) :])
         connection.request("/", method="POST", headers="Connection: close\r\n")
         rest = connection.receive_all()
     assert rest.count(b"HTTP/1.1 408") == 1
     assert rest.count(b"HTTP/1.1 ") == 1 or rest.endswith(b"0")
-
-
-def test_a_body_that_stops_half_way_is_answered_with_408() -> None:
-    @serve.deployment
-    async def reader(request: Request) -> int:
-        return len(await request.body())
-
-    with Connection(served(reader.bind(), request_timeout_s=SHORT_S)) as connection:
-        connection.request("/", method="POST", headers="Content-Length: 6\r\nConnection: close\r\n")
-        connection.send(b"abc")
-        assert connection.answer().status == 408
-    wait_until(lambda: replicas()[0].ongoing == 0)
-
-
-def test_a_stream_that_has_begun_is_cut_at_the_deadline() -> None:
-    ledger = Ledger()
-
-    async def items() -> AsyncIterator[bytes]:
-        try:
-            yield b"first"
-            await asyncio.Future()
-        finally:
-            ledger.closed.set()
-
-    @serve.deployment
-    async def stream(request: Request) -> StreamingResponse:
-        return StreamingResponse(items())
-
-    answer = get(served(stream.bind(), request_timeout_s=SHORT_S), "/")
-
-    assert (answer.status, answer.body) == (200, b"first")
-    assert not answer.is_complete, "a client must see that it is not all"
-    assert ledger.closed.wait(PATIENCE_S)
-    wait_until(lambda: replicas()[0].ongoing == 0)
+    wait_until(lambda: ongoing() == 0)
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
@@ -581,18 +468,23 @@ def test_a_cut_at_the_deadline_is_one_line_that_says_what_and_why(
     http: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = FastAPI()
+    ledger = Ledger()
 
     @serve.deployment
     @serve.ingress(app)
     class Stream:
         @app.get("/items/{number}")
         async def items(self, number: int) -> AsyncIterator[int]:
-            yield number
-            await asyncio.Future()
+            try:
+                yield number
+                await asyncio.Future()
+            finally:
+                ledger.closed.set()
 
     with uvicorn_in_a_thread(bind(Stream), {"http": http}) as port:
         answer = get(port, "/items/7", asking(SHORT_S) + "x-request-id: r-1\r\n")
-        wait_until(lambda: replicas()[0].ongoing == 0)
+        assert ledger.closed.wait(PATIENCE_S)
+        wait_until(lambda: ongoing() == 0)
 
     assert (answer.status, answer.body, answer.is_complete) == (200, b"7\n", False)
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
@@ -619,7 +511,7 @@ def test_a_stream_whose_thread_is_stuck_is_cut_at_the_deadline_too() -> None:
     assert (answer.status, answer.body, answer.is_complete) == (200, b"first", False)
     assert replicas()[0].orphans == 1
     ledger.leave.count_down()
-    wait_until(lambda: replicas()[0].ongoing == 0)
+    wait_until(lambda: ongoing() == 0)
 
 
 def test_a_client_that_does_not_read_is_cut_at_the_deadline() -> None:
@@ -634,7 +526,7 @@ def test_a_client_that_does_not_read_is_cut_at_the_deadline() -> None:
     with Connection(served(endless.bind()), receive_buffer=4096) as connection:
         connection.request("/", headers=asking(SHORT_S))
         wait_until(lambda: replicas()[0].ongoing == 1)
-        wait_until(lambda: replicas()[0].ongoing == 0)
+        wait_until(lambda: ongoing() == 0)
 
 
 @pytest.mark.parametrize("also_by", ["alone", "the-server"])
@@ -719,7 +611,7 @@ def test_a_response_in_time_is_whole_and_its_background_task_has_no_deadline() -
     assert left[1:] == [None, None]
 
 
-def test_a_websocket_has_no_deadline_once_it_is_accepted_and_one_until_then() -> None:
+def test_a_websocket_has_no_deadline_once_it_is_accepted() -> None:
     app = FastAPI()
 
     @serve.deployment
@@ -731,18 +623,11 @@ def test_a_websocket_has_no_deadline_once_it_is_accepted_and_one_until_then() ->
             assert CURRENT_CALL.get().deadline is None
             await socket.send_text(await socket.receive_text())
 
-        @app.websocket("/never")
-        async def never(self, socket: WebSocket) -> None:
-            await asyncio.Future()
-
     url = f"ws://127.0.0.1:{served(bind(Sockets), request_timeout_s=SHORT_S)}"
     with connect(url + "/open") as socket:
         time.sleep(2 * SHORT_S)
         socket.send("still here")
         assert socket.recv(PATIENCE_S) == "still here"
-    with pytest.raises(InvalidStatus):
-        connect(url + "/never", open_timeout=PATIENCE_S)
-    wait_until(lambda: replicas()[0].ongoing == 0)
 
 
 # Calls by handle.
@@ -760,8 +645,6 @@ class Middle:
 
     async def __call__(self, request: Request) -> Any:
         match request.url.path:
-            case "/deadlines":
-                return [CURRENT_CALL.get().deadline, await self.child.deadline.remote()]
             case "/wait":
                 return await self.child.wait.remote()
             case "/thread":
@@ -788,13 +671,6 @@ class Child:
             raise
 
 
-def test_the_deadline_travels_to_child_calls_and_is_not_reset() -> None:
-    port = served(bind(Middle, bind(Child, Ledger())), request_timeout_s=30)
-    own, childs = json.loads(get(port, "/deadlines").body)
-
-    assert own == childs
-
-
 def test_a_call_from_outside_of_http_has_no_deadline() -> None:
     served(bind(Middle, bind(Child, Ledger())), request_timeout_s=SHORT_S)
     handle = serve.get_deployment_handle("Child", "default")
@@ -809,7 +685,7 @@ def test_a_child_is_cancelled_at_its_parents_deadline(path: str) -> None:
 
     assert get(port, path, asking(SHORT_S)).status == 408
     assert ledger.cancelled.wait(PATIENCE_S)
-    wait_until(lambda: not any(each.ongoing for each in replicas()))
+    wait_until(lambda: ongoing() == 0)
 
 
 def test_a_child_that_waits_for_a_slot_is_settled_at_the_deadline_and_never_starts() -> None:
@@ -820,10 +696,10 @@ def test_a_child_that_waits_for_a_slot_is_settled_at_the_deadline_and_never_star
     assert ledger.entered.wait(PATIENCE_S)
 
     assert get(port, "/thread", asking(SHORT_S)).status == 408
-    wait_until(lambda: sum(each.ongoing for each in replicas()) == 1)
+    wait_until(lambda: ongoing() == 1)
     first.cancel()
-    wait_until(lambda: not any(each.ongoing for each in replicas()))
-    assert sum(ledger.started.values()) == 1
+    wait_until(lambda: ongoing() == 0)
+    assert sum(ledger.runs.values()) == 1
 
 
 def test_a_child_that_is_not_awaited_ends_at_the_deadline_of_its_request() -> None:
@@ -887,7 +763,7 @@ def test_code_that_hears_of_the_deadline_by_a_call_first_cannot_answer(way: str)
         connection.receive_until(b"s.")
         connection.request("/next")
         assert connection.receive_all().endswith(b'"served"')
-    wait_until(lambda: not any(each.ongoing for each in replicas()))
+    wait_until(lambda: ongoing() == 0)
 
 
 def test_a_call_made_after_the_deadline_does_not_begin() -> None:
@@ -913,7 +789,7 @@ def test_a_call_made_after_the_deadline_does_not_begin() -> None:
 
     assert ledger.closed.wait(PATIENCE_S)
     assert isinstance(seen[0], RequestTimeoutError)
-    assert not ledger.started
+    assert not ledger.runs
 
 
 # The timer.

@@ -19,20 +19,8 @@ import pytest
 import ingress as serve
 from ingress.calls.loops import EventLoopThread, ThreadAware, new_event_loop, run_blocking, start_on
 from tests.loop_apps import WITH_ASYNCIO_ALONE, fresh
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    bind,
-    environment,
-    get,
-    process,
-    result,
-    served,
-    set_flags,
-    turns,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, environment, process, write_module
+from tests.servers import PATIENCE_S, bind, get, result, served, set_flags, turns, wait_until
 
 CLIENTS = 12
 
@@ -45,12 +33,6 @@ async def visit(port: int, module: Any) -> None:
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         await asyncio.wait_for(module.load(client, CLIENTS), PATIENCE_S)
-
-
-@pytest.fixture
-def shutdown() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 @pytest.mark.parametrize("name", WITH_ASYNCIO_ALONE)
@@ -352,9 +334,7 @@ def test_a_closed_loop_refuses_a_call_from_another_thread() -> None:
         home.loop.call_soon(print)
 
 
-def test_a_loop_that_has_ended_is_gone_without_the_garbage_collector(
-    home: EventLoopThread,
-) -> None:
+def test_a_loop_that_has_ended_is_gone_without_the_garbage_collector(home: EventLoopThread) -> None:
     ended_loop = EventLoopThread("ended")
     wait_started = threading.Event()
     ended_loop.loop.call_soon(wait_started.set)

@@ -174,10 +174,12 @@ def test_a_version_that_does_not_start_leaves_the_old_one() -> None:
         serve.run(version("broken", num_replicas=2), route_prefix=None)
 
     local_engine().wait_until_settled("default", PATIENCE_S)
+    assert serve.status().applications["default"].status == "DEPLOY_FAILED"
     assert {result(handle.remote()) for _ in range(8)} == {"one"}
     replicas = local_engine().applications["default"].ingress.members
     assert [each.number for each in replicas] == [0, 1]
     serve.run(version("two"), route_prefix=None)
+    assert serve.status().applications["default"].status == "RUNNING"
     assert {result(handle.remote()) for _ in range(8)} == {"two"}
 
 

@@ -24,7 +24,6 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.base.types import DeploymentID
 from ingress.calls.call import Call
-from ingress.calls.loops import run_blocking
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -36,15 +35,20 @@ from ingress.http.retrying import RequestLimits
 from ingress.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica
-from tests.servers import PATIENCE_S, Connection, bind, set_flags, until, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    UPGRADE,
+    Connection,
+    asking,
+    bind,
+    end_a_replica,
+    set_flags,
+    until,
+    wait_until,
+)
 
-LONG_S = 30.0
 SHORT_S = 0.2
 LISTED: dict[str, Any] = {"retry_started_methods": ["GET"]}
-UPGRADE = (
-    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-)
 
 
 @pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
@@ -97,19 +101,6 @@ class Engine:
             and all(len(_tasks(loop)) <= self._tasks.get(loop, 0) for loop in self._loops())
         )
 
-    def end_a_replica(self, which: Callable[[Any], bool] = lambda replica: True) -> None:
-        """Remove a replica as the control plane does, without draining it."""
-        deployment = self.running.ingress
-
-        async def end() -> None:
-            member = next(each for each in deployment.members if which(each.replica))
-            deployment.desire(count=deployment.desired.count - 1)
-            deployment.members.remove(member)
-            deployment.router.remove(member.replica)
-            await member.replica.stop(0.5)
-
-        run_blocking(self.engine.threads.control.loop, end(), PATIENCE_S)
-
 
 def _tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
     return {each for each in asyncio.all_tasks(loop) if not each.done()}
@@ -120,10 +111,6 @@ def request(engine: Engine, headers: str = "", path: str = "/") -> Connection:
     connection = Connection(engine.port)
     connection.request(path, headers=headers + "Connection: close\r\n")
     return connection
-
-
-def asking(timeout_s: float) -> str:
-    return f"x-request-timeout-seconds: {timeout_s}\r\n"
 
 
 # A pause before a retry: the proxy and the router, over fake replicas.
@@ -325,8 +312,8 @@ def test_clients_that_leave_or_are_late_while_replicas_end_leave_nothing(
 
     with ThreadPoolExecutor(8) as clients:
         answers = [clients.submit(ask, number) for number in range(120)]
-        engine.end_a_replica()
-        engine.end_a_replica()
+        end_a_replica()
+        end_a_replica()
         statuses = Counter(answer.result() for answer in answers)
     assert set(statuses) <= {0, 200, 408, 503}
     assert statuses[0] == 40
@@ -558,9 +545,7 @@ def family(loads: Loads, loader: str) -> Any:
         async def __call__(self, request: Request) -> list[str]:
             model_id = request.url.path[1:]
             responses = [self.child.remote(model_id) for _ in range(3)]
-            if request.headers.get("x-one"):
-                await loads.gate("cancel one")
-                responses.pop(0).cancel()
+
             return [await response for response in responses]
 
     return bind(serve.deployment(Parent), bind(serve.deployment(Children)))
@@ -590,24 +575,6 @@ def test_a_parent_that_is_cancelled_ends_the_load_its_children_wait_for(
         assert client.answer().body == b'["a","a","a"]'
     wait_until(engine.is_idle)
     assert loads.began["a"] == loads.ended["a"] == 2
-
-
-@loaders
-def test_a_child_that_is_cancelled_leaves_the_load_to_the_others_that_wait(
-    separate: str, loader: str, switch_interval: None
-) -> None:
-    loads = Loads()
-    engine = Engine(family(loads, loader))
-    with request(engine, "x-one: 1\r\n", "/a") as client:
-        wait_until(lambda: loads.asked == 3 and loads.began["a"] == 1)
-        loads.gate("cancel one").count_down()
-        (children,) = engine.replicas("Children")
-        wait_until(lambda: children.ongoing == 2)
-        loads.gate("load a").count_down()
-        loads.gate("use a").count_down()
-        assert client.answer().body == b'["a","a"]'
-    wait_until(engine.is_idle)
-    assert loads.began["a"] == loads.ended["a"] == 1
 
 
 @loaders
@@ -671,7 +638,7 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     wait_until(lambda: replica.begun == 6)  # a call that has not begun waits for another replica
     match how:
         case "died":
-            ending = threading.Thread(target=engine.end_a_replica)
+            ending = threading.Thread(target=end_a_replica)
         case "replaced":
             ending = threading.Thread(target=serve.run, args=(bind(deployment),))
         case _:

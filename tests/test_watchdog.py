@@ -17,8 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from importlib import import_module
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -28,7 +27,6 @@ import pytest
 from starlette.testclient import TestClient
 
 import ingress as serve
-from app_examples import slow_server
 from ingress.base.counters import Latency
 from ingress.base.settings import STALL_THRESHOLD_MS
 from ingress.base.types import DeploymentID, ReplicaID
@@ -39,22 +37,17 @@ from ingress.watchdog.loop_probe import LoopProbe, Runner, Sample
 from ingress.watchdog.records import StallLog
 from ingress.watchdog.sampler import Sampler
 from ingress.watchdog.stacks import Place, Stack
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    UVICORN,
-    environment,
-    get,
-    process,
-    set_flags,
-    wait_until,
-    write_module,
-)
+from tests.fakes import together
+from tests.programs import INGRESS, UVICORN, environment, process, write_module
+from tests.servers import PATIENCE_S, get, set_flags, wait_until
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::ingress.exceptions.SyncMethodOnEventLoopWarning",
-    "ignore:max_concurrent_queries is deprecated:DeprecationWarning",
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::ingress.exceptions.SyncMethodOnEventLoopWarning",
+        "ignore:max_concurrent_queries is deprecated:DeprecationWarning",
+    ),
+    pytest.mark.usefixtures("shutdown"),
+]
 
 THREAD = "ingress-watchdog"
 UVLOOP: dict[str, Any] = {"use_uvloop": True}
@@ -85,12 +78,6 @@ def records() -> Iterator[Records]:
 @pytest.fixture(autouse=True)
 def stalls_are_quiet() -> None:
     """Do not silence the watchdog in this module."""
-
-
-@pytest.fixture(autouse=True)
-def stop() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 class Gate:
@@ -194,6 +181,9 @@ class Model:
     def making(self, kind: type) -> object:
         helper(gate)
         return kind()
+
+    def streaming(self):
+        yield helper(gate)
 
     async def spawning(self) -> str:
         async def later():
@@ -319,17 +309,21 @@ def run(module: ModuleType) -> serve.DeploymentHandle:
     return serve.run(module.model, route_prefix=None)
 
 
-@pytest.mark.parametrize("method", ["plain", "spawning"])
-def test_a_def_and_a_task_of_the_users_own_are_named_by_what_we_called(
-    user_module: Load, gate: Gate, records: Records, method: str
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [("plain", "Model.plain"), ("streaming", "Model.streaming"), ("spawning", "later")],
+)
+def test_a_def_a_generator_and_a_task_of_the_users_own_are_named_by_what_we_called(
+    user_module: Load, gate: Gate, records: Records, method: str, named: str
 ) -> None:
     module = user_module(BLOCKING, gate=gate)
-    response = getattr(run(module), method).remote()
+    is_stream = method == "streaming"
+    response = getattr(run(module).options(stream=is_stream), method).remote()
     stall = gate.open_when_noticed()
-    assert response.result(timeout_s=PATIENCE_S) == "x"
+    assert (next(response) if is_stream else response.result(timeout_s=PATIENCE_S)) == "x"
 
     assert stall.request_ids == (response.request_id,)
-    assert stall.method == ("Model.plain" if method == "plain" else "later")
+    assert stall.method == named
     assert (stall.place.file, stall.place.line) == line_of(module, "# here")
     wait_until(lambda: records.all)
     assert [each.request_id for each in records.all] == [response.request_id]  # type: ignore[attr-defined]
@@ -633,11 +627,7 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
             WATCHDOG.watch(home.loop, owner, 0.01)
             WATCHDOG.unwatch(home.loop, owner)
 
-    threads = [threading.Thread(target=come_and_go, args=(home,)) for home in loops]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    together(*[partial(come_and_go, home) for home in loops])
     wait_until(lambda: not watchdogs())
     owner = Owner("last")
     loops[0].mailbox.post(WATCHDOG.watch, loops[0].loop, owner, 0.01)  # the watchdog still works
@@ -714,33 +704,33 @@ def test_a_loop_that_is_busy_with_nothing_in_particular_does_not_stand_still() -
     assert (stall.place.line, stall.calls) == (7, 6)
 
 
+CRUNCH = Place("users.py", 1, "M.crunch")
+COMPUTED = Runner(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
+
+
 def test_a_waiting_loop_is_reported_only_if_another_thread_computes() -> None:
-    place = Place("users.py", 1, "M.crunch")
-    computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())
-        seen(loop, None, None, None, place)
+        seen(loop, None, None, None, CRUNCH)
         assert loop.judge(1.0, []) == (None, None)
-        stall, _ = loop.judge(1.0, [computed])
+        stall, _ = loop.judge(1.0, [COMPUTED])
 
     assert stall is not None
-    assert (stall.reason, stall.place) == (StallReason.GIL, place)
+    assert (stall.reason, stall.place) == (StallReason.GIL, CRUNCH)
 
 
 def test_a_loop_that_lost_the_gil_in_the_middle_of_its_work_is_not_to_blame() -> None:
-    place = Place("users.py", 1, "M.crunch")
-    computed = Runner(ident=1, ran_s=0.9, stack=Stack((place,), place, "M.crunch", is_users=True))
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())
         seen(loop, Place("users.py", 9, "M.innocent"))
-        blamed, _ = loop.judge(1.0, [computed])
+        blamed, _ = loop.judge(1.0, [COMPUTED])
         loop.starved_s = 0.9
-        cleared, _ = loop.judge(1.0, [computed])
+        cleared, _ = loop.judge(1.0, [COMPUTED])
 
     assert blamed is not None
     assert (blamed.reason, blamed.place.line) == (StallReason.BLOCKED, 9)
     assert cleared is not None
-    assert (cleared.reason, cleared.place) == (StallReason.GIL, place)
+    assert (cleared.reason, cleared.place) == (StallReason.GIL, CRUNCH)
 
 
 # In separate processes.
@@ -805,7 +795,7 @@ def test_a_process_that_was_stopped_and_goes_on_reports_nothing(tmp_path: Path) 
 
 
 FORKING = """
-import asyncio, os, threading, time
+import os, threading
 import ingress as serve
 from users import model
 from ingress.calls.loops import EventLoopThread
@@ -817,9 +807,8 @@ serve.run(model, route_prefix=None)
 child = os.fork()
 if child == 0:
     home = EventLoopThread("childs")
-    go = threading.Event()
     home.mailbox.post(WATCHDOG.watch, home.loop, Owner("Child"), 0.01)
-    home.mailbox.post(go.wait)
+    home.mailbox.post(threading.Event().wait)
     wait_until(lambda: [stall for stall in serve.stalls() if stall.deployment == "Child"])
     print("the child's loop is watched", flush=True)
     os._exit(0)
@@ -855,82 +844,6 @@ def test_loops_of_asyncio_in_threads_of_ours_are_watched(tmp_path: Path) -> None
     with process([sys.executable, "without.py"], tmp_path, environment(tmp_path)) as child:
         assert child.wait() == 0
         assert child.output.splitlines()[-1] == "Model.blocking 13"
-
-
-# The examples.
-
-LINES = {
-    "blocking_cpu": "time.sleep(1)",
-    "blocking_echo": "time.sleep(1)",
-    "blocking_http": "resp = requests.get(url())",
-    "blocking_stream": "time.sleep(1)",
-}
-FREE = ("async_http", "async_io_bound", "async_stream")
-
-
-@pytest.mark.thorough
-def test_each_blocking_example_is_reported(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STALL_THRESHOLD_MS, "100")  # of the 1,000 ms that each one blocks
-    with ExitStack() as stack:
-        _serve_slowly(stack, monkeypatch)
-        _ask_examples("blocking_stream", *LINES)
-        wait_until(lambda: {each.application for each in _of_examples(gate)} == {*LINES})
-        serve.shutdown()
-    for stall in _of_examples(gate):
-        assert Path(stall.place.file).stem == stall.application
-
-
-@pytest.mark.thorough
-def test_no_async_example_is_reported(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Between an import, a busy machine and the second that each example waits.
-    monkeypatch.setenv(STALL_THRESHOLD_MS, "900")
-    with ExitStack() as stack:
-        _serve_slowly(stack, monkeypatch)
-        _ask_examples("async_stream", *FREE)
-        serve.shutdown()
-    assert [each for each in gate.over() if each.reason is StallReason.BLOCKED] == []
-
-
-def _serve_slowly(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = stack.enter_context(slow_server.running())
-    monkeypatch.setenv("SLOW_SERVER_URL", slow.url)
-    asyncio.run(_get_once(slow.url))
-
-
-def _ask_examples(streaming: str, *names: str) -> None:
-    """Serve examples and ask each once, all at the same time."""
-    handles = {
-        name: serve.run(import_module(f"app_examples.{name}").app, name=name, route_prefix=None)
-        for name in names
-    }
-    stream = handles.pop(streaming).options(stream=True).remote(None)
-    responses = [handle.remote(None) for handle in handles.values()]
-    next(stream)
-    stream.cancel()
-    for response in responses:
-        response.result(timeout_s=PATIENCE_S)
-
-
-def _of_examples(gate: Gate) -> list[serve.Stall]:
-    """Return the stalls at the lines that block."""
-    return [
-        each
-        for each in gate.over()
-        if each.reason is StallReason.BLOCKED
-        and each.application in LINES
-        and LINES[each.application]
-        == Path(each.place.file).read_text().splitlines()[each.place.line - 1].strip()
-    ]
-
-
-async def _get_once(url: str) -> None:
-    """Use both clients once: their imports take longer than a stall may."""
-    import httpx
-    import requests
-
-    async with httpx.AsyncClient() as client:
-        await client.get(url)
-    await asyncio.to_thread(requests.get, url)
 
 
 STARTS_AND_LOOKS = """
@@ -975,12 +888,5 @@ print("over", gc.isenabled())
 
 
 def test_looking_at_threads_never_waits_for_one_that_starts_another() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STARTS_AND_LOOKS],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-
-    assert done.stdout == "over True\n"
+    command = [sys.executable, "-c", STARTS_AND_LOOKS]
+    assert subprocess.check_output(command, timeout=PATIENCE_S) == b"over True\n"
