@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message
 
 import ingress as serve
-from tests.servers import PATIENCE_S, bind, set_flags, turns, until
+from tests.servers import PATIENCE_S, bind, turns, until
 
 pytestmark = pytest.mark.anyio
 
@@ -31,11 +31,17 @@ HEADERS: dict[str, list[tuple[bytes, bytes]]] = {
 }
 
 
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-async def asgi(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[serve.Application]:
-    set_flags(monkeypatch, request.param)
+def scope_of(path: str, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "server": ("localhost", 80), "client": ("localhost", 1), "headers": [],
+        **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+async def asgi(separate: str) -> AsyncIterator[serve.Application]:
     app = FastAPI()
 
     @serve.deployment(max_ongoing_requests=1)
@@ -59,7 +65,6 @@ async def asgi(
     application = bind(Bodies)
     async with application.lifespan(app):
         yield application
-    serve.shutdown()
 
 
 async def ask(app: Any, path: str, parts: Iterator[bytes] | list[bytes], **scope: Any) -> Any:
@@ -75,13 +80,8 @@ async def ask(app: Any, path: str, parts: Iterator[bytes] | list[bytes], **scope
     async def send(message: Message) -> None:
         answer.append(message)
 
-    given = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "server": ("localhost", 80), "client": ("localhost", 1), "headers": [],
-    }  # fmt: skip
     async with asyncio.timeout(PATIENCE_S):
-        await app({**given, **scope}, receive, send)
+        await app(scope_of(path, **scope), receive, send)
     body = b"".join(each.get("body", b"") for each in answer[1:])
     return answer[0]["status"], json.loads(body) if answer[0]["status"] == 200 else body
 
@@ -121,11 +121,7 @@ async def test_a_request_whose_first_message_is_awaited_holds_no_slot(
     async def send(message: Message) -> None:
         first.append(message)
 
-    scope = {
-        "type": "http", "http_version": "2", "method": "GET", "path": "/raw", "query_string": b"",
-        "root_path": "", "headers": [],
-    }  # fmt: skip
-    slow = asyncio.create_task(asgi(scope, receive, send))
+    slow = asyncio.create_task(asgi(scope_of("/raw", http_version="2"), receive, send))
     await has_asked.wait()
     assert await ask(asgi, "/raw", [b""]) == (200, "")
     await turns()
@@ -154,11 +150,8 @@ async def test_a_server_that_cannot_send_any_more_is_no_fault_of_user_code(
     async def send(message: Message) -> None:
         raise BrokenPipeError("the client has left")
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1",
-        "method": "GET", "path": path, "query_string": b"", "root_path": "", "headers": deadline,
-    }  # fmt: skip
-    await asgi(scope, receive, send)
+    spec = {"version": "3.0", "spec_version": "2.4"}
+    await asgi(scope_of(path, asgi=spec, headers=deadline), receive, send)
 
     assert not caplog.records
 

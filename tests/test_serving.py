@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -25,18 +23,9 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Scope
 
 import ingress as serve
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    UVICORN,
-    bind,
-    environment,
-    get,
-    process,
-    set_flags,
-    wait_until,
-    write_module,
-)
+from ingress import testing
+from tests.programs import INGRESS, UVICORN, environment, process, write_module
+from tests.servers import PATIENCE_S, bind, get, wait_until
 
 APP = """
 from fastapi import FastAPI, Request
@@ -68,13 +57,6 @@ failing = Failing.bind()
 """
 
 
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param)
-    yield request.param
-    serve.shutdown()
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_module(tmp_path, "app", APP)
@@ -86,16 +68,17 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.reliability("F08")
 @pytest.mark.parametrize(
-    "command",
+    ("command", "separate"),
     [
-        [*UVICORN, "app:hello"],
-        [*UVICORN, "app:hello", "--loop", "asyncio", "--http", "h11"],
-        [*INGRESS, "run", "app:hello", "--port", "0"],
+        ([*UVICORN, "app:hello"], "1"),
+        ([*UVICORN, "app:hello", "--loop", "asyncio", "--http", "h11"], "0"),
+        ([*INGRESS, "run", "app:hello", "--port", "0"], "0"),
+        ([*INGRESS, "run", "app:hello", "--port", "0"], "1"),
     ],
-    ids=["uvicorn", "uvicorn-asyncio-h11", "ingress-run"],
+    ids=["uvicorn", "uvicorn-asyncio-h11", "ingress-run-shared", "ingress-run"],
 )
 def test_a_server_serves_it_and_stops_cleanly(
-    folder: Path, separate: str, command: list[str]
+    folder: Path, command: list[str], separate: str
 ) -> None:
     with process(command, folder, environment(folder, separate=separate)) as server:
         assert get(server.port, "/sync?name=me").body == b'"hi me"'
@@ -166,12 +149,12 @@ def test_uvicorn_serves_it_on_a_unix_socket(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [[*UVICORN, "app:failing"], [*INGRESS, "run", "app:failing", "--port", "0"]],
+    ("command", "separate"),
+    [([*UVICORN, "app:failing"], "0"), ([*INGRESS, "run", "app:failing", "--port", "0"], "1")],
     ids=["uvicorn", "ingress-run"],
 )
 def test_a_constructor_that_fails_ends_the_server_with_its_traceback(
-    folder: Path, separate: str, command: list[str]
+    folder: Path, command: list[str], separate: str
 ) -> None:
     with process(command, folder, environment(folder, separate=separate)) as server:
         assert server.wait() not in (0, -15)
@@ -276,8 +259,7 @@ def test_it_is_served_twice_in_one_process(
     assert way(greeting("again")) == ["hi again"] * 2
 
 
-@pytest.mark.parametrize("count", [30])
-def test_the_first_requests_start_it_once(separate: str, count: int) -> None:
+def test_the_first_requests_start_it_once(separate: str) -> None:
     made: list[int] = []
 
     @serve.deployment(num_replicas=3)
@@ -293,7 +275,7 @@ def test_the_first_requests_start_it_once(separate: str, count: int) -> None:
     async def ask() -> set[str]:
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            answers = await asyncio.gather(*(client.get("/") for _ in range(count)))
+            answers = await asyncio.gather(*(client.get("/") for _ in range(30)))
         return {answer.text for answer in answers}
 
     assert asyncio.run(ask()) == {"x"}
@@ -364,31 +346,36 @@ async def test_a_first_comer_that_leaves_does_not_take_the_start_with_it(separat
     await application.aclose()
 
 
-def test_the_users_exception_is_raised_again_after_its_500(separate: str) -> None:
-    with TestClient(greeting()) as client, pytest.raises(ValueError, match="the user's own"):
+either_client = pytest.mark.parametrize("make", [TestClient, testing.TestClient])
+
+
+@either_client
+def test_the_users_exception_is_raised_in_the_test_unless_it_wants_the_500(
+    separate: str, make: type[TestClient]
+) -> None:
+    with make(greeting()) as client, pytest.raises(ValueError, match="the user's own"):
         client.get("/boom")
-    with TestClient(greeting(), raise_server_exceptions=False) as client:
+    with make(greeting(), raise_server_exceptions=False) as client:
         assert client.get("/boom").status_code == 500
 
 
-def test_a_constructor_that_fails_fails_the_client_with_its_error(separate: str) -> None:
-    @serve.deployment
-    class Failing:
-        def __init__(self) -> None:
-            raise ValueError("no model file")
+@serve.deployment
+class Failing:
+    def __init__(self) -> None:
+        raise ValueError("no model file")
 
+
+@either_client
+def test_a_constructor_that_fails_fails_the_client_with_its_error(
+    separate: str, make: type[TestClient]
+) -> None:
     with pytest.raises(RuntimeError, match="'Failing' failed to start: ValueError: no model"):
-        with TestClient(bind(Failing)):
+        with make(bind(Failing)):
             pass  # pragma: no cover
 
 
 @pytest.mark.anyio
 async def test_a_failed_start_is_answered_as_the_lifespan_protocol_says(separate: str) -> None:
-    @serve.deployment
-    class Failing:
-        def __init__(self) -> None:
-            raise ValueError("no model file")
-
     sent: list[Message] = []
 
     async def receive() -> dict[str, str]:
@@ -506,16 +493,6 @@ def test_http_may_be_off(separate: str) -> None:
 
     assert handle.def_endpoint.remote().result(timeout_s=PATIENCE_S) == "hi you"
     assert serve.status().proxies == {}
-
-
-def test_every_port_is_closed_after_it(separate: str) -> None:
-    serve.start({"port": 0})
-    (url,) = serve.status().proxies
-    found = re.search(r":(\d+)$", url)
-    assert found is not None
-    serve.shutdown()
-    with socket.socket() as client:
-        assert client.connect_ex(("127.0.0.1", int(found[1]))) != 0
 
 
 def test_two_applications_that_start_at_once_have_two_names(separate: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -27,19 +26,8 @@ from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
 from tests.fakes import bind, together
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    ROUNDS,
-    UVICORN,
-    environment,
-    get,
-    process,
-    served,
-    set_flags,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, UVICORN, environment, free_port, process, write_module
+from tests.servers import PATIENCE_S, ROUNDS, get, overview, served, set_flags, wait_until
 
 BOUND_S = 4.0
 """Bound on operations that abandon a stuck constructor: 1 s, plus time for a busy machine."""
@@ -74,43 +62,29 @@ def fine(answer: str = "fine", **options: Any) -> Any:
 
 def slow(doors: Doors, kind: str = "def", **options: Any) -> Any:
     """Return an application whose constructor, of a given kind, waits at the doors."""
-    if kind == "def":
+    deployment = serve.deployment(name="Model", **options)
 
-        @serve.deployment(name="Model", **options)
-        class Blocks:
-            def __init__(self) -> None:
-                doors.entered.count_down()
-                doors.leave.wait()
+    class Blocks:
+        def __init__(self) -> None:
+            doors.entered.count_down()
+            doors.leave.wait()
 
-            async def __call__(self) -> str:
-                return "slow"
+    class Awaits:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            doors.entered.count_down()
+            await doors.leave
 
-        return bind(Blocks)
-    if kind == "async def":
+    async def call(self: Any) -> str:
+        return "slow"
 
-        @serve.deployment(name="Model", **options)
-        class Awaits:
-            async def __init__(self) -> None:  # type: ignore[misc]
-                doors.entered.count_down()
-                await doors.leave
+    @serve.method(execution="serial")
+    def call_in_thread(self: Any) -> str:
+        return "slow"
 
-            async def __call__(self) -> str:
-                return "slow"
-
-        return bind(Awaits)
-    if kind == "serial":
-
-        @serve.deployment(name="Model", **options)
-        class Serial:
-            def __init__(self) -> None:
-                doors.entered.count_down()
-                doors.leave.wait()
-
-            @serve.method(execution="serial")
-            def __call__(self) -> str:
-                return "slow"
-
-        return bind(Serial)
+    if kind in ("def", "async def", "serial"):
+        cls: Any = Awaits if kind == "async def" else Blocks
+        cls.__call__ = call_in_thread if kind == "serial" else call
+        return bind(deployment(cls))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -120,7 +94,7 @@ def slow(doors: Doors, kind: str = "def", **options: Any) -> Any:
 
     app = FastAPI(lifespan=lifespan)
 
-    @serve.deployment(name="Model", **options)
+    @deployment
     @serve.ingress(app)
     class StartsUp:
         @app.get("/")
@@ -227,9 +201,7 @@ def test_an_application_serves_on_until_what_replaces_it_is_ready(doors: Doors) 
     doors.leave.count_down()
     assert running.join().error is None
     assert get(port, "/").body == b"slow"
-    assert serve.status().applications["default"].deployments["Model"].replica_states == {
-        "RUNNING": 1
-    }
+    assert overview("Model").replica_states == {"RUNNING": 1}
 
 
 def test_a_websocket_to_what_starts_is_refused_with_503(doors: Doors) -> None:
@@ -340,20 +312,6 @@ def test_the_server_goes_on_after_the_only_start_failed_until_a_shutdown() -> No
     assert (serve.status().applications, threading.active_count() < threads) == ({}, True)
 
 
-def test_an_application_serves_on_when_the_one_that_should_replace_it_fails() -> None:
-    port = served(fine("old"))
-    with pytest.raises(RuntimeError, match="no weights"):
-        serve.run(failing(fine("new")))
-
-    seen = serve.status().applications["default"]
-    assert seen.status is ApplicationStatus.DEPLOY_FAILED
-    assert seen.deployments["Model"].replica_states == {"RUNNING": 1}
-    assert get(port, "/").body == b"old"
-    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "old"
-    served(fine("newer"))
-    assert serve.status().applications["default"].status is ApplicationStatus.RUNNING
-
-
 def test_what_is_being_deleted_is_listed_as_deleting(doors: Doors) -> None:
     @serve.deployment(name="Model")
     class Held:
@@ -411,13 +369,18 @@ def test_a_failed_start_is_ended_once_whatever_ends_it(ending: str) -> None:
 
 
 @pytest.mark.reliability("B04")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_constructor_that_hangs_holds_up_no_other_application(doors: Doors, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "separate"), [*((kind, "1") for kind in KINDS), ("async def", "0")]
+)
+def test_a_constructor_that_hangs_holds_up_no_other_application(
+    doors: Doors, kind: str, separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, separate)
     port, running = starting_port(slow(doors, kind), doors, name="slow", route_prefix="/slow")
 
     handle = in_time(lambda: serve.run(fine(), name="other", route_prefix="/other"))
     assert handle.remote().result(timeout_s=PATIENCE_S) == "fine"
-    assert get(port, "/other").status == 200
+    assert (get(port, "/other").status, get(port, "/slow").status) == (200, 503)
     assert set(in_time(serve.status).applications) == {"slow", "other"}
     in_time(lambda: serve.start({"request_timeout_s": 5}))
     in_time(lambda: serve.delete("other"))
@@ -434,8 +397,7 @@ def test_a_constructor_that_hangs_holds_up_no_other_application(doors: Doors, ki
     assert get(port, "/slow").body == b"fine"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_kept", [False, True], ids=["", "start"])
+@pytest.mark.parametrize(("kind", "is_kept"), [*((each, False) for each in KINDS), ("def", True)])
 def test_shutdown_ends_what_starts_and_leaves_nothing(
     doors: Doors, kind: str, is_kept: bool
 ) -> None:
@@ -450,23 +412,8 @@ def test_shutdown_ends_what_starts_and_leaves_nothing(
     assert "everything was shut down while it started" in str(error)
     assert (serve.status().proxies, serve.status().applications) == ({}, {})
     assert not local_engine().is_running
-    assert {each.name for each in threading.enumerate() if each.name.startswith("ingress-")} <= {
-        "ingress-watchdog"
-    }
-
-
-def test_at_flag_0_a_constructor_that_awaits_holds_up_nothing(
-    doors: Doors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_flags(monkeypatch, "0")
-    port, running = starting_port(slow(doors, "async def"), doors, name="slow")
-
-    assert get(port, "/").status == 503
-    in_time(lambda: serve.run(fine(), name="other", route_prefix="/other"))
-    assert get(port, "/other").body == b"fine"
-    in_time(lambda: serve.delete("slow"))
-    assert isinstance(running.join().error, RuntimeError)
-    assert get(port, "/").status == 404
+    names = {each.name for each in threading.enumerate() if each.name.startswith("ingress-")}
+    assert names <= {"ingress-watchdog"}
 
 
 def test_the_prefix_and_the_name_of_what_starts_are_taken(doors: Doors) -> None:
@@ -646,27 +593,18 @@ def test_starts_and_shutdowns_at_once_leave_nothing(switch_interval: None) -> No
 
 
 @pytest.mark.anyio
-async def test_a_start_by_a_first_request_ends_with_aclose(doors: Doors) -> None:
+@pytest.mark.parametrize("end", ["closed", "shut down"])
+async def test_the_end_of_an_application_ends_a_start_by_a_first_request(
+    doors: Doors, end: str
+) -> None:
     application = slow(doors)
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         first = asyncio.ensure_future(client.get("/"))
         await asyncio.to_thread(doors.entered.wait)
-        await asyncio.wait_for(application.aclose(), BOUND_S)
-        with pytest.raises(RuntimeError, match="closed while it started"):
-            await first
-    assert not local_engine().is_running
-
-
-@pytest.mark.anyio
-async def test_shutdown_ends_a_start_by_a_first_request(doors: Doors) -> None:
-    application = slow(doors)
-    transport = httpx.ASGITransport(application)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-        first = asyncio.ensure_future(client.get("/"))
-        await asyncio.to_thread(doors.entered.wait)
-        await asyncio.wait_for(serve.shutdown_async(), BOUND_S)
-        with pytest.raises(RuntimeError, match="shut down while it started"):
+        ended = application.aclose() if end == "closed" else serve.shutdown_async()
+        await asyncio.wait_for(ended, BOUND_S)
+        with pytest.raises(RuntimeError, match=f"{end} while it started"):
             await first
     assert not local_engine().is_running
 
@@ -691,33 +629,6 @@ class Model:
 
 model = Model.bind()
 """
-
-
-def free_port() -> int:
-    """Return a free port for a server that prints its address once it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("separate", ["0", "1"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_whose_application_starts_says_so_and_ends_at_a_signal(
-    tmp_path: Path, number: signal.Signals, separate: str
-) -> None:
-    write_module(tmp_path, "app", HANGS)
-    port = free_port()
-    command = [*INGRESS, "run", "app:model", "--port", str(port)]
-    with process(command, tmp_path, environment(tmp_path, separate=separate)) as server:
-        server.wait_for("constructing")
-        for path in ("/", "/x", "/-/healthz"):
-            if separate == "0":
-                break  # the constructor blocks the server's loop
-            answer = get(port, path)
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), path
-            assert b"starting" in answer.body
-        server.signal(number)
-        assert server.wait(BOUND_S) != 0
 
 
 @pytest.mark.thorough

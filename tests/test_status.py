@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusOverview
+from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, get, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, bind, get, overview, served, set_flags, wait_until
 
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
@@ -23,16 +23,6 @@ def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     set_flags(monkeypatch, request.param, sync="1")
     yield request.param
     serve.shutdown()
-
-
-def overview(name: str, app: str = "default") -> DeploymentStatusOverview:
-    return serve.status().applications[app].deployments[name]
-
-
-def test_status_is_empty_while_nothing_runs() -> None:
-    status = serve.status()
-
-    assert (status.proxies, status.applications, status.target_capacity) == ({}, {}, None)
 
 
 def test_status_has_the_shape_of_ray() -> None:
@@ -49,6 +39,8 @@ def test_status_has_the_shape_of_ray() -> None:
             return "x"
 
     before = time.time()
+    status = serve.status()
+    assert (status.proxies, status.applications, status.target_capacity) == ({}, {}, None)
     port = served(bind(Parent, bind(Child)))
     status = serve.status()
     application = status.applications["default"]
@@ -119,6 +111,17 @@ class Health:
         self.may_answer.count_down()
         self.threads: set[str] = set()
 
+    def __enter__(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.asked += 1
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+
+    def __exit__(self, *_: object) -> None:
+        self.at_once -= 1
+        if self.error is not None:
+            raise self.error
+
 
 @pytest.fixture
 def health() -> Iterator[Health]:
@@ -135,27 +138,14 @@ def checked(health: Health, kind: str, timeout_s: float = PATIENCE_S) -> serve.A
         if kind == "def":
 
             def check_health(self) -> None:
-                health.asked += 1
-                health.at_once += 1
-                health.most_at_once = max(health.at_once, health.most_at_once)
-                health.may_answer.wait()
-                health.at_once -= 1
-                if health.error is not None:
-                    raise health.error
+                with health:
+                    health.may_answer.wait()
 
         else:
 
             async def check_health(self) -> None:  # type: ignore[misc]
-                health.threads.add(threading.current_thread().name)
-                health.asked += 1
-                health.at_once += 1
-                health.most_at_once = max(health.at_once, health.most_at_once)
-                try:
+                with health:
                     await health.may_answer
-                finally:
-                    health.at_once -= 1
-                if health.error is not None:
-                    raise health.error
 
     deployment = serve.deployment(health_check_period_s=0.02, health_check_timeout_s=timeout_s)
     return deployment(Checked).bind()

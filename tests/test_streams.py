@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,21 +29,11 @@ from ingress.base.settings import Settings
 from ingress.calls.channel import MAX_BYTES
 from ingress.calls.loops import EventLoopThread, run_blocking
 from tests.conformance.observe import Gate, here
-from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, ROUNDS, Connection, bind, get, ongoing, served, wait_until
+
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")
-
-
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_flags(monkeypatch, request.param)
-    yield
-    serve.shutdown()
-
-
-def ongoing() -> int:
-    deployments = serve.status().applications["default"].deployments
-    return sum(replica.ongoing for each in deployments.values() for replica in each.replicas)
 
 
 def http_scope(path: str) -> dict[str, Any]:
@@ -58,6 +49,18 @@ def http_scope(path: str) -> dict[str, Any]:
         "scheme": "http",
         "headers": [],
     }
+
+
+def asking() -> Callable[[], Any]:
+    """Return the `receive` of a request without a body, whose client stays."""
+    messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return receive
 
 
 # Sync iterators, in every way they reach Starlette.
@@ -152,8 +155,18 @@ RESPONSES = ["call", "function", "async", "def", "middleware", "subclass"]
 GENERATORS = ["lines", "lines-dependency", "raw", "sse"]
 
 
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+def in_shapes(*shapes: str) -> pytest.MarkDecorator:
+    """Run a test for each shape, and for one response and one generator on the server's loop."""
+    alone = [each for each in ("async", "lines") if each in shapes]
+    cases = [*((each, "1") for each in shapes), *((each, "0") for each in alone)]
+    return pytest.mark.parametrize(("shape", "separate"), cases, indirect=["separate"])
+
+
+all_shapes, all_generators = in_shapes(*RESPONSES, *GENERATORS), in_shapes(*GENERATORS)
+
+
+@all_shapes
+@pytest.mark.usefixtures("separate")
 def test_a_sync_generator_keeps_one_worker_and_one_context_until_it_is_closed_there(
     shape: str,
 ) -> None:
@@ -183,8 +196,8 @@ def test_a_sync_generator_keeps_one_worker_and_one_context_until_it_is_closed_th
     assert len(set(contexts)) == 1
 
 
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+@all_shapes
+@pytest.mark.usefixtures("separate")
 def test_the_first_chunk_has_left_before_the_second_is_made(shape: str) -> None:
     gate = Gate()
 
@@ -212,8 +225,8 @@ def chunks_of(raw: bytes) -> list[bytes]:
     return found
 
 
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+@all_shapes
+@pytest.mark.usefixtures("separate")
 def test_each_item_is_a_chunk_of_its_own(shape: str) -> None:
     with Connection(served(over_http(shape, lambda: (f"<{n}>" for n in range(50))))) as connection:
         connection.request("/")
@@ -222,8 +235,8 @@ def test_each_item_is_a_chunk_of_its_own(shape: str) -> None:
     assert [re.findall(rb"<(\d+)>", each) for each in chunks] == [[b"%d" % n] for n in range(50)]
 
 
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("shape", GENERATORS)
+@all_generators
+@pytest.mark.usefixtures("separate")
 def test_a_client_that_leaves_closes_a_generator_endpoint_in_its_thread(shape: str) -> None:
     places: list[str] = []
     closed = threading.Event()
@@ -248,7 +261,7 @@ def test_a_client_that_leaves_closes_a_generator_endpoint_in_its_thread(shape: s
     wait_until(lambda: ongoing() == 0)
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("separate")
 def test_what_is_no_generator_streams_from_a_worker_too_and_a_file_stays_open() -> None:
     file = io.BytesIO(b"one\ntwo\n")
     places: list[str] = []
@@ -277,7 +290,7 @@ def test_what_is_no_generator_streams_from_a_worker_too_and_a_file_stays_open() 
     assert not file.closed
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("separate")
 def test_a_started_iterator_and_an_async_iterator_are_left_alone() -> None:
     class AsyncItems:
         def __init__(self) -> None:
@@ -307,8 +320,8 @@ def test_a_started_iterator_and_an_async_iterator_are_left_alone() -> None:
         assert client.get("/begun").text == "one\ntwo\n"
 
 
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("shape", RESPONSES + GENERATORS)
+@all_shapes
+@pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
 def test_a_generator_that_fails_half_way_cuts_the_stream(
     shape: str, error: type[BaseException]
@@ -326,7 +339,7 @@ def test_a_generator_that_fails_half_way_cuts_the_stream(
         assert not answer.is_complete
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize("shape", ["async", "lines"])
 def test_a_response_that_is_never_begun_leaves_its_generator_closed(shape: str) -> None:
     made: list[Any] = []
@@ -340,25 +353,15 @@ def test_a_response_that_is_never_begun_leaves_its_generator_closed(shape: str) 
 
     application = over_http(shape, make)
 
-    async def main() -> None:
-        messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
+    async def send(message: Any) -> None:
+        raise ConnectionResetError
 
-        async def receive() -> Any:
-            if not messages:
-                await asyncio.Event().wait()
-            return messages.pop()
-
-        async def send(message: Any) -> None:
-            raise ConnectionResetError
-
-        await application(http_scope("/"), receive, send)
-
-    asyncio.run(main())
+    asyncio.run(application(http_scope("/"), asking(), send))
 
     wait_until(lambda: all(each.gi_frame is None for each in made))
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize("shape", ["async", "lines"])
 def test_what_a_generator_raises_when_it_is_closed_is_in_the_log(
     shape: str, caplog: pytest.LogCaptureFixture
@@ -382,7 +385,7 @@ def test_what_a_generator_raises_when_it_is_closed_is_in_the_log(
     wait_until(lambda: ongoing() == 0)
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize("shape", ["raw", "response", "lines", "events"])
 def test_an_async_generator_that_never_awaits_blocks_no_request_and_ends_with_its_client(
     shape: str,
@@ -461,12 +464,10 @@ def test_an_async_def_that_returns_a_sync_generator_has_it_iterated_on_the_loop(
         async def __call__(self) -> Iterator[str]:
             return items()
 
-    try:
-        port = served(bind(Returns))
-        over = httpx.get(f"http://127.0.0.1:{port}/").text
-        by_handle = set(serve.get_app_handle("default").options(stream=True).remote())
-    finally:
-        serve.shutdown()
+    port = served(bind(Returns))
+    over = httpx.get(f"http://127.0.0.1:{port}/").text
+    by_handle = set(serve.get_app_handle("default").options(stream=True).remote())
+    serve.shutdown()
 
     assert len(by_handle) == 1
     assert over == by_handle.copy().pop() * 40
@@ -497,18 +498,6 @@ class Producer:
 def chain(first: Producer, kind: str) -> serve.Application:
     """Return three deployments: the last produces a stream, the other two pass it on."""
 
-    @serve.deployment(name="Last")
-    class AsyncLast:
-        async def __call__(self) -> AsyncIterator[int]:
-            first._begin()
-            try:
-                for number in itertools.count():
-                    first.made += 1
-                    yield number
-            finally:
-                first._end()
-
-    @serve.deployment(name="Last")
     class SyncLast:
         def __call__(self) -> Iterator[int]:
             first._begin()
@@ -519,6 +508,12 @@ def chain(first: Producer, kind: str) -> serve.Application:
             finally:
                 first._end()
 
+    class AsyncLast:
+        async def __call__(self) -> AsyncIterator[int]:
+            with closing(SyncLast.__call__(self)) as numbers:  # type: ignore[arg-type, type-var]
+                for number in numbers:
+                    yield number
+
     class Passes:
         def __init__(self, child: serve.DeploymentHandle) -> None:
             self.child = child.options(stream=True)
@@ -527,7 +522,7 @@ def chain(first: Producer, kind: str) -> serve.Application:
             async for number in self.child.remote():
                 yield number
 
-    last: Any = AsyncLast if kind == "async" else SyncLast
+    last: Any = serve.deployment(name="Last")(AsyncLast if kind == "async" else SyncLast)
     middle: Any = serve.deployment(name="Middle")(Passes)
     top: Any = serve.deployment(name="Top")(Passes)
     return top.bind(middle.bind(last.bind()))  # type: ignore[no-any-return]
@@ -549,28 +544,25 @@ def test_a_chain_of_three_is_suspended_by_its_last_consumer_and_ends_with_it(
             threading.Event().wait(0.05)
         return before
 
-    try:
-        stream = handle.remote()
-        assert [next(stream) for _ in range(3)] == [0, 1, 2]
-        # Each of three deployments buffers at most one channel, a worker thread one more.
-        assert steady() <= 4 * 17 + 3
-        assert [next(stream) for _ in range(500)] == list(range(3, 503))
-        assert steady() <= 4 * 17 + 503
-        assert not first.closed.is_set()
-        if end == "cancel":
-            stream.cancel()
-        else:
-            del stream
-            gc.collect()
+    stream = handle.remote()
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    # Each of three deployments buffers at most one channel, a worker thread one more.
+    assert steady() <= 4 * 17 + 3
+    assert [next(stream) for _ in range(500)] == list(range(3, 503))
+    assert steady() <= 4 * 17 + 503
+    assert not first.closed.is_set()
+    if end == "cancel":
+        stream.cancel()
+    else:
+        del stream
+        gc.collect()
 
-        assert first.closed.wait(PATIENCE_S), "the producer is still open"
-        assert len(first.places) == 2
-        assert len(set(first.places)) == 1
-    finally:
-        serve.shutdown()
+    assert first.closed.wait(PATIENCE_S), "the producer is still open"
+    assert len(first.places) == 2
+    assert len(set(first.places)) == 1
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("separate")
 def test_two_who_wait_for_the_next_item_of_one_stream_is_an_error_and_taking_turns_is_not() -> None:
     gate = Gate()
 
@@ -631,12 +623,9 @@ class Plan:
             self.closed.append(threading.current_thread().name)
 
     async def on_loop(self) -> AsyncIterator[bytes]:
-        self.began.append(threading.current_thread().name)
-        try:
-            for number in range(len(self.sizes)):
-                yield self.chunk(number)
-        finally:
-            self.closed.append(threading.current_thread().name)
+        with closing(self.sync()) as chunks:  # type: ignore[type-var]
+            for chunk in chunks:
+                yield chunk
 
 
 CURRENT: list[Plan] = []
@@ -658,17 +647,10 @@ def client() -> Iterator[EventLoopThread]:
     home = EventLoopThread("client")
     CURRENT[:] = [Plan([1], None)]
 
-    messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
-
-    async def receive() -> Any:
-        if not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
-
     async def send(message: Any) -> None:
         pass
 
-    run_blocking(home.loop, APPLICATION(http_scope("/sync"), receive, send), PATIENCE_S)
+    run_blocking(home.loop, APPLICATION(http_scope("/sync"), asking(), send), PATIENCE_S)
     yield home
     serve.shutdown()
     assert home.stop(PATIENCE_S)
@@ -682,7 +664,7 @@ def client() -> Iterator[EventLoopThread]:
     leaves_after=st.none() | st.integers(0, 1 << 21),
     pauses=st.sets(st.integers(0, 12), max_size=3),
 )
-@examples(max_examples=300, deadline=None)
+@examples(max_examples=1000 if ROUNDS else 100, deadline=None)
 def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_ran(
     client: EventLoopThread,
     sizes: list[int],

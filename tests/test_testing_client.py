@@ -26,7 +26,8 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.testing import TestClient
-from tests.servers import UVICORN, bind, environment, process, set_flags, write_module
+from tests.programs import UVICORN, environment, process, write_module
+from tests.servers import bind, set_flags
 
 
 def greeter(greeting: str = "hello") -> serve.Application:
@@ -104,38 +105,6 @@ def test_what_the_lifespan_of_a_user_does_is_done() -> None:
     assert events == ["began", "ended"]
 
 
-@pytest.mark.parametrize("separate", ["0", "1"], ids=["separate0", "separate1"])
-def test_what_an_endpoint_raises_is_raised_in_the_test_unless_it_wants_the_answer(
-    separate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_flags(monkeypatch, separate)
-    app = FastAPI()
-
-    @serve.deployment
-    @serve.ingress(app)
-    class Broken:
-        @app.get("/")
-        async def get(self) -> None:
-            raise ValueError("no model")
-
-    application = bind(Broken)
-    with TestClient(application) as client, pytest.raises(ValueError, match="no model"):
-        client.get("/")
-    with TestClient(application, raise_server_exceptions=False) as client:
-        assert client.get("/").status_code == 500
-
-
-def test_an_application_that_does_not_start_raises_where_it_is_entered() -> None:
-    @serve.deployment
-    class Broken:
-        def __init__(self) -> None:
-            raise ValueError("no model")
-
-    with pytest.raises(RuntimeError, match="no model"):
-        with TestClient(bind(Broken)):
-            pass
-
-
 MOUNTED: dict[str, Any] = {
     "mounted": lambda app: Starlette(routes=[Mount("/v1", app)]),
     "mounted in a mounted app": lambda app: Starlette(
@@ -159,11 +128,7 @@ def included(application: serve.Application) -> FastAPI:
 
 
 @pytest.mark.parametrize("make", MOUNTED.values(), ids=MOUNTED)
-@pytest.mark.parametrize("separate", ["0", "1"], ids=["separate0", "separate1"])
-def test_a_parent_apps_application_has_handles_and_is_stopped(
-    make: Any, separate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_flags(monkeypatch, separate)
+def test_a_parent_apps_application_has_handles_and_is_stopped(make: Any, separate: str) -> None:
     before = names_of_threads()
 
     with TestClient(make(greeter())) as client:
@@ -289,13 +254,6 @@ def sockets() -> serve.Application:
             await websocket.send_text(await websocket.receive_text())
 
     return bind(Sockets)
-
-
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    set_flags(monkeypatch, request.param)
-    assert isinstance(request.param, str)
-    return request.param
 
 
 @pytest.mark.usefixtures("separate")

@@ -7,7 +7,6 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,34 +22,10 @@ import ingress as serve
 from ingress.http.messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
 from ingress.http.websocket import HEARING_S
 from ingress.testing import Latch
-from tests.servers import (
-    PATIENCE_S,
-    UVICORN,
-    bind,
-    environment,
-    process,
-    served,
-    set_flags,
-    steady,
-    uvicorn_in_a_thread,
-    wait_until,
-    write_module,
-)
-
-
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param)
-    yield request.param
-    serve.shutdown()
-
+from tests.programs import UVICORN, environment, process, write_module
+from tests.servers import PATIENCE_S, bind, ongoing, served, steady, uvicorn_in_a_thread, wait_until
 
 pytestmark = pytest.mark.usefixtures("separate")
-
-
-def ongoing() -> int:
-    deployments = serve.status().applications["default"].deployments
-    return sum(replica.ongoing for each in deployments.values() for replica in each.replicas)
 
 
 def open_socket(port: int, path: str) -> ClientConnection:
@@ -165,6 +140,16 @@ def application(handlers: Handlers, replicas: int = 1) -> serve.Application:
     return bind(Sockets)
 
 
+@pytest.fixture
+def handlers() -> Handlers:
+    return Handlers()
+
+
+@pytest.fixture
+def port(separate: str, handlers: Handlers) -> int:
+    return served(application(handlers))
+
+
 # Close codes for the client.
 
 
@@ -172,9 +157,8 @@ def application(handlers: Handlers, replicas: int = 1) -> serve.Application:
     ("path", "code"), [("/returns", 1000), ("/raises", 1011), ("/exits", 1011)]
 )
 def test_a_handler_that_ends_without_closing_is_closed_for(
-    path: str, code: int, caplog: pytest.LogCaptureFixture
+    path: str, code: int, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = served(application(Handlers()))
     with open_socket(port, path) as client:
         assert close_code(client) == code
 
@@ -187,8 +171,9 @@ def test_a_handler_that_ends_without_closing_is_closed_for(
     ("path", "status"),
     [("/raises_at_once", 500), ("/never_accepts", 500), ("/refuses", 403), ("/denies", 401)],
 )
-def test_a_handler_that_does_not_accept_is_a_refused_handshake(path: str, status: int) -> None:
-    port = served(application(Handlers()))
+def test_a_handler_that_does_not_accept_is_a_refused_handshake(
+    path: str, status: int, port: int
+) -> None:
     with pytest.raises(InvalidStatus) as refused:
         open_socket(port, path).close()
 
@@ -196,83 +181,49 @@ def test_a_handler_that_does_not_accept_is_a_refused_handshake(path: str, status
     wait_until(lambda: ongoing() == 0)
 
 
-def test_a_handler_is_told_that_its_application_is_replaced_and_its_client_to_come_back() -> None:
-    handlers = Handlers()
-    port = served(application(handlers))
+ENDS: dict[str, tuple[Any, int]] = {
+    "replaced": (lambda: serve.run(application(Handlers())), 1012),  # its client may come back
+    "shutdown": (serve.shutdown, 1001),
+    "delete": (lambda: serve.delete("default"), 1001),
+}
+
+
+@pytest.mark.parametrize(("end", "code"), ENDS.values(), ids=ENDS)
+def test_a_handler_and_its_client_are_told_that_its_application_ends(
+    end: Any, code: int, handlers: Handlers, port: int
+) -> None:
     with open_socket(port, "/hears") as client:
         wait_until(lambda: ongoing() == 1)
-        serve.run(application(Handlers()))
+        end()
 
-        assert close_code(client) == 1012
-        assert handlers.seen == [1012]
-
-
-@pytest.mark.parametrize(
-    "stop", [serve.shutdown, lambda: serve.delete("default")], ids=["shutdown", "delete"]
-)
-def test_a_handler_is_told_that_its_application_stops(stop: Any) -> None:
-    handlers = Handlers()
-    port = served(application(handlers))
-    with open_socket(port, "/hears") as client:
-        wait_until(lambda: ongoing() == 1)
-        stop()
-
-        assert close_code(client) == 1001
-        assert handlers.seen == [1001]
+        assert close_code(client) == code
+        assert handlers.seen == [code]
 
 
 # Events for the handler.
 
 
-def test_a_handler_may_clean_up_after_its_client_has_left() -> None:
-    handlers = Handlers()
-    port = served(application(handlers))
-    with open_socket(port, "/cleans_up"):
-        wait_until(lambda: ongoing() == 1)
-
-    assert handlers.done.wait(PATIENCE_S)
-    assert handlers.seen == [1000, "cleaned up"]
-    wait_until(lambda: ongoing() == 0)
-
-
-def test_a_handler_that_sends_hears_that_its_client_has_left(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        ("/cleans_up", [1000, "cleaned up"]),
+        ("/sends", [1006]),
+        ("/listens_in_a_group", [ExceptionGroup]),
+        ("/waits", ["cancelled"]),
+        ("/swallows", ["cancelled"]),
+    ],
+    ids=["cleans up", "sends", "listens in a group", "does not listen", "swallows"],
+)
+def test_a_handler_ends_as_it_likes_after_its_client_has_left_or_is_cancelled(
+    path: str, seen: list[Any], handlers: Handlers, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handlers = Handlers()
-    port = served(application(handlers))
-    with open_socket(port, "/sends") as client:
-        client.recv(timeout=PATIENCE_S)
-
-    assert handlers.done.wait(PATIENCE_S)
-    assert handlers.seen == [1006]
-    wait_until(lambda: ongoing() == 0)
-    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
-
-
-def test_a_task_group_that_ends_with_its_client_is_no_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    handlers = Handlers()
-    port = served(application(handlers))
-    with open_socket(port, "/listens_in_a_group"):
-        wait_until(lambda: ongoing() == 1)
-
-    assert handlers.done.wait(PATIENCE_S)
-    assert handlers.seen == [ExceptionGroup]
-    wait_until(lambda: ongoing() == 0)
-    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize("path", ["/waits", "/swallows"])
-def test_a_handler_that_does_not_listen_is_cancelled_after_its_client_has_left(path: str) -> None:
-    handlers = Handlers()
-    port = served(application(handlers))
     with open_socket(port, path):
         wait_until(lambda: ongoing() == 1)
 
     assert handlers.done.wait(PATIENCE_S / 2)
-    assert handlers.seen == ["cancelled"]
+    assert handlers.seen == seen
     wait_until(lambda: ongoing() == 0)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 # Bounds, tested by an ASGI server in the test.
@@ -289,8 +240,9 @@ SCOPE = {
 }
 
 
-@pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])
-@pytest.mark.parametrize("kind", ["text", "bytes"])
+@pytest.mark.parametrize(
+    ("size", "kind"), [(1, "text"), (WEBSOCKET_BYTES // 4, "bytes")], ids=["small", "large"]
+)
 def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, kind: str) -> None:
     may_receive = Latch()
     got: list[int] = []
@@ -332,7 +284,14 @@ def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, ki
     assert got == [size] * 100
 
 
-@pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
+either_implementation = pytest.mark.parametrize(
+    ("implementation", "separate"),
+    [("websockets-sansio", "1"), ("wsproto", "0")],
+    indirect=["separate"],
+)
+
+
+@either_implementation
 def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementation: str) -> None:
     may_receive = Latch(timeout_s=PATIENCE_S)
     sent, got = [0], list[int]()
@@ -373,7 +332,7 @@ def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementa
     assert got == list(range(3_000))
 
 
-@pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
+@either_implementation
 def test_messages_arrive_in_order_at_a_client_that_reads_now_and_then(
     implementation: str, switch_interval: None
 ) -> None:
