@@ -7,14 +7,11 @@ mistake.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +22,10 @@ from starlette.requests import Request
 import ingress as serve
 from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import RayServeException
-from tests.servers import INGRESS, PATIENCE_S, bind, environment, get, process, write_module
+from tests.programs import INGRESS, environment, process, said_by, write_module
+from tests.servers import PATIENCE_S, bind, get
+
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 SOON_S = 1.0
 MOST_LINES = 3
@@ -194,131 +194,103 @@ def wrong_batch(**options: Any) -> Callable[[], Any]:
 
 
 Mistake = Callable[[], Any]
-CASES: list[tuple[int, Mistake, tuple[type[Exception], ...], list[str]]] = [
+EITHER = (ValueError, TypeError)
+CASES: list[tuple[int, Mistake, Any, list[str]]] = [
     (
         1,
         lambda: serve.ingress(FastAPI())(cast(Any, function)),
-        (ValueError,),
+        ValueError,
         ["must be used with a class"],
     ),
-    (2, call_and_route, (ValueError,), ["__call__"]),
-    (3, swapped, (TypeError,), ["@serve.deployment above @serve.ingress"]),
-    (4, lambda: serve.ingress(Model), (TypeError,), ["@serve.ingress(app)"]),
-    (5, lambda: serve.ingress(None)(Empty), (ValueError,), ["Empty", "__serve_build_asgi_app__"]),
-    (6, lambda: serve.ingress("app")(Model), (TypeError,), ["str", "FastAPI"]),
-    (7, route_without_self, (RayServeException,), ["self", "route"]),
-    (8, lambda: serve.deployment(Model()), (TypeError,), ["class or function"]),
-    (9, lambda: deploy()(), (RuntimeError,), ["bind("]),
-    (10, lambda: run(deploy()), (TypeError,), ["bind()"]),
+    (2, call_and_route, ValueError, ["__call__"]),
+    (3, swapped, TypeError, ["@serve.deployment above @serve.ingress"]),
+    (4, lambda: serve.ingress(Model), TypeError, ["@serve.ingress(app)"]),
+    (5, lambda: serve.ingress(None)(Empty), ValueError, ["Empty", "__serve_build_asgi_app__"]),
+    (6, lambda: serve.ingress("app")(Model), TypeError, ["str", "FastAPI"]),
+    (7, route_without_self, RayServeException, ["self", "route"]),
+    (8, lambda: serve.deployment(Model()), TypeError, ["class or function"]),
+    (9, lambda: deploy()(), RuntimeError, ["bind("]),
+    (10, lambda: run(deploy()), TypeError, ["bind()"]),
     *(
-        (11, lambda n=n: deploy(num_replicas=n), (ValueError, TypeError), ["num_replicas", repr(n)])
+        (11, lambda n=n: deploy(num_replicas=n), EITHER, ["num_replicas", repr(n)])
         for n in (0, -1, 1.5, True, "many")
     ),
     (
         12,
         lambda: deploy(num_replicas=1, autoscaling_config={"min_replicas": 1}),
-        (ValueError,),
+        ValueError,
         ["Manually setting num_replicas is not allowed"],
     ),
-    (13, lambda: deploy(max_ongoing_requests=None), (ValueError,), ["null"]),
+    (13, lambda: deploy(max_ongoing_requests=None), ValueError, ["null"]),
     *(
-        (
-            13,
-            lambda n=n: deploy(max_ongoing_requests=n),
-            (ValueError, TypeError),
-            ["max_ongoing_requests", repr(n)],
-        )
+        (13, lambda n=n: deploy(max_ongoing_requests=n), EITHER, ["max_ongoing_requests", repr(n)])
         for n in (0, -1, "5", True, float("nan"))
     ),
     *(
         (
             14,
             lambda n=n: deploy(max_queued_requests=n),
-            (ValueError, TypeError),
+            EITHER,
             ["max_queued_requests", repr(n), "-1"],
         )
         for n in (0, -2, 1.5)
     ),
-    (15, lambda: deploy(max_ongoing_request=1), (TypeError,), ["max_ongoing_requests"]),
-    (15, both_limits, (ValueError, TypeError), ["max_concurrent_queries"]),
+    (15, lambda: deploy(max_ongoing_request=1), TypeError, ["max_ongoing_requests"]),
+    (15, both_limits, EITHER, ["max_concurrent_queries"]),
     (
         16,
         lambda: deploy(autoscaling_config={"min_replicas": 3, "max_replicas": 2}),
-        (ValueError,),
+        ValueError,
         ["3", "2"],
     ),
+    *((17, lambda n=n: deploy(name=n), EITHER, ["name", repr(n)]) for n in ("a#b", "", 7)),
     *(
-        (17, lambda n=n: deploy(name=n), (ValueError, TypeError), ["name", repr(n)])
-        for n in ("a#b", "", 7)
-    ),
-    *(
-        (
-            18,
-            lambda p=p: run(deploy().bind(), route_prefix=p),
-            (ValueError,),
-            ["route_prefix"],
-        )
+        (18, lambda p=p: run(deploy().bind(), route_prefix=p), ValueError, ["route_prefix"])
         for p in ("api", "/api/", "/{x}")
     ),
-    (19, two_with_one_prefix, (RayServeException,), ["one", "/same"]),
-    (20, lambda: serve.deployment(function).bind(1), (ValueError,), ["function deployments"]),
-    (21, lambda: deploy().bind(1, 2, 3), (TypeError,), ["size"]),
-    (22, lambda: run(deploy(user_config={}).bind()), (ValueError,), ["Model", "reconfigure"]),
-    (23, lambda: deploy(user_config={"a": [object()]}), (ValueError,), ["a"]),
-    (24, lambda: serve.batch(cast(Any, 7)), (TypeError,), ["7"]),
+    (19, two_with_one_prefix, RayServeException, ["one", "/same"]),
+    (20, lambda: serve.deployment(function).bind(1), ValueError, ["function deployments"]),
+    (21, lambda: deploy().bind(1, 2, 3), TypeError, ["size"]),
+    (22, lambda: run(deploy(user_config={}).bind()), ValueError, ["Model", "reconfigure"]),
+    (23, lambda: deploy(user_config={"a": [object()]}), ValueError, ["a"]),
+    (24, lambda: serve.batch(cast(Any, 7)), TypeError, ["7"]),
     *(
-        (25, wrong_batch(max_batch_size=n), (ValueError, TypeError), ["max_batch_size", repr(n)])
+        (25, wrong_batch(max_batch_size=n), EITHER, ["max_batch_size", repr(n)])
         for n in (0, 1.5, "8")
     ),
     *(
-        (
-            25,
-            wrong_batch(batch_wait_timeout_s=n),
-            (ValueError, TypeError),
-            ["batch_wait_timeout_s", repr(n)],
-        )
+        (25, wrong_batch(batch_wait_timeout_s=n), EITHER, ["batch_wait_timeout_s", repr(n)])
         for n in (-1, float("nan"))
     ),
-    (
-        25,
-        wrong_batch(max_concurrent_batches=0),
-        (ValueError, TypeError),
-        ["max_concurrent_batches"],
-    ),
+    (25, wrong_batch(max_concurrent_batches=0), EITHER, ["max_concurrent_batches"]),
     *(
-        (26, batch_of(result), (Exception,), ["batch"])
+        (26, batch_of(result), Exception, ["batch"])
         for result in ([1], [1, 2, 3], None, {"a": 1}, (x for x in "ab"))
     ),
-    (28, batch_over_route, (TypeError,), ["route"]),
-    (29, result_in_a_loop, (RuntimeError,), ["asyncio", "await"]),
-    (30, generator_without_stream, (TypeError,), ["stream=True"]),
-    (30, stream_without_generator, (TypeError,), ["stream"]),
-    (31, unknown_method, (RayServeException, AttributeError), ["itemz", "items"]),
-    (32, serve.get_replica_context, (RayServeException,), ["may only be called from within"]),
-    (36, busy_port, (RuntimeError,), ["Failed to bind to address", "127.0.0.1"]),
-    (36, bad_host, (RuntimeError,), ["host must be an address of this machine", "256.0.0.1"]),
-    (37, lambda: deploy().remote(1), (AttributeError,), ["serve.run(Name.bind())"]),
-    (38, lambda: deploy().bind().bind(), (AttributeError,), ["it is bound already"]),
-    (38, lambda: deploy().bind().remote(1), (AttributeError,), ["handle = serve.run(app)"]),
-    (39, handle_as_function, (TypeError,), ["'Model'", "not callable", "handle.remote(...)"]),
-    (39, method_as_function, (TypeError,), ["handle.items.remote(...)"]),
-    (40, wrong_batch(batch_size=8), (TypeError,), ["'batch_size'", "did you mean max_batch_size?"]),
-    (41, misspelt_handle_option, (TypeError,), ["'method'", "did you mean method_name?"]),
+    (28, batch_over_route, TypeError, ["route"]),
+    (29, result_in_a_loop, RuntimeError, ["asyncio", "await"]),
+    (30, generator_without_stream, TypeError, ["stream=True"]),
+    (30, stream_without_generator, TypeError, ["stream"]),
+    (31, unknown_method, AttributeError, ["itemz", "items"]),
+    (32, serve.get_replica_context, RayServeException, ["may only be called from within"]),
+    (36, busy_port, RuntimeError, ["Failed to bind to address", "127.0.0.1"]),
+    (36, bad_host, RuntimeError, ["host must be an address of this machine", "256.0.0.1"]),
+    (37, lambda: deploy().remote(1), AttributeError, ["serve.run(Name.bind())"]),
+    (38, lambda: deploy().bind().bind(), AttributeError, ["it is bound already"]),
+    (38, lambda: deploy().bind().remote(1), AttributeError, ["handle = serve.run(app)"]),
+    (39, handle_as_function, TypeError, ["'Model'", "not callable", "handle.remote(...)"]),
+    (39, method_as_function, TypeError, ["handle.items.remote(...)"]),
+    (40, wrong_batch(batch_size=8), TypeError, ["'batch_size'", "did you mean max_batch_size?"]),
+    (41, misspelt_handle_option, TypeError, ["'method'", "did you mean method_name?"]),
     (
         42,
         lambda: serve.LoggingConfig(log_level="nope"),
-        (ValueError,),
+        ValueError,
         ["log_level must be DEBUG, INFO", "'nope'"],
     ),
-    (43, bind_in_a_cycle, (ValueError,), ["First -> Second -> First", "get_deployment_handle"]),
-    (45, subclass, (TypeError,), ["func_or_class"]),
+    (43, bind_in_a_cycle, ValueError, ["First -> Second -> First", "get_deployment_handle"]),
+    (45, subclass, TypeError, ["func_or_class"]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_runs() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 @pytest.mark.reliability("C09")
@@ -328,7 +300,7 @@ def nothing_runs() -> Iterator[None]:
     [pytest.param(*case, id=f"{number}") for number, *case in CASES],
 )
 def test_a_mistake_is_refused_where_it_is_made(
-    mistake: Mistake, types: tuple[type[Exception], ...], parts: list[str]
+    mistake: Mistake, types: Any, parts: list[str]
 ) -> None:
     began = time.monotonic()
     with pytest.raises(types) as refused:
@@ -405,7 +377,7 @@ MODULES: dict[str, tuple[str, list[str], int]] = {
     "exit": ("B = A.func_or_class(1).child", ["has no attribute 'child'"], 3),
     "multipart": (
         NO_MULTIPART,
-        ["Error: ", "mistaken.py:12: forms and uploads need python-multipart", "pip install"],
+        ["Error: ", ".py:12: forms and uploads need python-multipart", "pip install"],
         1,
     ),
     "cycle": (
@@ -435,46 +407,24 @@ MODULES: dict[str, tuple[str, list[str], int]] = {
     ),
 }
 
-EACH = """
-import contextlib, io, json, sys, pathlib
-from ingress.cli.commands import app
 
-for name, source in json.loads(sys.argv[1]).items():
-    pathlib.Path("mistaken.py").write_text(source)
-    sys.modules.pop("mistaken", None)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            app(["run", "mistaken:bound", "--port", "0"])
-        except SystemExit as end:
-            print(json.dumps([name, end.code, said.getvalue()]))
-"""
-
-
-def said_of(folder: Path, sources: dict[str, str]) -> dict[str, tuple[int, list[str]]]:
-    """Return the exit code and the lines that `ingress run` prints, for each module."""
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", EACH, json.dumps(sources)],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [name for name, *_ in found] == list(sources), done
-    return {name: (code, text.splitlines()) for name, code, text in found}
+def said_of(folder: Path, *sources: str) -> list[tuple[int, list[str]]]:
+    """Return the exit code and the lines that `ingress run` prints, for each of these modules."""
+    for number, source in enumerate(sources):
+        write_module(folder, f"mistaken{number}", source)
+    words = [["run", f"mistaken{each}:bound", "--port", "0"] for each in range(len(sources))]
+    return [(code, lines) for code, _, lines in said_by(folder, *words)]
 
 
 def test_a_mistake_in_a_module_is_the_users_line_and_one_last_line(tmp_path: Path) -> None:
-    said = said_of(tmp_path, {name: HEAD + mistake for name, (mistake, *_) in MODULES.items()})
+    said = said_of(tmp_path, *(HEAD + mistake for mistake, *_ in MODULES.values()))
 
     wrong = {}
-    for name, (mistake, parts, count) in MODULES.items():
-        code, lines = said[name]
+    for number, ((code, lines), name) in enumerate(zip(said, MODULES, strict=True)):
+        mistake, parts, count = MODULES[name]
         print(f"{mistake}\n  " + "\n  ".join(lines) + "\n")
         is_placed = count == 1 or (
-            lines[0].startswith(f'  File "{tmp_path}/mistaken.py", line ')
+            lines[0].startswith(f'  File "{tmp_path}/mistaken{number}.py", line ')
             and lines[1].strip() in mistake
         )
         is_said = bool(lines) and all(part in lines[-1] for part in parts)
@@ -493,10 +443,10 @@ def read(text):
         raise RuntimeError("no settings") from error
 read("{")
 """
-    code, lines = said_of(tmp_path, {"cause": source})["cause"]
+    ((code, lines),) = said_of(tmp_path, source)
 
     assert code == 1
-    file = f'  File "{tmp_path}/mistaken.py", line '
+    file = f'  File "{tmp_path}/mistaken0.py", line '
     assert lines == [
         f"{file}5, in read",
         "    return json.loads(text)",

@@ -29,14 +29,7 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 from ingress.engines.ray.messages import CALL, Envelope, remote_name
-from tests.servers import (
-    ROOT,
-    UVICORN,
-    environment,
-    process,
-    run_ingress,
-    write_module,
-)
+from tests.programs import ROOT, UVICORN, environment, process, run_ingress, said_by, write_module
 
 needs_no_ray = pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 
@@ -159,9 +152,6 @@ def test_workers_import_from_where_this_process_does_but_for_what_comes_with_its
     assert environment_for_workers(Settings(), folders)["PYTHONPATH"].endswith("${PYTHONPATH}")
 
 
-class Policy: ...
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -232,47 +222,46 @@ def test_a_deadline_crosses_as_the_time_that_is_left() -> None:
 # Bad input
 
 
-def test_an_engine_that_is_none_is_refused_by_name(folder: Path) -> None:
+def test_an_engine_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="engine must be 'local' or 'ray', got 'raay'"):
         serve.start(engine="raay")
 
-    result = ingress(folder, "run", "app:hello", "--engine", "raay")
 
-    assert result.stderr == "Error: --engine must be local or ray, got 'raay'\n"
-    assert result.returncode == 1
+RUN = ["run", "app:hello", "--port", "0"]
+BUILD = ["build", "app:hello"]
+REFUSED: list[tuple[list[str], str]] = [
+    ([*RUN, "--engine", "raay"], "--engine must be local or ray, got 'raay'"),
+    ([*RUN, "--engine", "ray", "--workers", "2"], "--reload and --workers are for the local eng"),
+    ([*RUN, "--engine", "ray", "--reload"], "--reload and --workers are for the local engine"),
+    ([*RUN, "--engine", "ray", "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
+    (
+        [*RUN, "--engine", "ray", "--admin-token", "secret"],
+        "--admin and --admin-token are for the ",
+    ),
+    ([*RUN, "--engine", "ray", "--drain-delay", "1"], "--drain-delay is for the local engine"),
+    ([*RUN, "--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
+    ([*RUN, "--working-dir", "."], "--address and --working-dir are for --engine ray"),
+    (
+        ["run", "serve.yaml", "--watch", "--engine", "ray"],
+        "--watch is for the local engine; on Ray, run the comm",
+    ),
+    (
+        [*BUILD, "--working-dir", "."],
+        "--working-dir '.' is no address that the nodes of a cluster can",
+    ),
+    ([*BUILD, "--route-prefix", "shop"], "Invalid route_prefix 'shop', must start with"),
+    ([*BUILD, "-o", "nowhere/serve.yaml"], "cannot write 'nowhere/serve.yaml': No such file"),
+]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--engine", "ray", "--workers", "2"], "--reload and --workers are for the local engine"),
-        (["--engine", "ray", "--reload"], "--reload and --workers are for the local engine"),
-        (["--engine", "ray", "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
-        (["--engine", "ray", "--admin-token", "secret"], "--admin and --admin-token are for the "),
-        (["--engine", "ray", "--drain-delay", "1"], "--drain-delay is for the local engine"),
-        (["--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
-        (["--working-dir", "."], "--address and --working-dir are for --engine ray"),
-    ],
-)
-def test_what_belongs_to_the_other_engine_is_refused(
-    folder: Path, arguments: list[str], message: str
-) -> None:
-    result = ingress(folder, "run", "app:hello", "--port", "0", *arguments)
-
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"Error: {message}")
-    assert result.returncode == 1
-
-
-@pytest.mark.thorough
-def test_a_file_that_ray_serves_is_not_watched(folder: Path) -> None:
+def test_what_an_engine_or_a_cluster_cannot_use_is_refused_in_one_line(folder: Path) -> None:
     (folder / "serve.yaml").write_text("applications:\n- name: one\n  import_path: app:hello\n")
+    said = said_by(folder, *[words for words, _ in REFUSED])
 
-    result = ingress(folder, "run", "serve.yaml", "--watch", "--engine", "ray")
-
-    assert result.stderr.startswith("Error: --watch is for the local engine; on Ray, run the comm")
-    assert result.returncode == 1
+    for (words, message), (code, _, lines) in zip(REFUSED, said, strict=True):
+        (line,) = lines
+        assert line.startswith(f"Error: {message}"), words
+        assert code == 1
 
 
 @pytest.mark.thorough
@@ -407,22 +396,6 @@ def test_build_takes_the_name_prefix_host_and_folder_of_the_application(folder: 
     assert application["runtime_env"]["working_dir"] == url
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--working-dir", "."], "--working-dir '.' is no address that the nodes of a cluster can"),
-        (["--route-prefix", "shop"], "Invalid route_prefix 'shop', must start with"),
-    ],
-)
-def test_what_no_cluster_can_use_is_refused_when_it_is_built(
-    folder: Path, given: list[str], message: str
-) -> None:
-    result = ingress(folder, "build", "app:hello", *given)
-
-    assert result.stderr.startswith(f"Error: {message}")
-    assert result.returncode == 1
-
-
 LARGE = """
 import ingress as serve
 
@@ -475,11 +448,3 @@ def test_a_manifest_for_kuberay_has_image_gpus_probes_and_room_for_all_replicas(
         assert ("readinessProbe" in container) == (group is not head)
         limits = container["resources"]["limits"]
         assert limits.get("nvidia.com/gpu") == ("1" if group is gpu else None)
-
-
-def test_build_says_where_it_cannot_write(folder: Path) -> None:
-    result = ingress(folder, "build", "app:hello", "-o", "nowhere/serve.yaml")
-
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: cannot write 'nowhere/serve.yaml': No such file")
-    assert result.returncode == 1

@@ -12,20 +12,8 @@ import pytest
 import ingress as serve
 from ingress.base.settings import WEDGED_AFTER_S
 from ingress.testing import Latch
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    Answer,
-    bind,
-    environment,
-    get,
-    is_ready,
-    overview,
-    process,
-    served,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, environment, process, write_module
+from tests.servers import PATIENCE_S, Answer, bind, get, is_ready, overview, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 

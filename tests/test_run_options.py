@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
 import ssl
 import subprocess
 import sys
@@ -16,14 +13,16 @@ import httpx
 import pytest
 
 from ingress.declaration.module_app import NotAnApplication, load
-from tests.servers import (
+from tests.programs import (
     INGRESS,
-    Connection,
     environment,
     free_port,
     process,
+    run_ingress,
+    said_by,
     write_module,
 )
+from tests.servers import Connection
 
 WAYS = {"one": [], "workers": ["--workers", "2"], "reload": ["--reload"]}
 
@@ -196,9 +195,7 @@ def test_a_socket_whose_server_was_killed_is_used_again(folder: Path) -> None:
     command = run("app:hello", "--uds", str(path))
     with process(command, folder, environment(folder)) as server:
         server.wait_for("is ready at unix:")
-        second = subprocess.run(
-            command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60
-        )
+        second = run_ingress(folder, *command[3:])
         server.process.kill()
         server.wait()
     assert "a server listens there already" in second.stderr
@@ -327,22 +324,6 @@ def test_workers_print_the_same_plan_and_the_same_line_as_one_process(folder: Pa
     assert workers[-1] == one[-1].replace(" (Ctrl-C", ", in 2 processes (Ctrl-C")
 
 
-@pytest.mark.slow  # it is silent for five seconds
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_a_worker_that_is_silent_is_replaced_after_the_time_of_the_option(folder: Path) -> None:
-    words = ["app:hello", "--port", "0", "--workers", "2", "--timeout-worker-healthcheck", "5"]
-    with process(run(*words), folder, environment(folder)) as server:
-        server.wait_for("is ready at ")
-        pid = server.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        commands = {int(each): Path(f"/proc/{each}/cmdline").read_bytes() for each in children}
-        silent = next(each for each, command in commands.items() if b"spawn_main" in command)
-        os.kill(silent, signal.SIGSTOP)
-
-        server.wait_for(f"worker {silent} does not answer; it is killed")
-        server.wait_for(r"worker \d+ is ready")
-
-
 REFUSED = {
     "two-addresses": (["--uds", "s", "--port", "1"], "--uds and --host or --port are both given"),
     "uds-and-fd": (["--uds", "s", "--fd", "3"], "--uds and --fd are both given"),
@@ -364,48 +345,19 @@ REFUSED = {
     "host": (["--host", "10.255.255.1"], "an address of this machine, got '10.255.255.1'"),
 }
 
-EACH = """
-import contextlib, io, json, sys
-from ingress.cli.commands import app
-
-for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            app(["run", "app:hello", *words])
-        except SystemExit as end:
-            print(json.dumps([end.code, said.getvalue()]))
-"""
-
 
 def test_options_that_make_no_sense_are_refused_in_one_line(folder: Path) -> None:
-    words = json.dumps([words for words, _ in REFUSED.values()])
-    done = subprocess.run(
-        [sys.executable, "-c", EACH, words],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    said = said_by(folder, *[run("app:hello", *words)[3:] for words, _ in REFUSED.values()])
 
-    assert len(said) == len(REFUSED), done
-    for (code, text), (_, part) in zip(said, REFUSED.values(), strict=True):
-        (line,) = text.splitlines()
+    for (code, _, lines), (_, part) in zip(said, REFUSED.values(), strict=True):
+        (line,) = lines
         assert line.startswith("Error: ")
         assert part in line
         assert code == 1
 
 
 def test_a_file_that_is_not_there_is_refused_by_the_option(folder: Path) -> None:
-    done = subprocess.run(
-        run("app:hello", "--env-file", "nowhere"),
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_ingress(folder, "run", "app:hello", "--env-file", "nowhere")
 
     assert "Invalid value for '--env-file': File 'nowhere' does not exist" in done.stderr
     assert done.returncode == 2

@@ -42,13 +42,19 @@ from tests.conformance.observe import TIMEOUT_S, Gate
 from tests.servers import wait_until
 from tests.traces import Picture, Trace
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::ingress.exceptions.SyncMethodOnEventLoopWarning",
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::ingress.exceptions.SyncMethodOnEventLoopWarning",
+    ),
+    pytest.mark.usefixtures("shutdown"),
+]
+
+
+Record = Callable[..., Recorder]
 
 
 @pytest.fixture
-def record() -> Iterator[Callable[..., Recorder]]:
+def record() -> Iterator[Record]:
     """Set the recorder of later applications; stop everything at the end of the test."""
     with ExitStack() as in_use:
 
@@ -78,6 +84,12 @@ class Held:
 def run(gate: Gate | None = None, **options: Any) -> Any:
     cls = type("Held", (Held,), {"gate": gate or Gate()})
     return serve.run(serve.deployment(**options)(cls).bind(), route_prefix=None)
+
+
+def over(recorder: Recorder) -> Timeline:
+    """Return the timeline once all calls have ended."""
+    wait_until(lambda: not recorder.timeline().unfinished)
+    return recorder.timeline()
 
 
 def only(timeline: Timeline) -> Journey:
@@ -121,28 +133,23 @@ def test_a_session_leaves_nothing_running(tmp_path: Path, starts: bool) -> None:
 
 def test_without_a_recorder_nothing_of_it_is_there() -> None:
     handle = run()
-    try:
-        router = local_engine().router(handle.deployment_id)
-        (replica,) = router.replicas
-        assert isinstance(replica, Replica)
-        threads = replica.pools.default.threads
-        made = [type(each) for each in (router, replica, threads)]
-    finally:
-        serve.shutdown()
+    router = local_engine().router(handle.deployment_id)
+    (replica,) = router.replicas
+    assert isinstance(replica, Replica)
+    threads = replica.pools.default.threads
+    made = [type(each) for each in (router, replica, threads)]
+    serve.shutdown()
 
     assert made == [Router, Replica, WorkerThreads]
 
 
-def test_a_call_by_handle_is_recorded_with_its_slot_and_its_loop(
-    record: Callable[..., Recorder],
-) -> None:
+def test_a_call_by_handle_is_recorded_with_its_slot_and_its_loop(record: Record) -> None:
     recorder, gate = record(), Gate()
     handle = run(gate)
     gate.open()
 
     assert handle.remote("x").result() == "x"
-    wait_until(lambda: not recorder.timeline().unfinished)
-    timeline = recorder.timeline()
+    timeline = over(recorder)
     call = only(timeline)
     assert (call.name, call.deployment, call.replica) == ("Held.__call__", "Held", "Held#0")
     assert call.arrived_at <= call.slot_at <= call.began_at <= call.ended_at
@@ -151,9 +158,7 @@ def test_a_call_by_handle_is_recorded_with_its_slot_and_its_loop(
     check(timeline)
 
 
-def test_what_runs_now_can_be_looked_at(
-    record: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_now_can_be_looked_at(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
     recorder, gate = record(), Gate()
     response = run(gate).block.remote()
@@ -172,9 +177,7 @@ def test_what_runs_now_can_be_looked_at(
     assert "has not ended" in picture.about
 
 
-def test_a_wait_for_a_thread_is_recorded(
-    record: Callable[..., Recorder],
-) -> None:
+def test_a_wait_for_a_thread_is_recorded(record: Record) -> None:
     class OneThread:
         @serve.method(lane="one")
         def block(self) -> None:
@@ -188,9 +191,7 @@ def test_a_wait_for_a_thread_is_recorded(
     gate.open()
     for response in responses:
         response.result(timeout_s=TIMEOUT_S)
-    wait_until(lambda: not recorder.timeline().unfinished)
-
-    timeline = recorder.timeline()
+    timeline = over(recorder)
     runs = [each for each in timeline.runs if not each.track.is_loop]
     assert [each.track.name for each in runs] == ["OneThread#0-one-worker-0"] * 3
     waits = [waits_of(timeline)[each.journey][-1] for each in runs]
@@ -200,7 +201,7 @@ def test_a_wait_for_a_thread_is_recorded(
     check(timeline)
 
 
-def test_a_call_that_is_refused_never_ran(record: Callable[..., Recorder]) -> None:
+def test_a_call_that_is_refused_never_ran(record: Record) -> None:
     recorder, gate = record(), Gate()
     handle = run(gate, max_ongoing_requests=1, max_queued_requests=1)
     responses = [handle.remote()]
@@ -221,9 +222,7 @@ def test_a_call_that_is_refused_never_ran(record: Callable[..., Recorder]) -> No
     assert picture.tracks == ["Held#0, event loop", "on no replica"]
 
 
-def test_a_call_that_is_cancelled_in_the_queue_waited_there(
-    record: Callable[..., Recorder],
-) -> None:
+def test_a_call_that_is_cancelled_in_the_queue_waited_there(record: Record) -> None:
     recorder, gate = record(), Gate()
     handle = run(gate, max_ongoing_requests=1)
     response = handle.remote()
@@ -236,13 +235,14 @@ def test_a_call_that_is_cancelled_in_the_queue_waited_there(
     gate.open()
     response.result(timeout_s=TIMEOUT_S)
 
-    _, cancelled = timeline.journeys
+    running, cancelled = timeline.journeys
+    assert running.slot_at <= cancelled.arrived_at
     assert cancelled.error == "RequestCancelledError"
     assert kinds(timeline, cancelled) == [WaitKind.QUEUE]
 
 
 def test_a_call_that_is_cancelled_lasts_as_long_as_its_thread(
-    record: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+    record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
     recorder, gate = record(), Gate()
@@ -253,16 +253,13 @@ def test_a_call_that_is_cancelled_lasts_as_long_as_its_thread(
         response.result()
     during = recorder.timeline()
     gate.open()
-    wait_until(lambda: not recorder.timeline().unfinished)
+    call = only(over(recorder))
 
     assert len(during.unfinished) == 1
-    call = only(recorder.timeline())
     assert call.error == "RequestCancelledError"
 
 
-def test_what_user_code_raises_is_told_and_leaves_as_it_is(
-    record: Callable[..., Recorder],
-) -> None:
+def test_what_user_code_raises_is_told_and_leaves_as_it_is(record: Record) -> None:
     class Failing:
         async def __call__(self) -> None:
             await asyncio.sleep(0)
@@ -276,9 +273,7 @@ def test_what_user_code_raises_is_told_and_leaves_as_it_is(
     assert only(recorder.timeline()).error == "LookupError"
 
 
-def test_a_cancellation_reaches_user_code_where_it_awaits(
-    record: Callable[..., Recorder],
-) -> None:
+def test_a_cancellation_reaches_user_code_where_it_awaits(record: Record) -> None:
     seen: list[str] = []
 
     class Awaiting:
@@ -296,12 +291,12 @@ def test_a_cancellation_reaches_user_code_where_it_awaits(
     response = handle.remote()
     gate.wait_for(1)
     response.cancel()
-    wait_until(lambda: not recorder.timeline().unfinished)
+    over(recorder)
 
     assert seen == ["cancelled"]
 
 
-def test_a_stream_runs_step_by_step(record: Callable[..., Recorder]) -> None:
+def test_a_stream_runs_step_by_step(record: Record) -> None:
     class Stream:
         async def __call__(self) -> AsyncIterator[int]:
             for number in range(3):
@@ -311,17 +306,13 @@ def test_a_stream_runs_step_by_step(record: Callable[..., Recorder]) -> None:
     recorder = record()
     handle = serve.run(serve.deployment(Stream).bind(), route_prefix=None)
     assert list(handle.options(stream=True).remote()) == [0, 1, 2]
-    wait_until(lambda: not recorder.timeline().unfinished)
-
-    timeline = recorder.timeline()
+    timeline = over(recorder)
     assert len(timeline.runs) >= 4
     assert {each.journey for each in timeline.runs} == {only(timeline)}
     check(timeline)
 
 
-def test_http_and_websockets_have_the_names_of_their_routes(
-    record: Callable[..., Recorder],
-) -> None:
+def test_http_and_websockets_have_the_names_of_their_routes(record: Record) -> None:
     app = FastAPI()
 
     @serve.deployment
@@ -353,17 +344,13 @@ def test_http_and_websockets_have_the_names_of_their_routes(
     check(timeline)
 
 
-def test_what_is_recorded_is_bounded_and_belongs_together(
-    record: Callable[..., Recorder],
-) -> None:
+def test_what_is_recorded_is_bounded_and_belongs_together(record: Record) -> None:
     recorder, gate = record(requests=5, runs=7), Gate()
     handle = run(gate)
     gate.open()
     for number in range(20):
         assert handle.remote(str(number)).result() == str(number)
-    wait_until(lambda: not recorder.timeline().unfinished)
-
-    timeline = recorder.timeline()
+    timeline = over(recorder)
     assert [each.number for each in timeline.journeys] == [16, 17, 18, 19, 20]
     assert 0 < len(timeline.runs) <= 7
     assert {each.journey for each in timeline.runs} <= {*timeline.journeys}
@@ -372,7 +359,7 @@ def test_what_is_recorded_is_bounded_and_belongs_together(
 
 @pytest.mark.parametrize("sync", ["0", "1"])
 def test_it_is_whole_whenever_it_is_looked_at(
-    record: Callable[..., Recorder],
+    record: Record,
     switch_interval: None,
     monkeypatch: pytest.MonkeyPatch,
     sync: str,
@@ -403,16 +390,14 @@ def test_it_is_whole_whenever_it_is_looked_at(
         for _ in range(20):
             check(recorder.timeline())
         list(calls)
-    wait_until(lambda: not recorder.timeline().unfinished)
-
-    timeline = recorder.timeline()
+    timeline = over(recorder)
     assert len(timeline.journeys) == 50
     assert max(each.number for each in timeline.journeys) == total
     check(timeline)
 
 
 def test_a_stall_is_on_the_track_of_the_servers_loop_if_that_is_where_user_code_runs(
-    record: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+    record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, "0")
     monkeypatch.setenv(STALL_THRESHOLD_MS, "20")
@@ -470,15 +455,13 @@ def test_a_stall_belongs_to_the_loop_it_names_also_if_its_thread_has_ended(
     assert found == ([] if expected is None else [expected])
 
 
-def test_a_picture_of_many_shows_the_last_and_says_so(record: Callable[..., Recorder]) -> None:
+def test_a_picture_of_many_shows_the_last_and_says_so(record: Record) -> None:
     recorder, gate = record(), Gate()
     handle = run(gate)
     gate.open()
     for _ in range(SHOWN + 3):
         handle.remote().result()
-    wait_until(lambda: not recorder.timeline().unfinished)
-
-    _, picture = check(recorder.timeline())
+    _, picture = check(over(recorder))
     assert {each.request for each in picture.bars_of("request")} == set(range(4, SHOWN + 4))
     assert f"{SHOWN + 3} calls in " in picture.text
     assert f"; the last {SHOWN}<" in picture.text

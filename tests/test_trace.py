@@ -9,6 +9,8 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +18,17 @@ import httpx
 import pytest
 
 from ingress.base.settings import TRACE_FILE
-from tests.servers import (
+from tests.programs import (
     INGRESS,
-    PATIENCE_S,
     UVICORN,
+    ServerProcess,
     environment,
     process,
     run_ingress,
-    wait_until,
+    said_by,
     write_module,
 )
+from tests.servers import PATIENCE_S, wait_until
 from tests.traces import Picture, Span, Trace
 
 ROOT = Path(__file__).parent.parent
@@ -88,17 +91,7 @@ class Where:
 
 where = Where.bind(Model.bind())
 
-def queued():
-    return serve.status().applications["default"].deployments["One"].queued
 
-@serve.deployment(max_ongoing_requests=1)
-class One:
-    is_first = True
-    async def __call__(self):
-        while self.is_first and queued() < 2:
-            await asyncio.sleep(0)
-        self.is_first = False
-one = One.bind()
 
 @serve.deployment
 class Together:
@@ -166,6 +159,32 @@ def traced(folder: Path, *arguments: str, environ: dict[str, str] | None = None)
     result = ingress(folder, *arguments, environ=environ)
     assert result.returncode == 0, result.stderr
     return Trace((folder / "trace.json").read_text())
+
+
+@contextmanager
+def calling(folder: Path, server: ServerProcess) -> Iterator[None]:
+    """Have a request run in the application, until the end."""
+    options = {"timeout": PATIENCE_S}
+    caller = threading.Thread(target=httpx.get, args=(server.url,), kwargs=options)
+    caller.start()
+    try:
+        wait_until(lambda: (folder / "inside.txt").exists())
+        yield
+    finally:
+        (folder / "go.txt").write_text("")
+        caller.join()
+
+
+def written_twice(folder: Path, server: ServerProcess, name: str) -> tuple[Trace, Trace]:
+    """Return what a server writes at a signal while a request runs, and what at its end."""
+    file = folder / name
+    with calling(folder, server):
+        server.signal(signal.SIGUSR2)
+        wait_until(file.exists)
+        during = Trace(file.read_text())
+    server.signal(signal.SIGTERM)
+    server.wait()
+    return during, Trace(file.read_text())
 
 
 class Example:
@@ -306,8 +325,7 @@ def shape(picture: Picture) -> object:
 # Tracks and names
 
 
-@pytest.mark.parametrize("separate", ["1", "0"])
-@pytest.mark.parametrize("sync", ["0", "1"])
+@pytest.mark.parametrize(("sync", "separate"), [("0", "1"), ("1", "1"), ("0", "0")])
 def test_what_runs_is_on_the_track_of_the_thread_it_finds_itself_on(
     folder: Path, sync: str, separate: str
 ) -> None:
@@ -345,18 +363,6 @@ def test_a_batch_is_one_run_for_all_its_requests(folder: Path) -> None:
     calls = [each for each in trace.requests if each.name == "Model.answer"]
     assert len(calls) == 2
     assert all(call.began <= run.began and run.ended <= call.ended for call in calls)
-
-
-def test_requests_without_a_slot_wait_in_the_queue_in_order(folder: Path) -> None:
-    trace = traced(folder, "app:one")
-    queued = trace.waits_for("queue")
-
-    assert len(trace.requests) == 3
-    assert len(queued) == 2
-    first, second, third = sorted(trace.requests, key=lambda each: each.ended)
-    assert queued[0].ended >= first.ended
-    assert queued[1].ended >= second.ended
-    assert third.ended > second.ended > first.ended
 
 
 def test_a_body_and_a_method_are_sent(folder: Path) -> None:
@@ -403,17 +409,14 @@ MISTAKES = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_writes_nothing(
-    folder: Path, arguments: list[str], message: str
-) -> None:
-    result = ingress(folder, *arguments)
+def test_a_mistake_is_one_line_and_writes_nothing(folder: Path) -> None:
+    said = said_by(folder, *[["trace", *arguments] for arguments, _ in MISTAKES.values()])
 
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: ")
-    assert message in line
-    assert (result.returncode, result.stdout) == (1, "")
+    for (code, out, lines), (_, message) in zip(said, MISTAKES.values(), strict=True):
+        (line,) = lines
+        assert line.startswith("Error: ")
+        assert message in line
+        assert (code, out) == (1, "")
     assert [*folder.glob("*.json"), *folder.glob("*.svg")] == []
 
 
@@ -435,22 +438,8 @@ def test_help_tells_how_to_record_a_server_too(folder: Path) -> None:
 def test_a_signal_has_the_recent_past_of_a_server_written(folder: Path, command: list[str]) -> None:
     environ = environment(folder, sync="1") | {TRACE_FILE: "trace-{pid}.json"}
     with process(command, folder, environ) as server:
-        url = server.url
-        caller = threading.Thread(target=httpx.get, args=(url,), kwargs={"timeout": PATIENCE_S})
-        caller.start()
-        file = folder / f"trace-{server.process.pid}.json"
-        try:
-            wait_until(lambda: (folder / "inside.txt").exists())
-            server.signal(signal.SIGUSR2)
-            wait_until(file.exists)
-            during = Trace(file.read_text())
-        finally:
-            (folder / "go.txt").write_text("")
-            caller.join()
-        server.signal(signal.SIGTERM)
-        server.wait()
+        during, after = written_twice(folder, server, f"trace-{server.process.pid}.json")
 
-    after = Trace(file.read_text())
     for trace, is_over in ((during, False), (after, True)):
         (request,) = trace.requests
         (worker,) = [each for each in trace.runs if "-worker-" in each.track]
@@ -462,22 +451,9 @@ def test_a_signal_has_the_recent_past_of_a_server_written(folder: Path, command:
 def test_a_child_process_has_tracks_of_its_own_on_the_same_clock(folder: Path) -> None:
     environ = environment(folder, sync="1") | {TRACE_FILE: "trace.json"}
     with process([*INGRESS, "run", "app:there", "--port", "0"], folder, environ) as server:
-        caller = threading.Thread(target=httpx.get, args=(server.url,), kwargs={"timeout": None})
-        caller.start()
-        file = folder / "trace.json"
-        try:
-            wait_until(lambda: (folder / "inside.txt").exists())
-            server.signal(signal.SIGUSR2)
-            wait_until(file.exists)
-            during = Trace(file.read_text())
-        finally:
-            (folder / "go.txt").write_text("")
-            caller.join()
         parent = server.process.pid
-        server.signal(signal.SIGTERM)
-        server.wait()
+        during, after = written_twice(folder, server, "trace.json")
 
-    after = Trace(file.read_text())
     for trace, is_over in ((during, False), (after, True)):
         (child,) = set(trace.processes) - {parent}
         assert trace.processes[child] == f"There#0, process {child}"
@@ -505,15 +481,9 @@ def test_the_page_records_child_processes_without_a_trace_file(folder: Path) -> 
     command = [*INGRESS, "run", "app:there", "--port", "0", "--admin", "127.0.0.1:0"]
     with process(command, folder, environment(folder, sync="1")) as server:
         admin = server.wait_for(r"page at (http://127\.0\.0\.1:\d+/)")[1]
-        caller = threading.Thread(target=httpx.get, args=(server.url,), kwargs={"timeout": None})
-        caller.start()
-        try:
-            wait_until(lambda: (folder / "inside.txt").exists())
+        with calling(folder, server):
             record = f"{admin}api/record?seconds=0.3"
             trace = Trace(httpx.get(record, timeout=PATIENCE_S).text)
-        finally:
-            (folder / "go.txt").write_text("")
-            caller.join()
 
     (child,) = set(trace.processes) - {server.process.pid}
     (run,) = [each for each in trace.runs if each.track == "There#0-db-worker-0"]
@@ -524,16 +494,8 @@ def test_the_page_records_child_processes_without_a_trace_file(folder: Path) -> 
 
 
 def test_a_file_that_cannot_be_written_is_one_line_before_anything_starts(folder: Path) -> None:
-    environ = environment(folder) | {TRACE_FILE: "no/such/trace.json"}
-    result = subprocess.run(
-        [*INGRESS, "run", "app:where", "--port", "0"],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    given = {TRACE_FILE: "no/such/trace.json"}
+    result = run_ingress(folder, "run", "app:where", "--port", "0", **given)
 
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: INGRESS_TRACE='no/such/trace.json' cannot be written: ")

@@ -17,19 +17,9 @@ from uvicorn import Config
 
 from ingress.cli.worker_commands import Asked
 from ingress.cli.workers import Supervisor
+from tests.programs import INGRESS, ServerProcess, environment, process, run_ingress, write_module
 from tests.reliability.figures import Figures
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    Connection,
-    ServerProcess,
-    environment,
-    get,
-    process,
-    run_ingress,
-    wait_until,
-    write_module,
-)
+from tests.servers import PATIENCE_S, Connection, get, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 
@@ -113,11 +103,14 @@ def serving(folder: Path) -> Iterator[ServerProcess]:
         yield server
 
 
+def children_of(server: ServerProcess) -> list[int]:
+    pid = server.process.pid
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def workers_of(server: ServerProcess) -> list[int]:
     """Return the pids of the workers, without the process that cleans up after them."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in children if b"spawn_main" in words(int(each))]
+    return [each for each in children_of(server) if b"spawn_main" in words(each)]
 
 
 def words(pid: int) -> bytes:
@@ -165,11 +158,7 @@ def test_a_worker_that_cannot_bind_ends_the_command(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130)],
-    ids=["SIGTERM", "SIGINT"],
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_are_heard_while_workers_start(
     folder: Path, number: signal.Signals, code: int
 ) -> None:
@@ -255,19 +244,6 @@ def test_an_unanswered_command_that_its_caller_gave_up_is_forgotten() -> None:
     assert asked not in supervisor._asked.values()
 
 
-@pytest.mark.thorough
-def test_what_workers_run_may_end(folder: Path) -> None:
-    with serving(folder) as server:
-        answers = [int(get(server.port, "/pid").body) for _ in range(20)]
-        workers = workers_of(server)
-        server.signal()
-
-        assert server.wait() == 0
-        assert {*answers} <= {*workers}
-        assert have_gone(workers)
-        assert "Traceback" not in server.output
-
-
 def signal_group(server: ServerProcess, number: signal.Signals) -> None:
     """Signal the command and its workers, as Ctrl-C at a terminal does."""
     for pid in (*workers_of(server), server.process.pid):
@@ -308,22 +284,12 @@ def is_cancellation(server: ServerProcess) -> bool:
 
 
 @pytest.mark.thorough
-def test_workers_do_not_outlive_the_command(folder: Path) -> None:
-    with serving(folder) as server:
-        workers = workers_of(server)
-        server.process.kill()
-        server.wait()
-
-        wait_until(partial(have_gone, workers))
-
-
-@pytest.mark.thorough
-def test_what_reloads_does_not_outlive_the_command(folder: Path) -> None:
-    command = [*INGRESS, "run", "app:hello", "--port", "0", "--reload"]
+@pytest.mark.parametrize("way", [["--workers", "2"], ["--reload"]], ids=["workers", "reload"])
+def test_what_serves_does_not_outlive_the_command(folder: Path, way: list[str]) -> None:
+    command = [*INGRESS, "run", "app:hello", "--port", "0", *way]
     with process(command, folder, environment(folder)) as server:
         server.wait_for("is ready at")
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        pids = [int(each) for each in children.read_text().split()]
+        pids = children_of(server)
         assert int(get(server.port, "/pid").body) in pids
         server.process.kill()
         server.wait()
@@ -333,10 +299,12 @@ def test_what_reloads_does_not_outlive_the_command(folder: Path) -> None:
 
 def test_no_process_is_left_behind(folder: Path) -> None:
     with serving(folder) as server:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        pids = [int(each) for each in children.read_text().split()]
+        answers = {int(get(server.port, "/pid").body) for _ in range(20)}
+        assert answers <= {*workers_of(server)}
+        pids = children_of(server)
         server.signal()
         assert server.wait() == 0
+        assert "Traceback" not in server.output
     wait_until(partial(have_gone, pids))
 
 
