@@ -36,7 +36,8 @@ from ingress.base.snapshot import (
 )
 from ingress.base.types import DeploymentID
 from ingress.engines import local_engine
-from tests.servers import ROOT, bind, get, wait_until, write_module
+from tests.programs import ROOT, write_module
+from tests.servers import bind, get, wait_until
 from tests.test_admin import admin_port, serving
 from tests.test_admin import folder as folder
 

@@ -16,7 +16,8 @@ from ingress.declaration.build import build
 from ingress.declaration.one_node import CLUSTER_ONLY
 from ingress.engines import local_engine
 from ingress.testing import TestClient
-from tests.servers import PATIENCE_S, write_module
+from tests.programs import write_module
+from tests.servers import PATIENCE_S
 
 VALUES: dict[str, Any] = {
     "deployment_actors": [{"name": "tree", "actor_class": "main:Tree"}],

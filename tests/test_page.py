@@ -30,18 +30,8 @@ from ingress.live.page import routes
 from ingress.live.part import parts_of
 from ingress.live.viewers import MOST, PAUSE_S
 from ingress.testing import Latch
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    Connection,
-    bind,
-    environment,
-    get,
-    process,
-    served,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, environment, process, write_module
+from tests.servers import PATIENCE_S, Connection, bind, get, served, wait_until
 
 PAGE = Path(serve.__file__).with_name("live") / "page.html"
 EMPTY: dict[str, Any] = {

@@ -22,17 +22,8 @@ import pytest
 import yaml
 
 from tests.documents import ROOT
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    ServerProcess,
-    environment,
-    free_port,
-    is_ready,
-    process,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, ServerProcess, environment, free_port, process, write_module
+from tests.servers import PATIENCE_S, is_ready, wait_until
 
 pytestmark = [
     pytest.mark.thorough,

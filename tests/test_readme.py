@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
 from tests.documents import Reader, blocks, links
-from tests.servers import INGRESS, environment, process
+from tests.programs import INGRESS, environment, process
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import environment, process
+from tests.programs import environment, process
 
 WAITING = """
 import signal

@@ -13,15 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    environment,
-    free_port,
-    get,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, environment, free_port, write_module
+from tests.servers import PATIENCE_S, get, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 

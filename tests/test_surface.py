@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.programs import INGRESS, ROOT, ServerProcess, environment, process
 from tests.reliability.figures import Figures
-from tests.servers import INGRESS, ROOT, ROUNDS, ServerProcess, environment, process
+from tests.servers import ROUNDS
 
 SCHEMATHESIS = [sys.executable, "-m", "schemathesis.cli", "run"]
 HANGS_S = 5.0

@@ -24,16 +24,8 @@ from ingress.cli.control_commands import status
 from ingress.cli.control_socket import RunningServer
 from ingress.cli.terminal import console
 from ingress.cli.top_command import Screen, top
-from tests.servers import (
-    INGRESS,
-    PATIENCE_S,
-    ServerProcess,
-    environment,
-    get,
-    process,
-    wait_until,
-    write_module,
-)
+from tests.programs import INGRESS, ServerProcess, environment, process, write_module
+from tests.servers import PATIENCE_S, get, wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.servers import ROOT
+from tests.programs import ROOT
 
 # In a process of its own: a process has one global tracer provider, and cannot unset it.
 SCRIPT = """

@@ -17,7 +17,9 @@ from ingress.admin.exposition import exposition
 from ingress.admin.source import as_json
 from ingress.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
 from ingress.metrics.series import MAX_SERIES, collected, replica_ended, take
-from tests.servers import bind, get, served, wait_until, write_module
+from tests.fakes import together
+from tests.programs import write_module
+from tests.servers import bind, get, served, wait_until
 from tests.test_admin import admin_port, serving
 from tests.test_metrics import samples, value
 
@@ -243,27 +245,13 @@ def test_a_metric_can_be_pickled() -> None:
     assert copied.info == histogram.info
 
 
-def test_threads_lose_no_count() -> None:
-    import sys
-    from threading import Barrier, Thread
-
+def test_threads_lose_no_count(switch_interval: None) -> None:
     counter = serve.metrics.Counter("by_threads")
-    barrier = Barrier(4)
 
     def count() -> None:
-        barrier.wait()
         for _ in range(2000):
             counter.inc()
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [Thread(target=count) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(before)
+    together(*[count] * 4)
 
     assert [each.value for each in found("by_threads").series] == [8000]

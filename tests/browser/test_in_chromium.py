@@ -18,18 +18,16 @@ from typing import Any
 
 import pytest
 
-from tests.servers import (
+from tests.programs import (
     INGRESS,
-    PATIENCE_S,
     ROOT,
     ServerProcess,
     environment,
     free_port,
-    get,
     process,
-    wait_until,
     write_module,
 )
+from tests.servers import PATIENCE_S, get, wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

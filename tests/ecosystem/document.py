@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from tests.ecosystem.as_class import APPS
-from tests.servers import ROOT
+from tests.programs import ROOT
 
 RESULTS = ROOT / ".ecosystem"
 PAGE = ROOT / "docs" / "ecosystem.md"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.ecosystem.document import version_of
-from tests.servers import environment, free_port, get, is_ready, process, wait_until, write_module
+from tests.programs import environment, free_port, process, write_module
+from tests.servers import get, is_ready, wait_until
 
 pytestmark = [
     pytest.mark.ecosystem,

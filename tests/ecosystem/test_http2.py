@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.ecosystem.document import version_of
-from tests.servers import environment, free_port, process, wait_until, write_module
+from tests.programs import environment, free_port, process, write_module
+from tests.servers import wait_until
 
 pytestmark = pytest.mark.ecosystem
 

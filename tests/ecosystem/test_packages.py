@@ -13,7 +13,7 @@ import pytest
 from tests.ecosystem.as_class import APPS
 from tests.ecosystem.document import REASONS, RESULTS, Result, version_of
 from tests.ecosystem.serving import MARK
-from tests.servers import ROOT
+from tests.programs import ROOT
 
 TIME_LIMIT_S = 60
 

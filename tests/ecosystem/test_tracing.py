@@ -27,7 +27,8 @@ import ingress as serve
 from ingress.testing import Latch
 from tests.documents import ROOT, blocks
 from tests.ecosystem.document import version_of
-from tests.servers import INGRESS, bind, environment, process, served, set_flags, wait_until
+from tests.programs import INGRESS, environment, process
+from tests.servers import bind, served, set_flags, wait_until
 
 pytestmark = [
     pytest.mark.ecosystem,
