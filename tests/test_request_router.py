@@ -26,14 +26,9 @@ from ingress.request_router import (
 )
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import bind, served, set_flags, wait_until
+from tests.servers import bind, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
-
-
-@pytest.fixture(params=["0", "1"], ids=["user0", "user1"])
-def separate(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_flags(monkeypatch, request.param)
 
 
 def replica_tag() -> str:

@@ -174,17 +174,22 @@ def test_signals_are_heard_while_workers_start(
         assert have_gone(workers)
 
 
-def test_a_worker_that_is_killed_is_replaced(folder: Path) -> None:
+def test_a_worker_that_is_killed_is_replaced_and_none_is_left_behind(folder: Path) -> None:
     with serving(folder) as server:
         first, second = workers_of(server)
         os.kill(first, signal.SIGKILL)
         server.wait_for(r"worker \d+ is ready")
 
-        assert second in workers_of(server)
-        assert len(workers_of(server)) == 2
         assert f"worker {first} ended (SIGKILL); another one starts" in server.output
+        workers = workers_of(server)
+        assert len(workers) == 2
+        assert second in workers
+        assert {int(get(server.port, "/pid").body) for _ in range(20)} <= {*workers}
+        pids = children_of(server)
         server.signal()
         assert server.wait() == 0
+        assert "Traceback" not in server.output
+    wait_until(partial(have_gone, pids))
 
 
 def is_stopped(pid: int) -> bool:
@@ -295,17 +300,6 @@ def test_what_serves_does_not_outlive_the_command(folder: Path, way: list[str]) 
         server.wait()
 
         wait_until(partial(have_gone, pids))
-
-
-def test_no_process_is_left_behind(folder: Path) -> None:
-    with serving(folder) as server:
-        answers = {int(get(server.port, "/pid").body) for _ in range(20)}
-        assert answers <= {*workers_of(server)}
-        pids = children_of(server)
-        server.signal()
-        assert server.wait() == 0
-        assert "Traceback" not in server.output
-    wait_until(partial(have_gone, pids))
 
 
 def test_nohup_lives_on_in_workers(folder: Path) -> None:
