@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,19 +291,13 @@ def result(response: Any) -> Any:
     return response.result(timeout_s=PATIENCE_S)
 
 
-def ongoing() -> int:
-    """Return the number of requests that hold a slot of the application "default"."""
-    deployments = serve.status().applications["default"].deployments.values()
-    return sum(replica.ongoing for each in deployments for replica in each.replicas)
-
-
 def overview(name: str) -> DeploymentStatusOverview:
     """Return the status of a deployment of the application "default"."""
     return serve.status().applications["default"].deployments[name]
 
 
 def ongoing() -> int:
-    """Return the number of calls that hold a slot of the application "default"."""
+    """Return the number of requests that hold a slot of the application "default"."""
     deployments = serve.status().applications["default"].deployments.values()
     return sum(replica.ongoing for each in deployments for replica in each.replicas)
 
