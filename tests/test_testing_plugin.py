@@ -506,6 +506,24 @@ def test_an_answer_is_seen_whichever_client_asks(client: str) -> None:
     assert observer.seen.as_dict()["answers"] == {"GET /greet?a=1": {"203 '\"hello\"'": 1}}
 
 
+def test_answers_are_counted_once_with_the_access_log_on() -> None:
+    """It calls the proxy again: the observed one recorded, and called, itself again and again."""
+
+    @serve.deployment
+    def hello() -> str:
+        return "hello"
+
+    observer = Observer()
+    with observer.installed():
+        serve.start({"port": 0}, logging_config={"enable_access_log": True})
+        try:
+            httpx.get(f"http://127.0.0.1:{served(bind(hello))}/")
+        finally:
+            serve.shutdown()
+
+    assert observer.seen.as_dict()["answers"] == {"GET /": {"200 'hello'": 1}}
+
+
 def test_calls_that_are_there_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     set_flags(monkeypatch, "1", sync="1")
     go, inside = Latch(), Latch(3)

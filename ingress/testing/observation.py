@@ -28,6 +28,7 @@ from ingress.exceptions import RequestCancelledError
 from ingress.execution import execution
 from ingress.execution.execution import ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.handle import DeploymentHandle, DeploymentResponseGenerator
+from ingress.http.access import AccessLine
 from ingress.http.messages import NORMAL
 from ingress.http.proxy import HTTPProxy
 
@@ -134,6 +135,9 @@ class _ObservedProxy(HTTPProxy):
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if type(send) is AccessLine:  # with the access log on, it calls this again
+            await super().__call__(scope, receive, send)
+            return
         seen, answer = self._observer.seen, _Answer()
 
         async def noted_receive() -> Message:
