@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.engines.ray.code import Reference
+
+if TYPE_CHECKING:  # it imports Ray
+    from ingress.engines.ray.code import Reference
 
 CALL = "ingress_call"
 """Method name given to Ray in place of a name that Ray treats specially: `__call__`, which is for
@@ -88,4 +91,5 @@ _RAYS = HOOKS | {"app", "docs_path"}
 
 def remote_name(method_name: str) -> str:
     """Return the method name given to Ray. Ray's logs and metrics show this name."""
-    return method_name if (not method_name.startswith("_") and method_name not in _RAYS) else CALL
+    is_plain = not method_name.startswith("_") and method_name not in _RAYS
+    return method_name if is_plain else CALL
