@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.apps import CHUNK, CHUNKS
 from benchmarks.servers import ROOT, Request, Server, ingress_run, uvicorn
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,

@@ -1,11 +1,13 @@
 """Ray Serve's programming model at FastAPI speed, in one process: `import ingress as serve`."""
 
 # First: Ctrl-C may come during the other imports.
-from ingress.base import ctrl_c as _ctrl_c  # noqa: F401
+from ingress.core.base import ctrl_c as _ctrl_c  # noqa: F401
 
 # isort: split
+from ingress import _unsupported, exceptions
 from ingress import autoscaling_policy as autoscaling_policy
-from ingress import exceptions
+from ingress import batching as batching
+from ingress import logs as logs
 from ingress import metrics as metrics
 from ingress.api import (
     RunTarget,
@@ -20,10 +22,9 @@ from ingress.api import (
     start,
     status,
 )
-from ingress.asgi import ingress
-from ingress.base import unsupported as _unsupported
-from ingress.batching.batching import batch
-from ingress.calls.call import cancellation
+from ingress.app.asgi import ingress
+from ingress.app.batching.batching import batch
+from ingress.app.declaration.declaration import Application, Deployment, deployment
 from ingress.config import (
     AutoscalingConfig,
     BackpressureConfig,
@@ -32,20 +33,20 @@ from ingress.config import (
     RequestRouterConfig,
 )
 from ingress.context import ReplicaContext, get_replica_context
-from ingress.declaration.declaration import Application, Deployment, deployment
-from ingress.execution.lanes import method
+from ingress.core.calls.call import cancellation
+from ingress.core.execution.lanes import method
 from ingress.handle import (
     DeploymentHandle,
     DeploymentResponse,
     DeploymentResponseGenerator,
 )
-from ingress.replicas.multiplex import get_multiplexed_model_id, multiplexed
 from ingress.request_context import (
     RequestContext,
     get_batch_request_contexts,
     get_request_context,
 )
-from ingress.watchdog import Stall
+from ingress.serving.replicas.multiplex import get_multiplexed_model_id, multiplexed
+from ingress.telemetry.watchdog import Stall
 
 __version__ = "0.1.0"
 

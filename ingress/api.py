@@ -11,20 +11,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
-from ingress.admin.address import AdminOptions
-from ingress.base.ctrl_c import without_traceback
-from ingress.base.settings import TRACING, export
-from ingress.base.signals import Stopped, StopSignals
-from ingress.base.unsupported import refuse
+from ingress._unsupported import refuse
+from ingress.app.declaration.declaration import Application, Deployment
+from ingress.app.declaration.names import check_names
 from ingress.config import HTTPOptions, LoggingConfig
 from ingress.context import get_replica_context
-from ingress.declaration.declaration import Application, Deployment
-from ingress.declaration.names import check_names
+from ingress.core.base.ctrl_c import without_traceback
+from ingress.core.base.settings import TRACING, export
+from ingress.core.base.signals import Stopped, StopSignals
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus, ServeStatus
-from ingress.watchdog import WATCHDOG, Stall
+from ingress.serving.http.admin_address import AdminOptions
+from ingress.telemetry.watchdog import WATCHDOG, Stall
 
 logger = logging.getLogger("ingress")
 

@@ -1,9 +1,9 @@
 """The options that users set in code, validated where they are written.
 
 Names, defaults and accepted values: Ray 2.60.0, serve/config.py; error messages:
-`ingress.base.options`. The default of `max_ongoing_requests` is the guide's 100 (Ray: 5). All
-options are recorded; `NOT_ACTED_ON` has those without effect, `declaration/one_node` those that
-one process cannot fulfil.
+`ingress.core.base.options`. The default of `max_ongoing_requests` is the guide's 100 (Ray: 5). All
+options are recorded; `NOT_ACTED_ON` has those without effect, `app/declaration/cluster_options`
+those that one process cannot fulfil.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from ingress.base.options import (
+from ingress._unsupported import teller
+from ingress.core.base.options import (
     ClassPath,
     Fraction,
     FunctionPath,
@@ -39,9 +40,8 @@ from ingress.base.options import (
     is_number,
     is_variable,
 )
-from ingress.base.settings import HTTPLimits
-from ingress.base.types import DeploymentID, ReplicaID
-from ingress.base.unsupported import teller
+from ingress.core.base.settings import HTTPLimits
+from ingress.core.base.types import DeploymentID, ReplicaID
 
 NOT_ACTED_ON: frozenset[str] = frozenset()
 """Deployment options without effect in this process; none at the moment. Of `ray_actor_options`

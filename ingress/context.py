@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ingress.base.counters import BatchCount
-from ingress.base.types import Place, ReplicaID, ReplicaRank
-from ingress.base.unsupported import absent_member, teller
-from ingress.calls.call import Call
+from ingress._unsupported import absent_member, teller
+from ingress.core.base.counters import BatchCount
+from ingress.core.base.types import Place, ReplicaID, ReplicaRank
+from ingress.core.calls.call import Call
+from ingress.core.execution.execution import ExecutionPlan, Role
 from ingress.exceptions import RayServeException
-from ingress.execution.execution import ExecutionPlan, Role
 
 
 class AppLifespan(Protocol):

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from starlette import requests, websockets  # modules: all classes here are the framework's
 
-from ingress.base.unsupported import teller
+from ingress._unsupported import teller
 
 
 def is_cancellation(error: BaseException) -> bool:

@@ -13,19 +13,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Never, NoReturn, Protocol
+from typing import Any, Never, NoReturn, Protocol
 
-from ingress.base.options import is_number
-from ingress.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
-from ingress.base.unsupported import absent_member, absent_method, refuse, teller
-from ingress.calls.call import CURRENT_CALL, NO_WORK, Call, Queue, Work, begin_wait, end_wait
-from ingress.calls.channel import Channel, EndOfStream
-from ingress.calls.loops import running_loop
-from ingress.calls.tracing import TRACING, trace_call
+from ingress._unsupported import absent_member, absent_method, refuse, teller
+from ingress.core.base.options import is_number
+from ingress.core.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
+from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call, Queue, Work, begin_wait, end_wait
+from ingress.core.calls.channel import Channel, EndOfStream
+from ingress.core.calls.loops import running_loop
+from ingress.core.calls.tracing import TRACING, trace_call
 from ingress.exceptions import (
     RayServeException,
     RequestCancelledError,
@@ -33,8 +42,17 @@ from ingress.exceptions import (
     UnknownMethodError,
 )
 
-if TYPE_CHECKING:  # code that only declares deployments need not import the replicas
-    from ingress.replicas.user_code import UserCode
+
+class Methods(Protocol):
+    """The user code of a replica, as a call by handle sees it."""
+
+    def call(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Awaitable[Any]: ...
+
+    def stream(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AsyncGenerator[Any, None]: ...
 
 
 class Directory(Protocol):
@@ -97,12 +115,12 @@ class Invocation(Work):
         self.kwargs = kwargs
         self.channel = channel
 
-    def __call__(self, user_code: UserCode) -> Awaitable[Any]:
+    def __call__(self, user_code: Methods) -> Awaitable[Any]:
         if self.channel is None:
             return user_code.call(self.method, self.args, self.kwargs)
         return self._pump(user_code, self.channel)
 
-    async def _pump(self, user_code: UserCode, channel: Channel) -> None:
+    async def _pump(self, user_code: Methods, channel: Channel) -> None:
         """Put the method's items into the channel."""
         async with aclosing(user_code.stream(self.method, self.args, self.kwargs)) as items:
             async for item in items:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ingress.calls.call import CURRENT_CALL, Call, current_calls
 from ingress.context import REPLICA
+from ingress.core.calls.call import CURRENT_CALL, Call, current_calls
 
 
 @dataclass(frozen=True, slots=True)

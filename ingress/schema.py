@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ingress.base.counters import LaneLoad, Latency
-from ingress.base.types import ReplicaRank as ReplicaRank  # Ray Serve has it here
-from ingress.base.unsupported import absent_member, teller
+from ingress._unsupported import absent_member, teller
 from ingress.config import LoggingConfig as LoggingConfig  # Ray Serve has it here
+from ingress.core.base.counters import LaneLoad, Latency
+from ingress.core.base.types import ReplicaRank as ReplicaRank  # Ray Serve has it here
 
 
 class ApplicationStatus(StrEnum):

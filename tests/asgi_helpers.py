@@ -10,12 +10,12 @@ from typing import Any
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from ingress.asgi import BoundApp, IngressSpec, ReplicaApp
-from ingress.base.types import DeploymentID, ReplicaID
-from ingress.calls.loops import BorrowedLoop
+from ingress.app.asgi import BoundApp, IngressSpec, ReplicaApp
 from ingress.context import REPLICA, ReplicaRuntime
-from ingress.execution.execution import ExecutionPlan, Role, plan
-from ingress.execution.threads import WorkerPool
+from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.calls.loops import BorrowedLoop
+from ingress.core.execution.execution import ExecutionPlan, Role, plan
+from ingress.core.execution.threads import WorkerPool
 
 WORKER = "K#0-worker"
 """Prefix of the thread names of the first replica's worker threads."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ingress.base.settings import Settings
 from ingress.check.checker import check_application, check_files
 from ingress.check.findings import Report
+from ingress.core.base.settings import Settings
 
 _EXPECTED = re.compile(r"#: ([A-Z0-9 ]+)$")
 Found = list[tuple[int, str]]

@@ -13,7 +13,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 import ingress as serve
 from ingress import testing
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
@@ -77,16 +77,16 @@ def blocking_call_check() -> Iterator[BlockBuster]:
             checks.functions.pop(name).deactivate()
         for check in checks.functions.values():
             check.can_block_in(
-                "ingress/execution/execution.py",
+                "ingress/core/execution/execution.py",
                 {"run", "run_part", "stream", "iterate", "call_inline"},
             )
-            check.can_block_in("ingress/asgi/replica_app.py", {"__call__"})
-            check.can_block_in("ingress/asgi/lifespan.py", {"_run"})
-            check.can_block_in("ingress/http/server.py", {"_start"})  # imports uvicorn
-            check.can_block_in("ingress/declaration/build.py", {"place_of"})  # for a message
-            check.can_block_in("ingress/replicas/user_code.py", {"_plain"})
+            check.can_block_in("ingress/app/asgi/replica_app.py", {"__call__"})
+            check.can_block_in("ingress/app/asgi/lifespan.py", {"_run"})
+            check.can_block_in("ingress/serving/http/server.py", {"_start"})  # imports uvicorn
+            check.can_block_in("ingress/app/declaration/build.py", {"place_of"})  # for a message
+            check.can_block_in("ingress/serving/replicas/user_code.py", {"_plain"})
             check.can_block_in("ingress/testing/leaks.py", {"_descriptors"})
-            check.can_block_in("ingress/calls/loops.py", {"reserve_descriptors"})  # not a disk
+            check.can_block_in("ingress/core/calls/loops.py", {"reserve_descriptors"})  # not a disk
         yield checks
 
 

@@ -10,16 +10,16 @@ from contextvars import Context
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ingress.base.types import DeploymentID, RequestMetadata, new_request_id
-from ingress.calls.call import NO_WORK, Call
+from ingress.app.declaration.declaration import Application
 from ingress.context import ReplicaRuntime
-from ingress.declaration.declaration import Application
-from ingress.replicas.slots import Slots
+from ingress.core.base.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.core.calls.call import NO_WORK, Call
+from ingress.core.calls.slots import Slots
 from ingress.testing import Latch
 from tests.servers import PATIENCE_S
 
 if TYPE_CHECKING:
-    from ingress.replicas.router import Router
+    from ingress.serving.replicas.router import Router
 
 
 class FakeReplica:

@@ -19,11 +19,11 @@ import time
 import weakref
 from typing import Any
 
-from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.calls.call import Call
-from ingress.http.reply import HTTPReply
-from ingress.http.work import HTTPWork
-from ingress.replicas.router import Router
+from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.core.calls.call import Call
+from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.work import HTTPWork
+from ingress.serving.replicas.router import Router
 
 ROUNDS = 50
 DEPLOYMENT = DeploymentID("A", "default")

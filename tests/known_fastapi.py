@@ -1,4 +1,4 @@
-"""Makes `ingress/asgi/known.json`: the versions that compiled routes were compared with.
+"""Makes `ingress/app/asgi/known.json`: the versions that compiled routes were compared with.
 
     python -m tests.known_fastapi     the installed FastAPI and Starlette are known from now on
 
@@ -12,7 +12,7 @@ import json
 import fastapi
 import starlette
 
-from ingress.asgi.known import FILE, STOOD_IN_FOR, fingerprint
+from ingress.app.asgi.known import FILE, STOOD_IN_FOR, fingerprint
 
 
 def add(versions: list[str], version: str) -> list[str]:

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
 
 import ingress as serve
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 
 app = FastAPI()

@@ -1,7 +1,8 @@
 """User code that writes to the link of its own child: the children of `test_process_attacks` and of
 `test_process_unreadable`.
 
-The frames are built here by the description in `ingress/processes/frames.py`, not by its code.
+The frames are built here by the description in `ingress/serving/processes/frames.py`, not by its
+code.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.calls.call import CURRENT_CALL
+from ingress.core.calls.call import CURRENT_CALL
 from ingress.exceptions import UserCodeExit
-from ingress.processes.messages import OF_CALLS, Kind
+from ingress.serving.processes.messages import OF_CALLS, Kind
 
 HEAD = Struct("<IQBB")
 PLACE = Struct("<IQQ")

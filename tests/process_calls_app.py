@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 import ingress as serve
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.core.calls.call import CURRENT_CALL, Call
 
 INNER = {"Outer": ("Echo", "process"), "Asker": ("Facts", "thread")}
 LINE = "x" * 100_000  # more than fits into a frame: it crosses in shared memory

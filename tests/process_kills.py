@@ -30,9 +30,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.control.running import SHORT_LIFE_S
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
+from ingress.serving.control.running import SHORT_LIFE_S
 from tests.process_app import array_caller, killed
 from tests.servers import served, wait_until
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     RUNTIME_DIR,
     SYNC_IN_THREADPOOL,

@@ -20,15 +20,15 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import ingress as serve
-from ingress.base.settings import (
+from ingress.app.declaration.declaration import Application
+from ingress.cli import commands as cli
+from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     START_METHOD,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
-from ingress.calls.loops import run_blocking
-from ingress.cli import commands as cli
-from ingress.declaration.declaration import Application
+from ingress.core.calls.loops import run_blocking
 from ingress.engines import local_engine
 from ingress.schema import DeploymentStatusOverview
 from tests.programs import INGRESS as INGRESS

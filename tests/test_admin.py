@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.admin import app
-from ingress.admin.address import AdminOptions
-from ingress.admin.listener import AdminListener
-from ingress.base.snapshot import Snapshot
+from ingress.core.base.snapshot import Snapshot
+from ingress.observe.admin import app
+from ingress.observe.admin.listener import AdminListener
+from ingress.serving.http.admin_address import AdminOptions
 from tests.servers import (
     INGRESS,
     UVICORN,

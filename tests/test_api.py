@@ -17,8 +17,8 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.exceptions import RayServeException
-from ingress.logs.sinks import flush_all
 from ingress.schema import ApplicationStatus
+from ingress.telemetry.logs.sinks import flush_all
 from tests.servers import PATIENCE_S, bind, served, set_flags
 
 

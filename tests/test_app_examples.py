@@ -27,8 +27,8 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from app_examples import slow_server
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.inspection import explain
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.observe.inspection import explain
 from tests.conformance.observe import TIMEOUT_S, Gate, Served, here, online, results, served
 from tests.servers import INGRESS, PATIENCE_S, ServerProcess, environment, process, wait_until
 

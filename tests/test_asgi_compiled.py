@@ -1,4 +1,4 @@
-"""`ingress.asgi.compiled`: compiled routes answer, and run user code, as FastAPI does.
+"""`ingress.app.asgi.compiled`: compiled routes answer, and run user code, as FastAPI does.
 
 Each shape of `tests.shapes` is served by plain FastAPI and by a deployment; both are given the same
 ASGI messages, and all their observable effects must be the same.
@@ -47,11 +47,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ingress.asgi import compiled, ingress, rendering
-from ingress.asgi.apps import BoundRoutes
-from ingress.asgi.chunks import parts_of
-from ingress.asgi.replica_app import ASGI
-from ingress.asgi.routes import served_routes
+from ingress.app.asgi import compiled, ingress, rendering
+from ingress.app.asgi.apps import BoundRoutes
+from ingress.app.asgi.chunks import parts_of
+from ingress.app.asgi.replica_app import ASGI
+from ingress.app.asgi.routes import served_routes
 from tests.asgi_helpers import Deployment, serve
 from tests.servers import ROUNDS
 from tests.shapes import (

@@ -15,7 +15,7 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ingress as served_api
-from ingress.asgi import IngressSpec, ingress
+from ingress.app.asgi import IngressSpec, ingress
 from ingress.exceptions import RayServeException
 from tests.asgi_helpers import bound, serve
 from tests.servers import bind, get, served

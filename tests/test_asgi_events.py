@@ -1,4 +1,4 @@
-"""`ingress.asgi.streams`: pauses, errors and disconnects between the items of a generator.
+"""`ingress.app.asgi.streams`: pauses, errors and disconnects between the items of a generator.
 
 `test_asgi_compiled` compares the bytes with FastAPI's, for each shape of `tests.shapes`. Here a
 stream waits, fails half-way, is read slowly, or loses its client.
@@ -19,7 +19,7 @@ from fastapi import BackgroundTasks, FastAPI, HTTPException
 from pydantic import BaseModel
 from starlette.types import Message
 
-from ingress.asgi import ingress
+from ingress.app.asgi import ingress
 from tests.asgi_helpers import WORKER, Deployment
 
 sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")

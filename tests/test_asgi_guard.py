@@ -19,7 +19,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from ingress.asgi import ingress
+from ingress.app.asgi import ingress
 from ingress.exceptions import RequestTimeoutError, UserCodeExit
 from tests.asgi_helpers import Deployment, request
 from tests.servers import turns

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from starlette.types import Scope
 
 import ingress
-from ingress.asgi.route_index import RouteIndex
+from ingress.app.asgi.route_index import RouteIndex
 from tests.asgi_helpers import serve
 
 

@@ -18,7 +18,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ingress.asgi import RouteInfo, ingress
+from ingress.app.asgi import RouteInfo, ingress
+from ingress.core.execution.execution import Kind
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -27,7 +28,6 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,
 )
-from ingress.execution.execution import Kind
 from tests.asgi_helpers import WORKER, bound, serve
 
 F = TypeVar("F", bound=Callable[..., Any])

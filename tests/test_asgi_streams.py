@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from ingress.asgi import ingress
+from ingress.app.asgi import ingress
 from tests.asgi_helpers import WORKER, Deployment, bound, request, serve
 
 sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")

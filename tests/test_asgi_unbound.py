@@ -1,4 +1,4 @@
-"""`ingress.asgi.unbound`: an app that is served without its deployment says what to serve."""
+"""`ingress.app.asgi.unbound`: an app that is served without its deployment says what to serve."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 import ingress as serve
-from ingress.asgi.compat import IncludedRouter
-from ingress.declaration.declaration import Application
+from ingress.app.asgi.compat import IncludedRouter
+from ingress.app.declaration.declaration import Application
 from tests.asgi_helpers import serve as replicas_of
 
 app, nameless, router = FastAPI(), [FastAPI()], APIRouter()

@@ -12,9 +12,9 @@ import pytest
 import ingress as serve
 from ingress.autoscaling_policy import STEADY, Trend, delayed, smoothed
 from ingress.config import AutoscalingConfig, AutoscalingContext
-from ingress.control.scaling import aggregated
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
+from ingress.serving.control.scaling import aggregated
 from ingress.testing import Latch
 from tests.fakes import Gate
 from tests.servers import PATIENCE_S, bind, get, overview, result, served, wait_until

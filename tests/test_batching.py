@@ -16,9 +16,9 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 import ingress as serve
-from ingress.calls.call import current_calls
+from ingress.core.calls.call import current_calls
+from ingress.core.execution.execution import Kind, kind
 from ingress.exceptions import RayServeException, UserCodeExit
-from ingress.execution.execution import Kind, kind
 from tests.containment_app import ERRORS, boom
 from tests.fakes import together
 from tests.servers import PATIENCE_S, steady, turns

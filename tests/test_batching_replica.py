@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL
-from ingress.calls.call import CURRENT_CALL, current_calls
+from ingress.core.base.settings import SYNC_IN_THREADPOOL
+from ingress.core.calls.call import CURRENT_CALL, current_calls
 from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
 from ingress.testing import Latch

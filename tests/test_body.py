@@ -1,4 +1,4 @@
-"""`ingress.http.body`: bodies that stall, or are too large, over real sockets."""
+"""`ingress.serving.http.body`: bodies that stall, or are too large, over real sockets."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from starlette.testclient import TestClient
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.settings import BODY_IDLE_TIMEOUT_S, MAX_BODY_SIZE
-from ingress.declaration.declaration import Application
-from ingress.http import body as body_module
+from ingress.app.declaration.declaration import Application
+from ingress.core.base.settings import BODY_IDLE_TIMEOUT_S, MAX_BODY_SIZE
+from ingress.serving.http import body as body_module
 from tests.servers import (
     PATIENCE_S,
     UVICORN,

@@ -1,4 +1,4 @@
-"""`ingress.inspection.budget`: cores divided among native threads, and `ingress run` with it."""
+"""`inspection.budget`: cores divided among native threads, and `ingress run` with it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.base.settings import NATIVE_THREADS, SYNC_IN_THREADPOOL, Settings
-from ingress.declaration.build import build
-from ingress.declaration.declaration import Application
-from ingress.inspection.budget import ThreadBudget, available_cores, thread_budget
+from ingress.app.declaration.build import build
+from ingress.app.declaration.declaration import Application
+from ingress.core.base.settings import NATIVE_THREADS, SYNC_IN_THREADPOOL, Settings
+from ingress.observe.inspection.budget import ThreadBudget, available_cores, thread_budget
 from tests.servers import INGRESS, environment, get, process, write_module
 
 

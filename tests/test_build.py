@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from ingress.declaration.build import BuiltApplication, BuiltDeployment, HandleSlot, build, fill
-from ingress.declaration.declaration import Application, deployment
+from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, HandleSlot, build, fill
+from ingress.app.declaration.declaration import Application, deployment
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 
 Pair = namedtuple("Pair", "left right")

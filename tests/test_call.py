@@ -1,4 +1,4 @@
-"""`ingress.calls.call`: one answer per call, under every race and at every stage."""
+"""`ingress.core.calls.call`: one answer per call, under every race and at every stage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 
-from ingress.base.types import DeploymentID
-from ingress.calls.call import CURRENT_CALL, Call
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.exceptions import RequestCancelledError
 from ingress.handle import Invocation
-from ingress.replicas.router import Router
+from ingress.serving.replicas.router import Router
 from tests.fakes import FakeReplica, make_call, together
 
 PATIENCE_S = 60.0

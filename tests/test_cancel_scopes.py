@@ -6,7 +6,7 @@ import asyncio
 
 import anyio
 
-from ingress.calls.compat import OnceScope
+from ingress.core.calls.compat import OnceScope
 
 
 def test_a_cancellation_by_anyio_in_a_child_leaves_its_parents_count_alone() -> None:

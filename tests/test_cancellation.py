@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.websockets import WebSocketDisconnect
 
 import ingress as serve
-from ingress.calls.call import CURRENT_CALL
+from ingress.core.calls.call import CURRENT_CALL
 from ingress.exceptions import (
     BackPressureError,
     RequestCancelledError,

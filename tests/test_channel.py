@@ -1,4 +1,4 @@
-"""`ingress.calls.channel`: items in order, bounded, and no waiter forgotten."""
+"""`ingress.core.calls.channel`: items in order, bounded, and no waiter forgotten."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingress.calls.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, EndOfStream
-from ingress.calls.loops import EventLoopThread, run_blocking, start_on
+from ingress.core.calls.channel import MAX_BYTES, MAX_ITEMS, YIELD_EVERY, Channel, EndOfStream
+from ingress.core.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.exceptions import StreamClosedError
 from tests.servers import turns
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ingress.base.settings import Settings
 from ingress.check.checker import check_application, check_files
 from ingress.check.findings import Report
+from ingress.core.base.settings import Settings
 from tests.checking import (
     Found,
     checked_as_application,

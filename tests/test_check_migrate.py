@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ingress.base.settings import Settings
 from ingress.check.checker import check_files
+from ingress.core.base.settings import Settings
 from tests.checking import (
     Found,
     checked_as_application,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ingress.base.settings import Settings
 from ingress.check.checker import check_application
-from ingress.inspection.explain import explain
-from ingress.inspection.table import as_json, show
+from ingress.core.base.settings import Settings
+from ingress.observe.inspection.explain import explain
+from ingress.observe.inspection.table import as_json, show
 from tests.documents import blocks
 from tests.servers import ROOT, write_module
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ingress.base.settings import Settings
 from ingress.check.checker import check_files
 from ingress.check.findings import Report
 from ingress.check.report import Format, rendered
 from ingress.check.rules import RULES
+from ingress.core.base.settings import Settings
 from tests.servers import ROOT, write_module
 
 PAGES = ROOT / "docs" / "rules"

@@ -287,7 +287,7 @@ def test_without_the_option_the_plugin_does_nothing(folder: Path) -> None:
     write_module(
         folder,
         "test_app",
-        "from ingress.control.factories import Factories\n"
+        "from ingress.serving.control.factories import Factories\n"
         "from ingress.engines import local_engine\n"
         "def test_this():\n    assert local_engine().factories == Factories()\n",
     )

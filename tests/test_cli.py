@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
 from tests.servers import (
     INGRESS,
     environment,

@@ -16,8 +16,8 @@ import pytest
 import starlette
 from starlette.types import Message
 
-from ingress.asgi.known import FILE, STOOD_IN_FOR, fingerprint
-from ingress.http.uvicorn_connection import send_chunks, shorten
+from ingress.app.asgi.known import FILE, STOOD_IN_FOR, fingerprint
+from ingress.serving.http.uvicorn_connection import send_chunks, shorten
 from tests.servers import ROOT
 
 # Libraries in which patterns are replaced, also as `inspect.getsource` shows them.
@@ -255,7 +255,7 @@ def test_a_name_that_is_needed_and_missing_is_named(library: str, name: str, tol
 
 @pytest.mark.parametrize(("name", "told"), UVICORN)
 def test_a_name_of_uvicorn_that_is_missing_is_named(name: str, told: str) -> None:
-    result = run(renamed(("uvicorn", name)) + "import ingress.http.connections")
+    result = run(renamed(("uvicorn", name)) + "import ingress.serving.http.connections")
 
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]

@@ -18,7 +18,7 @@ import pytest
 import ingress
 import ingress as serve
 from ingress import config, context, handle, schema
-from ingress.base.unsupported import MEMBERS, NAMES, PARAMETERS
+from ingress._unsupported import MEMBERS, NAMES, PARAMETERS
 from ingress.config import DeploymentConfig, HTTPOptions
 from tests.engines.audit import PRIVATE_OF_RAY, audit, undecided
 from tests.engines.audit import main as print_audit

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ingress
-from ingress.base.options import Options
-from ingress.base.settings import HTTPLimits
+from ingress.app.config_file.models import DeploymentOverrides
+from ingress.app.declaration.cluster_options import CLUSTER_ONLY
 from ingress.config import (
     NOT_ACTED_ON,
     AutoscalingConfig,
@@ -24,8 +24,8 @@ from ingress.config import (
     RequestRouterConfig,
     options_not_acted_on,
 )
-from ingress.config_file.models import DeploymentOverrides
-from ingress.declaration.one_node import CLUSTER_ONLY
+from ingress.core.base.options import Options
+from ingress.core.base.settings import HTTPLimits
 
 CHANGED: dict[str, Any] = {
     "autoscaling_config": {"max_replicas": 4},

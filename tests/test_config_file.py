@@ -13,10 +13,10 @@ import httpx
 import pytest
 import typer
 
+from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.models import ServeConfig
+from ingress.app.config_file.reading import ConfigFileError
 from ingress.cli.run_file import check_file
-from ingress.config_file.loading import ConfigFile
-from ingress.config_file.models import ServeConfig
-from ingress.config_file.reading import ConfigFileError
 from tests.servers import INGRESS, environment, process, run_ingress, write_module
 
 APP = """

@@ -1,4 +1,4 @@
-"""`ingress.http.connections`: limits on size, time and number of connections, over sockets."""
+"""`http.connections`: limits on size, time and number of connections, over sockets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     HEADER_TIMEOUT_S,
     LIMIT_CONNECTIONS,
     MAX_HEADER_BYTES,
     HTTPLimits,
     Settings,
 )
-from ingress.http.connections import HEADER_FIELDS
+from ingress.serving.http.connections import HEADER_FIELDS
 from tests.servers import (
     INGRESS,
     Connection,

@@ -24,7 +24,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
+from ingress.core.base.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
 from ingress.schema import ApplicationStatus
 from tests.containment_app import ALL, ERRORS, HOSTILE, boom
 from tests.reliability.figures import Figures

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.settings import Settings
+from ingress.core.base.settings import Settings
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from tests.fakes import bind

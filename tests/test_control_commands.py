@@ -24,7 +24,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ingress.base.settings import RUNTIME_DIR
 from ingress.cli import commands as cli
 from ingress.cli import control_commands
 from ingress.cli.cluster_commands import are_healthy
@@ -35,6 +34,7 @@ from ingress.cli.control_socket import (
     RunningServer,
     running_servers,
 )
+from ingress.core.base.settings import RUNTIME_DIR
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,

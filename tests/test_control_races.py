@@ -16,8 +16,7 @@ import pytest
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import WEDGED_AFTER_S
-from ingress.control import health
+from ingress.core.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.exceptions import (
@@ -28,6 +27,7 @@ from ingress.exceptions import (
 from ingress.handle import DeploymentHandle
 from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails
+from ingress.serving.control import health
 from ingress.testing import Latch
 from tests.process_calls_app import in_isolation
 from tests.servers import (

@@ -1,4 +1,4 @@
-"""`ingress.control.controller`: an application starts as a whole or not at all, and stops."""
+"""`control.controller`: an application starts as a whole or not at all, and stops."""
 
 from __future__ import annotations
 

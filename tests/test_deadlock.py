@@ -12,7 +12,7 @@ import pytest
 from fastapi import Depends, FastAPI
 
 import ingress as serve
-from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD
+from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD
 
 SLOTS = 5
 

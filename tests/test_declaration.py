@@ -1,4 +1,4 @@
-"""`ingress.declaration`: results and errors of `@deployment` and `.bind()`."""
+"""`ingress.app.declaration`: results and errors of `@deployment` and `.bind()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.declaration.declaration import Application, Deployment, deployment
+from ingress.app.declaration.declaration import Application, Deployment, deployment
 
 
 class Model:

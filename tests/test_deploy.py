@@ -15,11 +15,11 @@ import yaml
 from fastapi import FastAPI, Request
 
 import ingress as serve
-from ingress.base.settings import RUNTIME_DIR
+from ingress.app.config_file.checking import checked
+from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.reading import parse
 from ingress.cli.control_commands import stop
-from ingress.config_file.checking import checked
-from ingress.config_file.loading import ConfigFile
-from ingress.config_file.reading import parse
+from ingress.core.base.settings import RUNTIME_DIR
 from tests.fakes import bind
 from tests.servers import INGRESS, PATIENCE_S, ROOT, environment, get, process, served
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.execution.tracebacks import format_error
+from ingress.core.execution.tracebacks import format_error
 from tests.containment_app import HOSTILE
 from tests.servers import (
     INGRESS,

@@ -1,4 +1,4 @@
-"""`ingress.execution.execution`: the table in its docstring, observed from inside the callables."""
+"""`execution.execution`: the table in its docstring, observed from inside the callables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from ingress.calls.loops import BorrowedLoop
-from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
-from ingress.execution.execution import (
+from ingress.core.calls.loops import BorrowedLoop
+from ingress.core.execution.execution import (
     ExecutionMode,
     ExecutionPlan,
     Kind,
@@ -28,7 +27,8 @@ from ingress.execution.execution import (
     name_of,
     plan,
 )
-from ingress.execution.threads import WorkerPool
+from ingress.core.execution.threads import WorkerPool
+from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
 from tests.fakes import together
 from tests.servers import until
 

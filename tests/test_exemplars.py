@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 
-from ingress.admin.exposition import exposition
-from ingress.admin.source import as_json, from_json
-from ingress.base.counters import Exemplar, Latency
-from ingress.base.snapshot import HTTPCount, Snapshot, merged
+from ingress.core.base.counters import Exemplar, Latency
+from ingress.core.base.snapshot import HTTPCount, Snapshot, merged
+from ingress.observe.admin.exposition import exposition
+from ingress.observe.admin.source import as_json, from_json
 from tests.fakes import together
 from tests.servers import get, wait_until, write_module
 from tests.test_admin import admin_port, serving

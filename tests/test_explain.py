@@ -28,17 +28,17 @@ from rich.console import Console
 
 import ingress as serve
 from app_examples import slow_server
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     OMP_NUM_THREADS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
+from ingress.core.execution.execution import code_of
 from ingress.exceptions import CompiledRoutesOffWarning
-from ingress.execution.execution import code_of
-from ingress.inspection import Explanation, Level, Row, explain
-from ingress.inspection.sources import Use, mentions
-from ingress.inspection.table import as_json, show
+from ingress.observe.inspection import Explanation, Level, Row, explain
+from ingress.observe.inspection.sources import Use, mentions
+from ingress.observe.inspection.table import as_json, show
 from tests import explain_app
 from tests.conformance.observe import TIMEOUT_S, Served, served
 from tests.servers import ROOT, bind, invoke, write_module

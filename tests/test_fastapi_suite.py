@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
-from ingress.asgi.compat import IncludedRouter
+from ingress.app.asgi.compat import IncludedRouter
 from ingress.exceptions import UserCodeExit
 from tests.fastapi_suite.artefacts import BORROWED, MOST, artefacts
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.gc_freeze import FROZEN_BY_PYTHON, SETTLE_S
-from ingress.base.settings import FREEZE_GC
+from ingress.core.base.gc_freeze import FROZEN_BY_PYTHON, SETTLE_S
+from ingress.core.base.settings import FREEZE_GC
 from ingress.engines import local_engine
 from tests.servers import PATIENCE_S, set_flags, wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.settings import WEDGED_AFTER_S
+from ingress.core.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch

@@ -16,14 +16,14 @@ import pytest
 
 import ingress as serve
 from ingress.check.plugin import WATCHED, Rehearsals
-from ingress.control.factories import Factories
 from ingress.engines import local_engine
-from ingress.http.proxy import HTTPProxy
-from ingress.replicas.router import Router
+from ingress.observe.timeline.instrumentation import record
+from ingress.observe.timeline.recorder import Recorder
+from ingress.serving.control.factories import Factories
+from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.replicas.router import Router
 from ingress.testing import TestClient, VirtualClock
 from ingress.testing.observation import Observer
-from ingress.timeline.instrumentation import record
-from ingress.timeline.recorder import Recorder
 from tests.servers import bind, set_flags
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")

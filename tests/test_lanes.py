@@ -15,13 +15,13 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.base.counters import LaneLoad
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.calls.loops import BorrowedLoop
-from ingress.execution.execution import ExecutionMode, Role, plan
-from ingress.execution.lane_pools import LanePool, SerialPool
-from ingress.execution.lanes import lanes_of
-from ingress.execution.threads import WorkerPool, WorkerThreads
+from ingress.core.base.counters import LaneLoad
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.core.calls.loops import BorrowedLoop
+from ingress.core.execution.execution import ExecutionMode, Role, plan
+from ingress.core.execution.lane_pools import LanePool, SerialPool
+from ingress.core.execution.lanes import lanes_of
+from ingress.core.execution.threads import WorkerPool, WorkerThreads
 from tests.conformance.observe import FEW_FLAGS, TIMEOUT_S, Gate, here, results, served
 from tests.servers import until, wait_until
 

@@ -1,4 +1,4 @@
-"""`ingress.live`: what runs on each thing now, the rates, and what is wrong in words."""
+"""`ingress.observe.live`: what runs on each thing now, the rates, and what is wrong in words."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 import ingress as serve
-from ingress.base.counters import LATENCY_BUCKETS_MS
-from ingress.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
+from ingress.core.base.counters import LATENCY_BUCKETS_MS
+from ingress.core.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
 from ingress.engines import local_engine
-from ingress.live.history import STEP_S, History, percentile
-from ingress.live.observer import Observer
-from ingress.live.part import parts_of
+from ingress.observe.live.history import STEP_S, History, percentile
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.part import parts_of
 from ingress.testing import Latch
 from tests import process_app
 from tests.fakes import together

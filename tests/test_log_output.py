@@ -292,7 +292,7 @@ def python(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 
 PRINTING = """
 import io, multiprocessing, sys
-from ingress.logs.streams import write_json
+from ingress.telemetry.logs.streams import write_json
 
 def child():
     print("printed in a forked child")

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 import ingress as serve
-from ingress.logs import sinks
-from ingress.logs.formats import AccessText, JSONFormatter, TextFormatter
+from ingress.telemetry.logs import sinks
+from ingress.telemetry.logs.formats import AccessText, JSONFormatter, TextFormatter
 from tests.fakes import bind
 from tests.servers import served, wait_until
 

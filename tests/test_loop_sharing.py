@@ -18,10 +18,10 @@ from fastapi import FastAPI
 
 import ingress as serve
 from app_examples import slow_server
-from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
+from ingress.app.declaration.build import build
+from ingress.app.declaration.loop_objects import loop_objects
 from ingress.check.checker import check_application
-from ingress.declaration.build import build
-from ingress.declaration.loop_objects import loop_objects
+from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from tests.documents import blocks
 from tests.servers import ROOT, bind, get, served, write_module
 

@@ -1,4 +1,4 @@
-"""`ingress.calls.loops`: an item posted to a loop is delivered once, or handed back once."""
+"""`ingress.core.calls.loops`: an item posted to a loop is delivered once, or handed back once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ingress.calls.loops import (
+from ingress.core.calls.loops import (
     BorrowedLoop,
     EventLoopThread,
     Mailbox,

@@ -21,11 +21,11 @@ from starlette.responses import StreamingResponse
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.calls.call import Call
+from ingress.core.calls.call import Call
 from ingress.engines import local_engine
+from ingress.observe.timeline.instrumentation import record
+from ingress.observe.timeline.recorder import Recorder
 from ingress.testing import Latch
-from ingress.timeline.instrumentation import record
-from ingress.timeline.recorder import Recorder
 from tests.forced_race import FIELDS
 from tests.programs import ROOT
 from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until

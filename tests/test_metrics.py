@@ -18,11 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 import ingress as serve
-from ingress.admin.exposition import exposition
-from ingress.admin.families import COUNTER, FAMILIES, HISTOGRAM
-from ingress.admin.source import as_json
-from ingress.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
-from ingress.base.snapshot import (
+from ingress.core.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
+from ingress.core.base.snapshot import (
     ApplicationSnapshot,
     DeploymentSnapshot,
     HTTPCount,
@@ -34,8 +31,11 @@ from ingress.base.snapshot import (
     UserSeries,
     merged,
 )
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
+from ingress.observe.admin.exposition import exposition
+from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
+from ingress.observe.admin.source import as_json
 from tests.programs import ROOT, write_module
 from tests.servers import bind, get, wait_until
 from tests.test_admin import admin_port, serving

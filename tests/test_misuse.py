@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL
+from ingress.core.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import RayServeException
 from tests.programs import INGRESS, environment, process, said_by, write_module
 from tests.servers import PATIENCE_S, bind, get

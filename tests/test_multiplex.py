@@ -1,4 +1,4 @@
-"""`ingress.replicas.multiplex`: loading, sharing and evicting models."""
+"""`ingress.serving.replicas.multiplex`: loading, sharing and evicting models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.base.settings import Settings
+from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
 from ingress.exceptions import (
     ReplicaUnavailableError,

@@ -1,4 +1,4 @@
-"""`ingress.replicas.overload`: the calls that are served, overtaken and shed under overload.
+"""`replicas.overload`: the calls that are served, overtaken and shed under overload.
 
 Tests of the queue pass it the time; tests of a server synchronise with latches.
 """
@@ -23,14 +23,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import ADAPT_SWITCH_INTERVAL, STALL_THRESHOLD_MS
-from ingress.base.types import DeploymentID
-from ingress.calls.call import Call
 from ingress.config import BackpressureConfig
+from ingress.core.base.settings import ADAPT_SWITCH_INTERVAL, STALL_THRESHOLD_MS
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.call import Call
+from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
 from ingress.exceptions import BackPressureError
-from ingress.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
-from ingress.http.reply import HTTPReply
-from ingress.replicas.overload import (
+from ingress.serving.http.reply import HTTPReply
+from ingress.serving.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
     MIN_SAMPLES,
@@ -41,8 +41,8 @@ from ingress.replicas.overload import (
     UsualTimes,
     WaitingCalls,
 )
-from ingress.replicas.replica import LATE_S
-from ingress.replicas.router import Router
+from ingress.serving.replicas.replica import LATE_S
+from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, assign, bind, make_call, together
 from tests.servers import PATIENCE_S, overview, served, wait_until

@@ -20,15 +20,15 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.admin.address import AdminOptions
-from ingress.admin.listener import AdminListener
-from ingress.base.snapshot import Snapshot
 from ingress.cli import worker_commands
+from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
-from ingress.live.observer import Observer
-from ingress.live.page import routes
-from ingress.live.part import parts_of
-from ingress.live.viewers import MOST, PAUSE_S
+from ingress.observe.admin.listener import AdminListener
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.page import routes
+from ingress.observe.live.part import parts_of
+from ingress.observe.live.viewers import MOST, PAUSE_S
+from ingress.serving.http.admin_address import AdminOptions
 from ingress.testing import Latch
 from tests.programs import INGRESS, environment, process, write_module
 from tests.servers import PATIENCE_S, Connection, bind, get, served, wait_until

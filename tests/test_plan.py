@@ -1,4 +1,4 @@
-"""`ingress.control.plan`: the decision about replicas, on histories with a clock of their own."""
+"""`control.plan`: the decision about replicas, on histories with a clock of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ingress.control.plan import (
+from ingress.serving.control.plan import (
     Action,
     Desired,
     Fact,

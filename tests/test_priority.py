@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 import ingress as serve
-from ingress.base.settings import PRIORITY_HEADER
-from ingress.base.types import PRIORITIES
-from ingress.calls.call import Call
-from ingress.replicas.overload import HEAD_START_S, UsualTimes, WaitingCalls
+from ingress.core.base.settings import PRIORITY_HEADER
+from ingress.core.base.types import PRIORITIES
+from ingress.core.calls.call import Call
+from ingress.serving.replicas.overload import HEAD_START_S, UsualTimes, WaitingCalls
 from ingress.testing import Latch
 from tests.fakes import make_call, together
 from tests.servers import bind, served, set_flags, wait_until

@@ -22,13 +22,13 @@ from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
 from ingress import testing
-from ingress.base.settings import ADAPT_SWITCH_INTERVAL, MAX_RETRIES, START_METHOD
-from ingress.base.types import DeploymentID, ReplicaID
+from ingress.core.base.settings import ADAPT_SWITCH_INTERVAL, MAX_RETRIES, START_METHOD
+from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
-from ingress.processes.frames import HEAD, Frames
-from ingress.processes.link import Link
-from ingress.processes.messages import Kind
+from ingress.serving.processes.frames import HEAD, Frames
+from ingress.serving.processes.link import Link
+from ingress.serving.processes.messages import Kind
 from tests.large_app import holdings
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation, limit_descriptors

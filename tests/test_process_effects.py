@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     HANDLE_SIGNALS,
     OMP_NUM_THREADS,
     RAISE_FILE_LIMIT,
@@ -58,7 +58,7 @@ def test_each_effect_of_a_server_can_be_switched_off(tmp_path: Path) -> None:
 
 def test_every_switch_is_on_the_page() -> None:
     page = (ROOT / "docs" / "effects.md").read_text()
-    settings = (ROOT / "ingress" / "base" / "settings.py").read_text()
+    settings = (ROOT / "ingress" / "core" / "base" / "settings.py").read_text()
     found = {*re.findall(r"INGRESS_(?:FREEZE|RAISE|ADAPT|HANDLE|SET)_[A-Z_]+", settings)}
 
     assert len(found) == 5

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import ingress as serve
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
 from tests import large_app, process_app, process_attacks_app

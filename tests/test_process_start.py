@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 from tests.process_app import Model, pids
 from tests.programs import environment, process, write_module

@@ -14,7 +14,7 @@ import pytest
 import ingress as serve
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
-from ingress.processes.output import Output
+from ingress.serving.processes.output import Output
 from tests import process_attacks_app as attacks
 from tests.process_attacks import asked
 from tests.servers import PATIENCE_S, forking

@@ -15,7 +15,7 @@ import pytest
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, RequestCycleError
 from ingress.handle import DeploymentHandle

@@ -14,9 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import ingress
-from ingress.asgi import compat as asgi
-from ingress.calls import compat as calls
-from ingress.http import compat as http
+from ingress.app.asgi import compat as asgi
+from ingress.core.calls import compat as calls
+from ingress.serving.http import compat as http
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "ingress").rglob("*.py"))
@@ -146,12 +146,17 @@ def test_pickles_are_read_from_frames_and_from_ray_only() -> None:
     modules = using({"pickle": names, "cloudpickle": names, "marshal": names, "dill": names})
 
     assert {each for each in modules if not each.startswith("engines/ray/")} == {
-        "processes/frames.py"
+        "serving/processes/frames.py"
     }
 
 
 LIBRARIES = ("anyio", "fastapi", "starlette", "uvicorn")
-COMPAT = {"asgi/compat.py", "asgi/known.py", "calls/compat.py", "http/compat.py"}
+COMPAT = {
+    "app/asgi/compat.py",
+    "app/asgi/known.py",
+    "core/calls/compat.py",
+    "serving/http/compat.py",
+}
 OTHERS = {"", "_LRUCacheWrapper", "_loop", "_run"}  # of functools, users' objects, asyncio
 UNDOCUMENTED = (
     *("fastapi.datastructures.Default", "fastapi.dependencies", "fastapi.routing"),
@@ -228,7 +233,7 @@ def test_only_compat_modules_use_private_names_of_the_libraries_below() -> None:
 def test_only_settings_reads_the_environment() -> None:
     names = {"environ", "environb", "getenv", "getenvb"}
 
-    assert using({"os": names}) == {"base/settings.py"}
+    assert using({"os": names}) == {"core/base/settings.py"}
 
 
 def test_no_docstring_opens_with_a_question_word() -> None:

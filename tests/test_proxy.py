@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.base.types import DeploymentID
-from ingress.http.proxy import RouteTable
-from ingress.replicas.router import Router
+from ingress.core.base.types import DeploymentID
+from ingress.serving.http.proxy import RouteTable
+from ingress.serving.replicas.router import Router
 from tests.servers import UPGRADE, Connection, bind, get, served
 
 pytestmark = pytest.mark.usefixtures("shutdown")

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.app.declaration.build import BuiltDeployment, build
 from ingress.config import DeploymentConfig, HTTPOptions
-from ingress.declaration.build import BuiltDeployment, build
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.engines.ray import lowering
 from ingress.engines.ray.config_file import config_of
 from ingress.engines.ray.lowering import (
@@ -156,8 +156,8 @@ def test_workers_import_from_where_this_process_does_but_for_what_comes_with_its
     ("options", "message"),
     [
         (
-            {"request_router_config": {"request_router_class": "ingress.replicas:Mine"}},
-            "request_router_class='ingress.replicas:Mine' of deployment 'Plain' cannot run",
+            {"request_router_config": {"request_router_class": "ingress.serving.replicas:Mine"}},
+            "request_router_class='ingress.serving.replicas:Mine' of deployment 'Plain' cannot run",
         ),
         (
             {"autoscaling_config": {"policy": {"policy_function": "ingress:mine"}}},

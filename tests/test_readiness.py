@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.settings import WEDGED_AFTER_S
+from ingress.core.base.settings import WEDGED_AFTER_S
 from ingress.testing import Latch
 from tests.programs import INGRESS, environment, process, write_module
 from tests.servers import PATIENCE_S, Answer, bind, get, is_ready, overview, served, wait_until

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 import pytest
 
-from ingress.base import settings
-from ingress.base.options import Options
-from ingress.base.settings import Settings
 from ingress.config import DeploymentConfig
-from ingress.processes import resources
+from ingress.core.base import settings
+from ingress.core.base.options import Options
+from ingress.core.base.settings import Settings
+from ingress.serving.processes import resources
 from tests.documents import ROOT
 
 PAGE = ROOT / "docs" / "reference.md"

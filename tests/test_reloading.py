@@ -15,18 +15,18 @@ from typing import Any
 import httpx
 import pytest
 
-from ingress.base.settings import RUNTIME_DIR, Settings
+from ingress.app.config_file.difference import changed_names, differences, for_new_processes
+from ingress.app.config_file.loading import ConfigFile, Loaded
+from ingress.app.declaration.build import build
+from ingress.app.declaration.declaration import Deployment
 from ingress.cli.control_socket import CommandError, RunningServer
 from ingress.cli.reloading import WorkersAddress
 from ingress.cli.worker import Served
 from ingress.config import AutoscalingConfig, HTTPOptions
-from ingress.config_file.difference import changed_names, differences, for_new_processes
-from ingress.config_file.loading import ConfigFile, Loaded
-from ingress.control.changes import IN_PLACE
-from ingress.declaration.build import build
-from ingress.declaration.declaration import Deployment
-from ingress.http.server_options import ServerOptions
-from ingress.http.shared_port import SharedPort
+from ingress.core.base.settings import RUNTIME_DIR, Settings
+from ingress.serving.control.changes import IN_PLACE
+from ingress.serving.http.server_options import ServerOptions
+from ingress.serving.http.shared_port import SharedPort
 from tests.programs import INGRESS, ServerProcess, environment, process, write_module
 from tests.servers import PATIENCE_S, get, wait_until
 

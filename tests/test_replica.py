@@ -1,4 +1,4 @@
-"""`ingress.replicas.replica`: the slot follows the work, and every call gets an answer."""
+"""`ingress.serving.replicas.replica`: the slot follows the work, and every call gets an answer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.types import DeploymentID, ReplicaID
-from ingress.calls.call import CURRENT_CALL, Call
-from ingress.calls.loops import EventLoopThread, run_blocking
+from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.calls.loops import EventLoopThread, run_blocking
 from ingress.exceptions import (
     ReplicaUnavailableError,
     RequestCancelledError,
@@ -25,8 +25,8 @@ from ingress.exceptions import (
     UserCodeExit,
 )
 from ingress.handle import Invocation
-from ingress.replicas.replica import Replica, ReplicaState
-from ingress.replicas.router import Router
+from ingress.serving.replicas.replica import Replica, ReplicaState
+from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import bind, make_call
 from tests.servers import wait_until

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.http.reply import HTTPReply
+from ingress.serving.http.reply import HTTPReply
 from ingress.testing import Latch
 from tests.servers import (
     PATIENCE_S,

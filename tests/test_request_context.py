@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.base.settings import Settings
+from ingress.core.base.settings import Settings
 from ingress.handle import DeploymentHandle
 from tests.fakes import bind
 from tests.servers import get, served

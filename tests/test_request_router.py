@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import ingress as serve
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
 from ingress.request_router import (

@@ -1,4 +1,4 @@
-"""`ingress.asgi.responses`: HTTP answers for the values and errors of a plain deployment."""
+"""`ingress.app.asgi.responses`: HTTP answers for the values and errors of a plain deployment."""
 
 from __future__ import annotations
 

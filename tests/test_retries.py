@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from ingress.base.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
-from ingress.base.types import DeploymentID, ReplicaID
-from ingress.calls import retries
-from ingress.calls.call import Call
-from ingress.calls.loops import EventLoopThread, run_blocking
-from ingress.calls.retries import Failure, RetryBudget
+from ingress.core.base.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
+from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.calls import retries
+from ingress.core.calls.call import Call
+from ingress.core.calls.loops import EventLoopThread, run_blocking
+from ingress.core.calls.retries import Failure, RetryBudget
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -33,8 +33,8 @@ from ingress.exceptions import (
     RequestTimeoutError,
 )
 from ingress.handle import Invocation
-from ingress.replicas.replica import Replica
-from ingress.replicas.router import Router
+from ingress.serving.replicas.replica import Replica
+from ingress.serving.replicas.router import Router
 from tests.fakes import FakeReplica, Ledger, assign, make_call
 from tests.servers import (
     PATIENCE_S,

@@ -1,4 +1,4 @@
-"""`ingress.replicas.router`: calls get slots in their order, and no call is lost."""
+"""`ingress.serving.replicas.router`: calls get slots in their order, and no call is lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import ingress as serve
-from ingress.base.types import DeploymentID
-from ingress.calls.call import CURRENT_CALL, Call
-from ingress.calls.deadlocks import check_deadlock
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.calls.deadlocks import check_deadlock
+from ingress.core.calls.slots import Slots
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -27,8 +28,7 @@ from ingress.exceptions import (
     RequestCycleError,
     RequestTimeoutError,
 )
-from ingress.replicas.router import Router
-from ingress.replicas.slots import Slots
+from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, assign, bind, make_call, together
 from tests.servers import ROUNDS

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ingress.declaration.module_app import NotAnApplication, load
+from ingress.app.declaration.module_app import NotAnApplication, load
 from tests.programs import (
     INGRESS,
     environment,

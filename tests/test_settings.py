@@ -1,4 +1,4 @@
-"""`ingress.base.settings`: the environment, read when an engine starts."""
+"""`ingress.core.base.settings`: the environment, read when an engine starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     BODY_BUFFER_BYTES,
     BODY_IDLE_TIMEOUT_S,
     ENGINE,

@@ -7,11 +7,11 @@ import gc
 import weakref
 from typing import Any
 
-from ingress.base.types import DeploymentID
-from ingress.calls.channel import Channel
-from ingress.http.reply import HTTPReply
-from ingress.http.stream_turns import LARGE, PARTS, stream_turns
-from ingress.replicas.router import Router
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.channel import Channel
+from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.stream_turns import LARGE, PARTS, stream_turns
+from ingress.serving.replicas.router import Router
 from tests.fakes import make_call
 
 

@@ -25,9 +25,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import ingress as serve
-from ingress.base.settings import Settings
-from ingress.calls.channel import MAX_BYTES
-from ingress.calls.loops import EventLoopThread, run_blocking
+from ingress.core.base.settings import Settings
+from ingress.core.calls.channel import MAX_BYTES
+from ingress.core.calls.loops import EventLoopThread, run_blocking
 from tests.conformance.observe import Gate, here
 from tests.servers import PATIENCE_S, ROUNDS, Connection, bind, get, ongoing, served, wait_until
 

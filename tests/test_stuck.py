@@ -20,8 +20,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.settings import WEDGED_AFTER_S
-from ingress.base.types import DeploymentID
+from ingress.core.base.settings import WEDGED_AFTER_S
+from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.testing import Latch

@@ -24,7 +24,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL
+from ingress.core.base.settings import SYNC_IN_THREADPOOL
 from ingress.testing import TestClient
 from tests.programs import UVICORN, environment, process, write_module
 from tests.servers import bind, set_flags

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import ingress as serve
-from ingress.calls.loops import EventLoopThread, run_blocking
+from ingress.core.calls.loops import EventLoopThread, run_blocking
 from ingress.testing import Latch, TestClient, leak_check
 from tests.fakes import together
 from tests.servers import bind, set_flags, turns, wait_until

@@ -18,8 +18,8 @@ from fastapi import Depends, FastAPI
 from starlette.testclient import TestClient as StarletteClient
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.inspection import explain
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.observe.inspection import explain
 from ingress.testing import Latch, TestClient
 from ingress.testing.comparison import Moved, Run, differences, moved
 from ingress.testing.observation import Observer, shortened

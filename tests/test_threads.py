@@ -21,11 +21,11 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from ingress.calls.loops import BorrowedLoop
+from ingress.core.calls.loops import BorrowedLoop
+from ingress.core.execution import threads
+from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.core.execution.threads import WorkerPool, WorkerThreads
 from ingress.exceptions import StreamClosedError
-from ingress.execution import threads
-from ingress.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.execution.threads import WorkerPool, WorkerThreads
 from tests.servers import turns, until, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -640,9 +640,9 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
 
 STUCK = """
 import asyncio, contextlib, sys, threading
-from ingress.calls.loops import BorrowedLoop, EventLoopThread
-from ingress.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.execution.threads import WorkerPool
+from ingress.core.calls.loops import BorrowedLoop, EventLoopThread
+from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.core.execution.threads import WorkerPool
 began = threading.Event()
 def stuck():
     began.set()

@@ -1,4 +1,4 @@
-"""`ingress.timeline`: records of calls, for each of their outcomes, and their drawing."""
+"""`ingress.observe.timeline`: records of calls, for each of their outcomes, and their drawing."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 
 import ingress as serve
-from ingress.base.settings import (
+from ingress.cli.trace_command import Session, TraceError
+from ingress.core.base.settings import (
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
-from ingress.cli.trace_command import Session, TraceError
-from ingress.control.factories import Factories
+from ingress.core.execution.threads import WorkerThreads
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
-from ingress.execution.threads import WorkerThreads
-from ingress.replicas.replica import Replica
-from ingress.replicas.router import Router
-from ingress.timeline.chrome import as_json, merged
-from ingress.timeline.client import Wanted, wanted
-from ingress.timeline.instrumentation import record as record_with
-from ingress.timeline.picture import SHOWN, as_svg
-from ingress.timeline.recorder import Journey, Recorder, Timeline, Track, loops_of
-from ingress.timeline.waits import WaitKind, rows, waits_of
-from ingress.timeline.window import Window
-from ingress.watchdog import Stall, StallReason, stacks
+from ingress.observe.timeline.chrome import as_json, merged
+from ingress.observe.timeline.client import Wanted, wanted
+from ingress.observe.timeline.instrumentation import record as record_with
+from ingress.observe.timeline.picture import SHOWN, as_svg
+from ingress.observe.timeline.recorder import Journey, Recorder, Timeline, Track, loops_of
+from ingress.observe.timeline.waits import WaitKind, rows, waits_of
+from ingress.observe.timeline.window import Window
+from ingress.serving.control.factories import Factories
+from ingress.serving.replicas.replica import Replica
+from ingress.serving.replicas.router import Router
+from ingress.telemetry.watchdog import Stall, StallReason, stacks
 from tests.conformance.observe import TIMEOUT_S, Gate
 from tests.servers import wait_until
 from tests.traces import Picture, Trace

@@ -21,18 +21,18 @@ from starlette.testclient import TestClient
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.settings import REQUEST_TIMEOUT_S
-from ingress.base.types import DeploymentID
-from ingress.calls.call import CURRENT_CALL
-from ingress.calls.channel import Channel
-from ingress.calls.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
-from ingress.calls.loops import EventLoopThread, mailbox_of, run_blocking
+from ingress.core.base.settings import REQUEST_TIMEOUT_S
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.call import CURRENT_CALL
+from ingress.core.calls.channel import Channel
+from ingress.core.calls.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
+from ingress.core.calls.loops import EventLoopThread, mailbox_of, run_blocking
 from ingress.exceptions import RequestCancelledError, RequestTimeoutError
 from ingress.handle import Invocation
-from ingress.http.reply import HTTPReply
-from ingress.http.work import HTTPWork
-from ingress.replicas.router import Router
 from ingress.schema import ReplicaDetails
+from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.work import HTTPWork
+from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, Ledger, make_call
 from tests.servers import (

@@ -18,12 +18,12 @@ import pytest
 import typer
 from rich.console import Console
 
-from ingress.base.settings import RUNTIME_DIR
 from ingress.cli import status_tables
 from ingress.cli.control_commands import status
 from ingress.cli.control_socket import RunningServer
 from ingress.cli.terminal import console
 from ingress.cli.top_command import Screen, top
+from ingress.core.base.settings import RUNTIME_DIR
 from tests.programs import INGRESS, ServerProcess, environment, process, write_module
 from tests.servers import PATIENCE_S, get, wait_until
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ingress.base.settings import TRACE_FILE
+from ingress.core.base.settings import TRACE_FILE
 from tests.programs import (
     INGRESS,
     UVICORN,

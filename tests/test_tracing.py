@@ -16,7 +16,7 @@ SCRIPT = """
 import json, sys, time
 from opentelemetry import trace
 import ingress as serve
-from ingress.calls.tracing import TRACING
+from ingress.core.calls.tracing import TRACING
 
 names, ended = [], []
 

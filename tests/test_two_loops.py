@@ -17,7 +17,13 @@ import httpx
 import pytest
 
 import ingress as serve
-from ingress.calls.loops import EventLoopThread, ThreadAware, new_event_loop, run_blocking, start_on
+from ingress.core.calls.loops import (
+    EventLoopThread,
+    ThreadAware,
+    new_event_loop,
+    run_blocking,
+    start_on,
+)
 from tests.loop_apps import WITH_ASYNCIO_ALONE, fresh
 from tests.programs import INGRESS, environment, process, write_module
 from tests.servers import PATIENCE_S, bind, get, result, served, set_flags, turns, wait_until

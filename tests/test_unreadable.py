@@ -1,4 +1,4 @@
-"""`ingress.execution.unreadable`: errors of user code are safe to inspect."""
+"""`ingress.core.execution.unreadable`: errors of user code are safe to inspect."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ingress.core.execution.unreadable import readable
 from ingress.exceptions import UnreadableError
-from ingress.execution.unreadable import readable
 from tests.containment_app import HOSTILE, hostile
 
 UNREADABLE = ["getattribute", "class", "cause", "context", "traceback", "notes", "equality"]

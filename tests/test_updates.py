@@ -13,9 +13,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.control.plan import Phase
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
+from ingress.serving.control.plan import Phase
 from ingress.testing import Latch
 from tests.servers import PATIENCE_S, Connection, bind, get, overview, result, served, wait_until
 

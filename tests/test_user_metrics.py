@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.admin.exposition import exposition
-from ingress.admin.source import as_json
-from ingress.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
-from ingress.metrics.series import MAX_SERIES, collected, replica_ended, take
+from ingress.core.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
+from ingress.observe.admin.exposition import exposition
+from ingress.observe.admin.source import as_json
+from ingress.telemetry.metrics.series import MAX_SERIES, collected, replica_ended, take
 from tests.fakes import together
 from tests.programs import write_module
 from tests.servers import bind, get, served, wait_until

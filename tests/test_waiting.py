@@ -22,17 +22,17 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.types import DeploymentID
-from ingress.calls.call import Call
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.call import Call
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
     ReplicaUnavailableError,
     RequestCancelledError,
 )
-from ingress.http.proxy import HTTPProxy, RouteTable
-from ingress.http.retrying import RequestLimits
-from ingress.replicas.router import Router
+from ingress.serving.http.proxy import HTTPProxy, RouteTable
+from ingress.serving.http.retrying import RequestLimits
+from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica
 from tests.servers import (

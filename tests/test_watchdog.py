@@ -1,4 +1,4 @@
-"""`ingress.watchdog`: a stalled loop is reported with the line that blocks it, and no other is.
+"""`telemetry.watchdog`: a stalled loop is reported with the line that blocks it, and no other is.
 
 Code blocks until the watchdog has noticed. Each test has a separate file for its user code, because
 a line is logged once a minute.
@@ -27,16 +27,16 @@ import pytest
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.base.counters import Latency
-from ingress.base.settings import STALL_THRESHOLD_MS
-from ingress.base.types import DeploymentID, ReplicaID
-from ingress.calls.loops import EventLoopThread
 from ingress.context import ReplicaRuntime
-from ingress.watchdog import WATCHDOG, StallReason
-from ingress.watchdog.loop_probe import LoopProbe, Runner, Sample
-from ingress.watchdog.records import StallLog
-from ingress.watchdog.sampler import Sampler
-from ingress.watchdog.stacks import Place, Stack
+from ingress.core.base.counters import Latency
+from ingress.core.base.settings import STALL_THRESHOLD_MS
+from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.calls.loops import EventLoopThread
+from ingress.telemetry.watchdog import WATCHDOG, StallReason
+from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner, Sample
+from ingress.telemetry.watchdog.records import StallLog
+from ingress.telemetry.watchdog.sampler import Sampler
+from ingress.telemetry.watchdog.stacks import Place, Stack
 from tests.fakes import together
 from tests.programs import INGRESS, UVICORN, environment, process, write_module
 from tests.servers import PATIENCE_S, get, set_flags, wait_until
@@ -798,8 +798,8 @@ FORKING = """
 import os, threading
 import ingress as serve
 from users import model
-from ingress.calls.loops import EventLoopThread
-from ingress.watchdog import WATCHDOG
+from ingress.core.calls.loops import EventLoopThread
+from ingress.telemetry.watchdog import WATCHDOG
 from tests.servers import wait_until
 from tests.test_watchdog import Owner
 
@@ -848,7 +848,7 @@ def test_loops_of_asyncio_in_threads_of_ours_are_watched(tmp_path: Path) -> None
 
 STARTS_AND_LOOKS = """
 import gc, sys, threading, time
-from ingress.watchdog.stacks import current_frames
+from ingress.telemetry.watchdog.stacks import current_frames
 
 class Garbage:
     def __init__(self):

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.apps import ours
-from ingress.base.settings import Settings
-from ingress.watchdog import WATCHDOG
-from ingress.watchdog.loop_probe import Owner
+from ingress.core.base.settings import Settings
+from ingress.telemetry.watchdog import WATCHDOG
+from ingress.telemetry.watchdog.loop_probe import Owner
 
 SLICE_S = 0.05
 SETTLE_S = 0.0125

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.check.calls import Call, calls_of
 from ingress.check.findings import CheckError, Finding, rule_of, shown
 from ingress.check.sources import Function, SourceFile, Sources, own_nodes
 from ingress.check.subjects import Subject
-from ingress.execution.execution import Role
+from ingress.core.base.settings import SYNC_IN_THREADPOOL
+from ingress.core.execution.execution import Role
 
 _PREFIX = "async "
 

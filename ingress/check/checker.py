@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.app.declaration.build import build
+from ingress.app.declaration.declaration import Application
 from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.findings import Report, shown
@@ -14,8 +15,7 @@ from ingress.check.migration import migration_findings
 from ingress.check.processes import findings_of_processes
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
-from ingress.declaration.build import build
-from ingress.declaration.declaration import Application
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 
 
 def check_application(

@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
 
-from ingress.base.settings import Settings
 from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
-from ingress.execution.execution import Kind, Lanes, Role
-from ingress.execution.lanes import method
+from ingress.core.base.settings import Settings
+from ingress.core.execution.execution import Kind, Lanes, Role
+from ingress.core.execution.lanes import method
 
 _ROUTES = {
     *("api_route", "delete", "get", "head", "options", "patch", "post", "put", "route"),

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.loop_objects import LoopObject, loop_objects
 from ingress.check.findings import Finding
 from ingress.check.rules import RULES
 from ingress.check.sources import Sources
-from ingress.declaration.build import BuiltDeployment
-from ingress.declaration.loop_objects import LoopObject, loop_objects
 
 
 def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> Iterator[Finding]:

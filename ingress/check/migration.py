@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ingress.base.settings import SYNC_IN_THREADPOOL
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
 from ingress.check.calls import calls_of
 from ingress.check.findings import Finding
@@ -18,6 +17,7 @@ from ingress.check.rules import RULES
 from ingress.check.sharing import Access, accesses, locked_nodes
 from ingress.check.sources import AnyDef, Function, Sources
 from ingress.check.subjects import Subject
+from ingress.core.base.settings import SYNC_IN_THREADPOOL
 
 
 def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Finding]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ingress import api
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, WatchedCalls
-from ingress.control.factories import Factories
 from ingress.engines import local_engine
+from ingress.serving.control.factories import Factories
 
 if TYPE_CHECKING:
     import pytest

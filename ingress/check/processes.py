@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ingress.base.settings import Settings
+from ingress.app.declaration.build import BuiltDeployment
 from ingress.check.findings import Finding
 from ingress.check.rules import RULES
 from ingress.check.sharing import MUTATORS, local_names
 from ingress.check.sources import Function, Sources, dotted, own_nodes
 from ingress.check.state import State, state_around
 from ingress.check.subjects import subjects_of
-from ingress.declaration.build import BuiltDeployment
-from ingress.processes.code import pickled_arguments
+from ingress.core.base.settings import Settings
+from ingress.serving.processes.code import pickled_arguments
 
 
 def findings_of_processes(

@@ -25,7 +25,7 @@ from time import monotonic
 from types import FunctionType
 from typing import Any, ClassVar
 
-from ingress.asgi import BoundApp
+from ingress.app.asgi import BoundApp
 from ingress.check.write_recording import (
     CONTAINERS,
     Line,
@@ -35,8 +35,8 @@ from ingress.check.write_recording import (
     traced_state,
 )
 from ingress.context import ReplicaRuntime
-from ingress.execution.execution import ExecutionPlan, Kind, Role
-from ingress.replicas.user_code import MakePlan, UserCode
+from ingress.core.execution.execution import ExecutionPlan, Kind, Role
+from ingress.serving.replicas.user_code import MakePlan, UserCode
 
 logger = logging.getLogger("ingress")
 

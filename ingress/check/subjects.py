@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ingress.base.settings import Settings
+from ingress.app.declaration.build import BuiltDeployment
 from ingress.check.sources import OURS, Function, Sources, dotted, is_users
-from ingress.declaration.build import BuiltDeployment
-from ingress.execution.execution import (
+from ingress.core.base.settings import Settings
+from ingress.core.execution.execution import (
     ExecutionMode,
     Kind,
     Lanes,
@@ -34,8 +34,8 @@ from ingress.execution.execution import (
     name_of,
     plan,
 )
-from ingress.execution.lanes import lanes_of
-from ingress.replicas.user_code import public_methods
+from ingress.core.execution.lanes import lanes_of
+from ingress.serving.replicas.user_code import public_methods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
 _OFFLOADS = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from ingress.base.ctrl_c import INTERRUPTED, begin_command, say_stopped
+from ingress.core.base.ctrl_c import INTERRUPTED, begin_command, say_stopped
 
 
 def main() -> None:

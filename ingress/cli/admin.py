@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ingress.admin.address import OFF, AdminOptions
-from ingress.base.settings import admin_settings
-from ingress.base.snapshot import Snapshot
+from ingress.core.base.settings import admin_settings
+from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
-from ingress.live.observer import Observer
-from ingress.live.page import routes
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.page import routes
+from ingress.serving.http.admin_address import OFF, AdminOptions
 
 
 def admin_options(address: str | None, token: str | None) -> AdminOptions:
@@ -46,7 +46,7 @@ def admin_listening(
     if options.is_off:
         yield ""
         return
-    from ingress.admin.listener import AdminListener
+    from ingress.observe.admin.listener import AdminListener
 
     listener = AdminListener(make, options, routes(observer))
     try:

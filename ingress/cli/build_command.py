@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 import yaml
 
+from ingress.app.declaration.build import build
+from ingress.app.declaration.names import check_names
 from ingress.cli.serving import read_settings
 from ingress.cli.target import AppDir, load, refusal, refusing
 from ingress.cli.terminal import Output, write
-from ingress.declaration.build import build
-from ingress.declaration.names import check_names
 from ingress.engines.ray.config_file import EVERY_ADDRESS, config_of, header
 from ingress.engines.ray.kuberay import IMAGE, manifest, text_of
 from ingress.exceptions import RayServeException

@@ -10,15 +10,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ingress.base.settings import RAY_ADDRESS
 from ingress.cli.serving import read_settings
 from ingress.cli.target import refusal, refusing
 from ingress.cli.terminal import console, print_json
+from ingress.core.base.settings import RAY_ADDRESS
 from ingress.engines import ray_engine
-from ingress.http.server_options import ServerOptions
-from ingress.live.words import all_healthy
-from ingress.logs.formats import tame
+from ingress.observe.live.problems import all_healthy
 from ingress.schema import ApplicationStatusOverview
+from ingress.serving.http.server_options import ServerOptions
+from ingress.telemetry.logs.formats import tame
 
 if TYPE_CHECKING:
     from ingress.engines.ray.engine import RayEngine

@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from ingress import __version__
-from ingress.base.settings import TRACE_FILE, export, export_threads
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.cli.build_command import build_command
@@ -29,9 +28,10 @@ from ingress.cli.target import AppDir, Target, load, refusal, refusing
 from ingress.cli.terminal import LOGGING, Output, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import Session, TraceError
+from ingress.core.base.settings import TRACE_FILE, export, export_threads
 from ingress.exceptions import RayServeException
-from ingress.inspection import Level, explain
-from ingress.inspection.table import as_json, show
+from ingress.observe.inspection import Level, explain
+from ingress.observe.inspection.table import as_json, show
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -11,18 +11,18 @@ import typer
 import yaml
 from typer.main import get_command
 
-from ingress.base.settings import environment
+from ingress.app.config_file.checking import written
+from ingress.app.config_file.models import ServeConfig
+from ingress.app.config_file.origins import Effective, effective, nested
 from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
 from ingress.cli.run_options import HTTP, RunOptions
 from ingress.cli.serving import read_settings
 from ingress.cli.target import AppDir, read_file, refusal, refusing, reporting_mistakes
 from ingress.config import HTTPOptions
-from ingress.config_file.checking import written
-from ingress.config_file.models import ServeConfig
-from ingress.config_file.origins import Effective, effective, nested
+from ingress.core.base.settings import environment
 from ingress.engines import local_engine
-from ingress.http.server_options import ServerOptions
+from ingress.serving.http.server_options import ServerOptions
 
 RUN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ingress.base.settings import RUNTIME_DIR, runtime_folder
 from ingress.cli.runtime_folder import is_trusted_socket, made_folder, trusted_owner, user_at
+from ingress.core.base.settings import RUNTIME_DIR, runtime_folder
 
 SUFFIX = ".sock"
 MOST_BYTES = 65536  # of a request

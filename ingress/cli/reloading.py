@@ -20,19 +20,19 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ingress import api
-from ingress.base.settings import Settings, export
+from ingress.app.config_file.difference import CodeFiles, Difference, differences, for_new_processes
+from ingress.app.config_file.loading import ConfigFile, stamp_of
+from ingress.app.config_file.reading import ConfigFileError
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.server_commands import change, check
 from ingress.cli.worker import Served
 from ingress.cli.worker_commands import WorkersCommands
 from ingress.config import HTTPOptions
-from ingress.config_file.difference import CodeFiles, Difference, differences, for_new_processes
-from ingress.config_file.loading import ConfigFile, stamp_of
-from ingress.config_file.reading import ConfigFileError
-from ingress.control.changes import IN_PLACE
-from ingress.http.address import Address
-from ingress.http.server_options import ServerOptions
-from ingress.http.shared_port import SharedPort
+from ingress.core.base.settings import Settings, export
+from ingress.serving.control.changes import IN_PLACE
+from ingress.serving.http.address import Address
+from ingress.serving.http.server_options import ServerOptions
+from ingress.serving.http.shared_port import SharedPort
 
 LOOK_S = 1.0  # with `--watch`
 JOIN_S = 1.0

@@ -7,11 +7,11 @@ from typing import Any
 
 from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
-from ingress.admin.address import OFF
-from ingress.base.settings import ENGINES
 from ingress.cli.run_options import RunOptions
 from ingress.cli.target import refusal
-from ingress.http.server_options import ServerOptions
+from ingress.core.base.settings import ENGINES
+from ingress.serving.http.admin_address import OFF
+from ingress.serving.http.server_options import ServerOptions
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from ingress.base.settings import TRACING, Settings, export, export_threads
-from ingress.base.standard_streams import make_lossy
+from ingress.app.config_file.loading import ConfigFile, is_config_file
+from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
 from ingress.cli.reloading import FileState
 from ingress.cli.run_checks import check_engine, check_server, check_workers, given
@@ -35,13 +35,13 @@ from ingress.cli.serving import (
 from ingress.cli.target import read_file, refusal, refusing
 from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served
-from ingress.config_file.loading import ConfigFile, is_config_file
-from ingress.declaration.names import check_names
+from ingress.core.base.settings import TRACING, Settings, export, export_threads
+from ingress.core.base.standard_streams import make_lossy
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
-from ingress.http.server_options import ServerOptions
-from ingress.logs.options import LOGS
-from ingress.logs.process import ProcessLogs
+from ingress.serving.http.server_options import ServerOptions
+from ingress.telemetry.logs.options import LOGS
+from ingress.telemetry.logs.process import ProcessLogs
 
 
 def run(**typed: Any) -> None:

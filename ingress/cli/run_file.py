@@ -8,14 +8,14 @@ from typing import Any
 import typer
 
 from ingress.api import RunTarget
-from ingress.base.settings import log_encoding
+from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.reading import ConfigFileError
 from ingress.cli.target import refusal, refusals, refusing, reporting_mistakes
 from ingress.cli.worker import Served
 from ingress.config import LoggingConfig
-from ingress.config_file.loading import ConfigFile
-from ingress.config_file.reading import ConfigFileError
+from ingress.core.base.settings import log_encoding
 from ingress.exceptions import OptionNotActedOnWarning
-from ingress.logs.process import ProcessLogs
+from ingress.telemetry.logs.process import ProcessLogs
 
 
 def check_file(file: ConfigFile, **options: Any) -> None:

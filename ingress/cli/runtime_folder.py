@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from struct import Struct
 
-from ingress.base.settings import RUNTIME_DIR, is_runtime_folder_named, runtime_folder
+from ingress.core.base.settings import RUNTIME_DIR, is_runtime_folder_named, runtime_folder
 
 _OTHERS_WRITE = 0o022
 _CREDENTIALS = Struct("iII")  # Linux: process, user, group

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 
-from ingress.base.settings import notify_socket
+from ingress.core.base.settings import notify_socket
 
 logger = logging.getLogger("ingress")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
-from ingress.control import changes
 from ingress.engines import local_engine
-from ingress.live.observer import Observer
-from ingress.live.part import WHAT
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.part import WHAT
+from ingress.serving.control import changes
 
 SCALE = "ingress scale"
 """The origin of the options that the command sets."""

@@ -17,12 +17,11 @@ import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from ingress import api
-from ingress.admin.address import OFF, AdminOptions
 from ingress.api import RunTarget
-from ingress.asgi import log_if_not_callable
-from ingress.base.ctrl_c import INTERRUPTED, say_stopped
-from ingress.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
-from ingress.base.snapshot import Snapshot
+from ingress.app.asgi import log_if_not_callable
+from ingress.app.declaration.build import BuiltApplication, build
+from ingress.app.declaration.cluster_options import check_here
+from ingress.app.declaration.declaration import Application
 from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, ControlSocket
 from ingress.cli.reloading import (
@@ -42,21 +41,22 @@ from ingress.cli.worker_commands import WorkersCommands
 from ingress.cli.worker_snapshots import snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
-from ingress.declaration.build import BuiltApplication, build
-from ingress.declaration.declaration import Application
-from ingress.declaration.one_node import check_here
+from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
+from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
+from ingress.core.base.snapshot import Snapshot
+from ingress.core.execution.mistakes import format_failed_start
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
-from ingress.execution.mistakes import format_failed_start
-from ingress.http.address import url_of
-from ingress.http.server_options import ServerOptions
-from ingress.http.shared_port import SharedPort
-from ingress.inspection.budget import ThreadBudget, start_again, thread_budget
-from ingress.live.observer import Observer
-from ingress.live.part import parts_of
+from ingress.observe.inspection.budget import ThreadBudget, start_again, thread_budget
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.part import parts_of
+from ingress.serving.http.address import url_of
+from ingress.serving.http.admin_address import OFF, AdminOptions
+from ingress.serving.http.server_options import ServerOptions
+from ingress.serving.http.shared_port import SharedPort
 
 READY = "READY=1"  # systemd's word
-NEW_EVENT_LOOP = "ingress.calls.loops:new_event_loop"  # as uvicorn takes it
+NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it
 
 
 @refusing(ValueError)

@@ -12,7 +12,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from ingress.live.documents import (
+from ingress.observe.live.documents import (
     DeploymentView,
     Lane,
     Loop,

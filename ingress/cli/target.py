@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ingress.base.ctrl_c import INTERRUPTED, was_pressed
-from ingress.config_file.loading import ConfigFile
-from ingress.config_file.reading import ConfigFileError
-from ingress.declaration import module_app
-from ingress.declaration.declaration import Application
-from ingress.declaration.module_app import NotAnApplication
-from ingress.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
+from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.reading import ConfigFileError
+from ingress.app.declaration import module_app
+from ingress.app.declaration.declaration import Application
+from ingress.app.declaration.module_app import NotAnApplication
+from ingress.core.base.ctrl_c import INTERRUPTED, was_pressed
+from ingress.core.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
 
 FileOrTarget = Annotated[
     str,

@@ -19,14 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ingress.api import RunTarget
-from ingress.base.settings import Settings
+from ingress.app.declaration.declaration import Application
 from ingress.cli.target import refusal
-from ingress.declaration.declaration import Application
-from ingress.inspection import explain
-from ingress.inspection.budget import ThreadBudget
-from ingress.logs.formats import tame
-from ingress.logs.handlers import AccessPrinter, Printer
+from ingress.core.base.settings import Settings
+from ingress.observe.inspection import explain
+from ingress.observe.inspection.budget import ThreadBudget
 from ingress.schema import ServeStatus
+from ingress.telemetry.logs.formats import tame
+from ingress.telemetry.logs.handlers import AccessPrinter, Printer
 
 Output = Annotated[
     Path | None,

@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from ingress import api
-from ingress.base.settings import Settings
+from ingress.app.declaration.declaration import Application
 from ingress.config import HTTPOptions
-from ingress.declaration.declaration import Application
+from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
-from ingress.inspection import explain
-from ingress.timeline.chrome import as_json
-from ingress.timeline.client import Answer, Wanted, ask, wanted
-from ingress.timeline.instrumentation import record
-from ingress.timeline.picture import as_svg
-from ingress.timeline.recorder import Recorder, Timeline
-from ingress.timeline.window import check_writable
-from ingress.timeline.words import summary
+from ingress.observe.inspection import explain
+from ingress.observe.timeline.chrome import as_json
+from ingress.observe.timeline.client import Answer, Wanted, ask, wanted
+from ingress.observe.timeline.instrumentation import record
+from ingress.observe.timeline.picture import as_svg
+from ingress.observe.timeline.recorder import Recorder, Timeline
+from ingress.observe.timeline.texts import summary
+from ingress.observe.timeline.window import check_writable
 
 AT_ONCE = 32
 """Default number of concurrent requests."""

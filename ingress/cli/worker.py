@@ -35,10 +35,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ingress.api import LAME_DUCK_S, RunTarget, run
-from ingress.base.settings import Settings
-from ingress.base.signals import stop_signals
-from ingress.base.snapshot import Snapshot
-from ingress.base.standard_streams import make_lossy
+from ingress.app.config_file.difference import changed_names
+from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.reading import ConfigFileError
+from ingress.app.declaration import module_app
+from ingress.app.declaration.build import with_options
+from ingress.app.declaration.module_app import NotAnApplication
 from ingress.cli.admin import admin_listening, resolved
 from ingress.cli.control_socket import Command, CommandError, ControlSocket
 from ingress.cli.server_commands import (
@@ -48,24 +50,22 @@ from ingress.cli.server_commands import (
     commands_of_one_process,
 )
 from ingress.cli.worker_commands import run_in_worker
-from ingress.config_file.difference import changed_names
-from ingress.config_file.loading import ConfigFile
-from ingress.config_file.reading import ConfigFileError
-from ingress.declaration import module_app
-from ingress.declaration.build import with_options
-from ingress.declaration.module_app import NotAnApplication
+from ingress.core.base.settings import Settings
+from ingress.core.base.signals import stop_signals
+from ingress.core.base.snapshot import Snapshot
+from ingress.core.base.standard_streams import make_lossy
+from ingress.core.execution.mistakes import format_mistake
 from ingress.engines import local_engine
+from ingress.engines.combined_app import CombinedApp
 from ingress.engines.hosting import host_as
-from ingress.engines.together import Together
 from ingress.exceptions import OptionNotActedOnWarning
-from ingress.execution.mistakes import format_mistake
-from ingress.http.address import url_of
-from ingress.http.server_options import ServerOptions
-from ingress.http.shared_port import SharedPort
-from ingress.http.uvicorn_server import UvicornServer
-from ingress.live.observer import Observer
-from ingress.live.part import parts_of
-from ingress.logs.process import ProcessLogs
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.part import parts_of
+from ingress.serving.http.address import url_of
+from ingress.serving.http.server_options import ServerOptions
+from ingress.serving.http.shared_port import SharedPort
+from ingress.serving.http.uvicorn_server import UvicornServer
+from ingress.telemetry.logs.process import ProcessLogs
 
 BEAT_S = 1.0
 SLACK_S = 0.5  # a heartbeat that is a little early pushes a snapshot too
@@ -153,7 +153,7 @@ class Served:
         local_engine().use(self.server)
         if self.file is not None:
             self.file.prepare()
-            return Together(local_engine(), partial(run_all, list(self.targets())))
+            return CombinedApp(local_engine(), partial(run_all, list(self.targets())))
         (one,) = self.targets()
         host_as(one.target, self.name, self.route_prefix)
         return one.target

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, Protocol
 
+from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.server_commands import SCALE, Changes, livez, scaling, stop
-from ingress.config_file.loading import ConfigFile
-from ingress.http.shared_port import SharedPort
-from ingress.live.observer import Observer
-from ingress.live.recording import ASK_S
-from ingress.live.words import SILENT
+from ingress.observe.live.observer import Observer
+from ingress.observe.live.problems import SILENT
+from ingress.observe.live.recording import ASK_S
+from ingress.serving.http.shared_port import SharedPort
 
 STATUS_S = 3.0  # for the state of a worker, which may stall
 APPLY_S = 60.0

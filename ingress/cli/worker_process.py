@@ -14,10 +14,10 @@ from typing import Any
 
 import uvicorn
 
-from ingress.base.signals import stop_signals
-from ingress.base.snapshot import Snapshot
 from ingress.cli.worker import Served, work
-from ingress.http.shared_port import SharedPort
+from ingress.core.base.signals import stop_signals
+from ingress.core.base.snapshot import Snapshot
+from ingress.serving.http.shared_port import SharedPort
 
 LATE_S = 5.0  # five heartbeats: no command is sent to it
 LAST_MESSAGES_S = 1.0

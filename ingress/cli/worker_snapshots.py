@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from time import time
 from typing import Protocol
 
-from ingress.base.process import process_facts
-from ingress.base.snapshot import ProcessSnapshot, Snapshot, both_kept, merged
 from ingress.cli.worker_commands import STATUS_S, Asked, Workers
+from ingress.core.base.process import process_facts
+from ingress.core.base.snapshot import ProcessSnapshot, Snapshot, both_kept, merged
 
 MAX_PIDS = 1000
 

@@ -27,16 +27,16 @@ from types import FrameType
 
 import uvicorn
 
-from ingress.base.signals import stop_signals
-from ingress.base.snapshot import Snapshot
+from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.server_commands import Changes
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served
 from ingress.cli.worker_commands import Asked, Failed, Rolling
 from ingress.cli.worker_process import LATE_S, WorkerProcess, spawn
 from ingress.cli.worker_snapshots import Ended
-from ingress.config_file.loading import ConfigFile
-from ingress.http.shared_port import SharedPort
-from ingress.live.part import WHAT
+from ingress.core.base.signals import stop_signals
+from ingress.core.base.snapshot import Snapshot
+from ingress.observe.live.part import WHAT
+from ingress.serving.http.shared_port import SharedPort
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 FAILURES = 3

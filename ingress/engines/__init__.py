@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.base.settings import ENGINES, engine_name
-from ingress.declaration.declaration import Application, ApplicationHost
+from ingress.app.declaration.declaration import Application, ApplicationHost
+from ingress.core.base.settings import ENGINES, engine_name
 
 if TYPE_CHECKING:
-    from ingress.admin.address import AdminOptions
     from ingress.config import HTTPOptions, LoggingConfig
     from ingress.engines.local import LocalEngine
     from ingress.engines.ray.engine import RayEngine
     from ingress.handle import DeploymentHandle
     from ingress.schema import ServeStatus
+    from ingress.serving.http.admin_address import AdminOptions
 
 __all__ = ["Engine", "current_engine", "local_engine", "ray_engine"]
 

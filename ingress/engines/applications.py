@@ -16,23 +16,23 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
-from ingress.base.gc_freeze import SettledObjects
-from ingress.base.snapshot import ApplicationSnapshot
-from ingress.base.types import DeploymentID
+from ingress.app.declaration.build import BuiltApplication
 from ingress.config import DeploymentConfig
-from ingress.control.changes import Change
-from ingress.control.controller import Controller
-from ingress.control.running import RunningApplication
-from ingress.control.snapshots import application_snapshot
-from ingress.declaration.build import BuiltApplication
+from ingress.core.base.gc_freeze import SettledObjects
+from ingress.core.base.snapshot import ApplicationSnapshot
+from ingress.core.base.types import DeploymentID
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.overviews import FailedStart, overview_of
 from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
-from ingress.http.proxy import RouteTable
-from ingress.logs.options import LOGS
-from ingress.replicas.router import Router
 from ingress.schema import ApplicationStatus, ApplicationStatusOverview
+from ingress.serving.control.changes import Change
+from ingress.serving.control.controller import Controller
+from ingress.serving.control.running import RunningApplication
+from ingress.serving.control.snapshots import application_snapshot
+from ingress.serving.http.proxy import RouteTable
+from ingress.serving.replicas.router import Router
+from ingress.telemetry.logs.options import LOGS
 
 CLOSED = "it was closed while it started"
 FAILED = "it failed to start"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ingress.base.types import DeploymentID
+from ingress.core.base.types import DeploymentID
 from ingress.engines import use_only
 from ingress.handle import DeploymentHandle, directory_here
-from ingress.processes import child
+from ingress.serving.processes import child
 
 
 def main(socket: int, page: int, name: str) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ingress.admin.address import AdminOptions
-from ingress.base.settings import ADMIN, admin_settings
+from ingress.core.base.settings import ADMIN, admin_settings
+from ingress.serving.http.admin_address import AdminOptions
 
 if TYPE_CHECKING:
-    from ingress.admin.listener import AdminListener
     from ingress.engines.local import LocalEngine
-    from ingress.live.observer import Observer
+    from ingress.observe.admin.listener import AdminListener
+    from ingress.observe.live.observer import Observer
 
 logger = logging.getLogger("ingress")
 
@@ -42,10 +42,12 @@ class EngineAdmin:
         """
         if self._listener is not None or options is None or options.is_off:
             return
-        from ingress.admin.listener import AdminListener  # not for a process without a listener
-        from ingress.live.observer import Observer
-        from ingress.live.page import routes
-        from ingress.live.part import parts_of
+        from ingress.observe.admin.listener import (
+            AdminListener,  # not for a process without a listener
+        )
+        from ingress.observe.live.observer import Observer
+        from ingress.observe.live.page import routes
+        from ingress.observe.live.part import parts_of
 
         observer = Observer(partial(parts_of, engine))
         self._listener = AdminListener(engine.snapshot, options, routes(observer))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ingress.base.settings import Settings
-from ingress.calls.loops import run_blocking
 from ingress.config import HTTPOptions
+from ingress.core.base.settings import Settings
+from ingress.core.calls.loops import run_blocking
 from ingress.engines.engine_threads import EngineThreads
-from ingress.http.proxy import HTTPProxy
-from ingress.http.request_head import RoutingHeaders
-from ingress.http.retrying import RequestLimits
-from ingress.http.server import HTTPServer
-from ingress.http.server_options import ServerOptions
+from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.http.request_head import RoutingHeaders
+from ingress.serving.http.retrying import RequestLimits
+from ingress.serving.http.server import HTTPServer
+from ingress.serving.http.server_options import ServerOptions
 
 logger = logging.getLogger("ingress")
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 
-from ingress.base.settings import Settings
-from ingress.calls.deadlines import Deadlines, deadlines_of
-from ingress.calls.loops import EventLoopThread, NewLoop, new_event_loop
-from ingress.execution.gil_pressure import GIL_PRESSURE
-from ingress.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.timeline.recorder import Recorder
-from ingress.timeline.window import Window
-from ingress.watchdog import WATCHDOG
+from ingress.core.base.settings import Settings
+from ingress.core.calls.deadlines import Deadlines, deadlines_of
+from ingress.core.calls.loops import EventLoopThread, NewLoop, new_event_loop
+from ingress.core.execution.gil_pressure import GIL_PRESSURE
+from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.observe.timeline.recorder import Recorder
+from ingress.observe.timeline.window import Window
+from ingress.telemetry.watchdog import WATCHDOG
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
 JOIN_S = 1.0

@@ -24,20 +24,20 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.asgi import log_if_not_callable
-from ingress.calls.loops import Wakeup, asyncio_loop, run_on, start_on
+from ingress.app.asgi import log_if_not_callable
+from ingress.app.declaration.cluster_options import build_here
+from ingress.app.declaration.declaration import Application
 from ingress.context import AppLifespan
-from ingress.control.running import RunningApplication
-from ingress.declaration.declaration import Application
-from ingress.declaration.one_node import build_here
+from ingress.core.calls.loops import Wakeup, asyncio_loop, run_on, start_on
+from ingress.core.execution.mistakes import format_failed_start
 from ingress.engines import local_engine
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
-from ingress.execution.mistakes import format_failed_start
-from ingress.http.leaving import close_after_answers, is_listening
-from ingress.http.proxy import HTTPProxy, RouteTable
 from ingress.schema import ApplicationStatus
-from ingress.watchdog import WATCHDOG
+from ingress.serving.control.running import RunningApplication
+from ingress.serving.http.leaving import close_after_answers, is_listening
+from ingress.serving.http.proxy import HTTPProxy, RouteTable
+from ingress.telemetry.watchdog import WATCHDOG
 
 # Period of the check whether uvicorn must stop, the same as uvicorn's own; and the time that
 # uvicorn then has to close its connections and WebSockets.

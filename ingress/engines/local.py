@@ -11,21 +11,17 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 
-from ingress.admin.address import AdminOptions
-from ingress.base.settings import Settings, warn_of_unused
-from ingress.base.snapshot import Snapshot
-from ingress.base.types import DeploymentID
-from ingress.calls.call import Call, when_all_settled
-from ingress.calls.loops import run_blocking
-from ingress.calls.notable import NOTABLE
+from ingress.app.declaration.build import BuiltApplication, with_logging
+from ingress.app.declaration.cluster_options import build_here
+from ingress.app.declaration.declaration import Application
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
-from ingress.control.changes import Change
-from ingress.control.controller import Controller
-from ingress.control.factories import Factories, Instrument
-from ingress.control.running import RunningApplication
-from ingress.declaration.build import BuiltApplication, with_logging
-from ingress.declaration.declaration import Application
-from ingress.declaration.one_node import build_here
+from ingress.core.base.settings import Settings, warn_of_unused
+from ingress.core.base.snapshot import Snapshot
+from ingress.core.base.types import DeploymentID
+from ingress.core.calls.call import Call, when_all_settled
+from ingress.core.calls.loops import run_blocking
+from ingress.core.calls.notable import NOTABLE
+from ingress.core.execution.loop_executor import lend_executor
 from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_admin import EngineAdmin
 from ingress.engines.engine_http import EngineHTTP
@@ -35,18 +31,22 @@ from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
 )
-from ingress.execution.loop_executor import lend_executor
 from ingress.handle import DeploymentHandle, DeploymentResponse, directory_here, use_here
-from ingress.http.proxy import HTTPProxy
-from ingress.http.retrying import RequestLimits
-from ingress.http.server_options import ServerOptions
-from ingress.logs.handlers import act_on_options, stop_using, use
-from ingress.logs.identity import leave_records
-from ingress.logs.options import LOGS
-from ingress.replicas.router import Router
-from ingress.replicas.user_code import public_methods
+from ingress.observe.timeline.instrumentation import record
 from ingress.schema import ServeStatus
-from ingress.timeline.instrumentation import record
+from ingress.serving.control.changes import Change
+from ingress.serving.control.controller import Controller
+from ingress.serving.control.factories import Factories, Instrument
+from ingress.serving.control.running import RunningApplication
+from ingress.serving.http.admin_address import AdminOptions
+from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.http.retrying import RequestLimits
+from ingress.serving.http.server_options import ServerOptions
+from ingress.serving.replicas.router import Router
+from ingress.serving.replicas.user_code import public_methods
+from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
+from ingress.telemetry.logs.identity import leave_records
+from ingress.telemetry.logs.options import LOGS
 
 logger = logging.getLogger("ingress")
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ingress.base.types import DeploymentID
-from ingress.control.running import RunningApplication
-from ingress.execution.mistakes import described
+from ingress.core.base.types import DeploymentID
+from ingress.core.execution.mistakes import described
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
     DeploymentStatus,
     DeploymentStatusOverview,
 )
+from ingress.serving.control.running import RunningApplication
 
 
 @dataclass(frozen=True, eq=False, slots=True)

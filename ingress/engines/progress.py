@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ingress.control.health import place_of_start
-from ingress.control.running import RunningApplication
-from ingress.watchdog.stacks import NOWHERE
+from ingress.serving.control.health import place_of_start
+from ingress.serving.control.running import RunningApplication
+from ingress.telemetry.watchdog.stacks import NOWHERE
 
 logger = logging.getLogger("ingress")
 

@@ -1,4 +1,4 @@
-"""The snapshot of this process: see `ingress.base.snapshot`."""
+"""The snapshot of this process: see `ingress.core.base.snapshot`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from time import time
 from typing import TYPE_CHECKING
 
-from ingress.base.snapshot import Snapshot, StallSnapshot, UserMetric
-from ingress.control.snapshots import (
+from ingress.core.base.snapshot import Snapshot, StallSnapshot, UserMetric
+from ingress.core.execution.gil_pressure import GIL_PRESSURE
+from ingress.serving.control.snapshots import (
     application_snapshot,
     child_processes,
     http_counts,
     process_snapshot,
 )
-from ingress.execution.gil_pressure import GIL_PRESSURE
-from ingress.metrics import series
-from ingress.watchdog import WATCHDOG, Stall
+from ingress.telemetry.metrics import series
+from ingress.telemetry.watchdog import WATCHDOG, Stall
 
 if TYPE_CHECKING:
     from ingress.engines.local import LocalEngine

@@ -26,7 +26,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from ingress import api
-from ingress.base.settings import SYNC_IN_THREADPOOL, export
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, export
 from ingress.testing.comparison import Moved, Run, differences, moved
 from ingress.testing.observation import Observer, Seen
 

@@ -10,7 +10,7 @@ from anyio.from_thread import start_blocking_portal
 from starlette import testclient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.declaration.declaration import Application, Deployment
+from ingress.app.declaration.declaration import Application, Deployment
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
 

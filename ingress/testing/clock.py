@@ -26,12 +26,12 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVarTuple, Unpack
 
-from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
-from ingress.calls.loops import ThreadAware, new_event_loop, running_loop
+from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
+from ingress.core.calls.loops import ThreadAware, new_event_loop, running_loop
 from ingress.engines import local_engine
 
 if TYPE_CHECKING:  # pytest imports this package in every test run
-    from ingress.control.factories import Factories
+    from ingress.serving.control.factories import Factories
 
 Ts = TypeVarTuple("Ts")
 

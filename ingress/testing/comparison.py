@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ingress.core.execution.execution import ExecutionMode
 from ingress.exceptions import SyncMethodOnEventLoopWarning
-from ingress.execution.execution import ExecutionMode
 
 ON_LOOP = ExecutionMode.EVENT_LOOP.value
 _SHOWN = 3

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Generator
 
-from ingress.calls.loops import Wakeup
+from ingress.core.calls.loops import Wakeup
 
 TIMEOUT_S = 10.0
 

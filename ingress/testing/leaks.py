@@ -19,7 +19,7 @@ from functools import cache
 from time import monotonic, sleep
 from types import TracebackType
 
-from ingress.calls.loops import EventLoopThread, running_loop
+from ingress.core.calls.loops import EventLoopThread, running_loop
 from ingress.engines import local_engine
 
 GRACE_S = 2.0

@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.calls.call import CURRENT_CALL, Call
-from ingress.calls.loops import running_loop
-from ingress.control.factories import Factories
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.calls.loops import running_loop
+from ingress.core.execution import execution
+from ingress.core.execution.execution import ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.engines import local_engine
 from ingress.exceptions import RequestCancelledError
-from ingress.execution import execution
-from ingress.execution.execution import ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.handle import DeploymentHandle, DeploymentResponseGenerator
-from ingress.http.access import AccessLine
-from ingress.http.messages import NORMAL
-from ingress.http.proxy import HTTPProxy
+from ingress.serving.control.factories import Factories
+from ingress.serving.http.access import AccessLine
+from ingress.serving.http.asgi_messages import NORMAL
+from ingress.serving.http.proxy import HTTPProxy
 
 _SHOWN = 100
 T = TypeVar("T")

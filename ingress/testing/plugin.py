@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings, export
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, export
 
 _BEFORE = pytest.StashKey[Mapping[str, str | None]]()
 

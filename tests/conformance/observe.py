@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 import ingress as serve
-from ingress.base.settings import Settings
+from ingress.core.base.settings import Settings
 from ingress.schema import DeploymentStatusOverview
 from ingress.testing import Latch
 from tests.servers import wait_until

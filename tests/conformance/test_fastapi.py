@@ -18,7 +18,7 @@ from fastapi import BackgroundTasks, Depends, FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingress as serve
-from ingress.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
+from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from tests.conformance.observe import ANYIO_WORKER, FEW_FLAGS, TIMEOUT_S, here, here_async, served
 
 LOOP, WORKER, THREAD = "the loop", "a worker thread", "a thread of Starlette's"

@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import Settings
+from ingress.core.base.settings import Settings
 from tests.conformance.observe import FEW_FLAGS, TIMEOUT_S, Gate, here, results, served
 from tests.servers import bind, wait_until
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,

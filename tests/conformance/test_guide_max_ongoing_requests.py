@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from tests.conformance.observe import TIMEOUT_S, Gate, Served, flag_values, results, served
 from tests.servers import wait_until
 

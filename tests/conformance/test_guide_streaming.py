@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from tests.conformance.observe import TIMEOUT_S, Gate, flag_values, here, online, served
 from tests.servers import wait_until
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.base.settings import Settings
+from ingress.core.base.settings import Settings
 from tests.conformance.observe import FEW_FLAGS, TIMEOUT_S, Served, here, here_async, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")

@@ -16,7 +16,7 @@ import pytest
 from fastapi import Depends, FastAPI
 
 import ingress as serve
-from ingress.base.settings import SYNC_IN_THREADPOOL
+from ingress.core.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import SyncMethodOnEventLoopWarning
 from tests.conformance.observe import TIMEOUT_S, served
 

@@ -25,7 +25,7 @@ class Isolated:
         return getattr(self._serve, name)
 
     def run(self, target: Any, *args: Any, **options: Any) -> Any:
-        build = import_module("ingress.declaration.build")
+        build = import_module("ingress.app.declaration.build")
         try:
             names = [each.name for each in build.build(target, "").deployments]
             target = build.with_options(target, {name: {"isolation": "process"} for name in names})

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import ingress
-from ingress.base.unsupported import (
+from ingress._unsupported import (
     EACH_REPLICA,
     MEMBERS,
     NAMES,
@@ -40,8 +40,8 @@ from ingress.base.unsupported import (
     REPLICAS,
     STATE,
 )
+from ingress.app.declaration.cluster_options import CLUSTER_ONLY
 from ingress.config import NOT_ACTED_ON, DeploymentConfig
-from ingress.declaration.one_node import CLUSTER_ONLY
 
 MODULES = ("config", "context", "exceptions", "handle", "schema")
 """Modules of Ray Serve whose classes are compared in detail; of other modules, only the names."""
@@ -292,7 +292,7 @@ def _judged_member(module: str, cls: str, name: str) -> dict[str, str]:
 
 
 def _ours(module: str, cls: str) -> Any:
-    home = "declaration" if module == "declaration" else module
+    home = "app.declaration" if module == "declaration" else module
     found = vars(import_module(f"ingress.{home}")).get(cls)
     return found if inspect.isclass(found) else None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from app_examples import slow_server
-from ingress.base.settings import (
+from ingress.core.base.settings import (
     ENGINE,
     ROUTER_IN_SEPARATE_LOOP,
     SYNC_IN_THREADPOOL,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ingress.autoscaling_policy import STEADY, bounded, decided, default_autoscaling_policy
-from ingress.base.types import DeploymentID
 from ingress.config import AutoscalingConfig, AutoscalingContext
+from ingress.core.base.types import DeploymentID
 
 theirs = pytest.importorskip("ray.serve.autoscaling_policy")
 their_config = pytest.importorskip("ray.serve.config")

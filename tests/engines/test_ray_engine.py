@@ -26,8 +26,8 @@ import yaml
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.declaration.build import BuiltDeployment, build
+from ingress.app.declaration.build import BuiltDeployment, build
+from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.engines.ray import check_installed
 from ingress.exceptions import (
     BackPressureError,

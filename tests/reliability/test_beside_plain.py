@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingress.base.settings import HEADER_TIMEOUT_S
+from ingress.core.base.settings import HEADER_TIMEOUT_S
 from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process, write_module
 from tests.reliability.figures import Figures
 from tests.reliability.test_input import statuses

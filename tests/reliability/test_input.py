@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect
 
-from ingress.base.settings import BODY_IDLE_TIMEOUT_S, HEADER_TIMEOUT_S
+from ingress.core.base.settings import BODY_IDLE_TIMEOUT_S, HEADER_TIMEOUT_S
 from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process
 from tests.reliability.figures import Figures
 from tests.reliability.malformed import corpus

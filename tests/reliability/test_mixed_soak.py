@@ -25,14 +25,14 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 import ingress as serve
-from ingress.calls import deadlines
+from ingress.core.calls import deadlines
+from ingress.core.execution import threads
 from ingress.engines import local_engine
 from ingress.exceptions import (
     CALL_ERRORS,
     RayServeException,
     RequestCancelledError,
 )
-from ingress.execution import threads
 from tests.reliability import soak_app
 from tests.reliability.soak_app import ITEMS, Leaf, make_root
 from tests.servers import PATIENCE_S, ROUNDS, Answer, bind, get, served, set_flags, wait_until

@@ -9,13 +9,13 @@ from types import FunctionType
 
 from ray import serve as ray_serve
 
-from ingress.batching.batching import warn_of_capacity
-from ingress.declaration.build import BuiltApplication, BuiltDeployment, fill
+from ingress.app.batching.batching import warn_of_capacity
+from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, fill
 from ingress.engines.ray.code import pickled_arguments, reference_to
 from ingress.engines.ray.lowering import options_for_ray
 from ingress.engines.ray.messages import ReplicaSpec
 from ingress.engines.ray.replica import HTTPReplica, RayReplica
-from ingress.replicas.user_code import public_methods
+from ingress.serving.replicas.user_code import public_methods
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 from ray import cloudpickle
 
-from ingress.base.types import RequestMetadata
+from ingress.core.base.types import RequestMetadata
+from ingress.core.execution.mistakes import described
 from ingress.exceptions import RayServeException
-from ingress.execution.mistakes import described
 from ingress.handle import Invocation
 
 _PLAIN = frozenset({bool, bytes, float, int, str, type(None)})

@@ -9,9 +9,9 @@ from typing import Any
 
 from ray import serve as ray_serve
 
-from ingress.base.settings import Settings
-from ingress.declaration.build import build as flatten
-from ingress.declaration.module_app import load
+from ingress.app.declaration.build import build as flatten
+from ingress.app.declaration.module_app import load
+from ingress.core.base.settings import Settings
 from ingress.engines.ray.application import Lowering, application_for_ray
 from ingress.engines.ray.lowering import environment_for_workers
 

@@ -3,8 +3,8 @@
     handle.remote() -> RemoteRouter.assign -> a task on `ingress-ray` -> Ray's handle -> RayReplica
                        the answer settles the call, as for a replica in this process
 
-A call is `ingress.calls.call.Call` on both engines: awaiting, iteration, cancellation, timeouts and
-calls as arguments are the same code. Only the transport is Ray's.
+A call is `ingress.core.calls.call.Call` on both engines: awaiting, iteration, cancellation,
+timeouts and calls as arguments are the same code. Only the transport is Ray's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Protocol
 
 from ray.serve import context as ray_context
 
-from ingress.base.types import DeploymentID, RequestMetadata
-from ingress.calls.call import Call
-from ingress.calls.elsewhere import CallTasks, LoopOfHandles
-from ingress.calls.loops import EventLoopThread
+from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.core.calls.call import Call
+from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
+from ingress.core.calls.loops import EventLoopThread
 from ingress.engines.ray.arguments import check_arguments
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name

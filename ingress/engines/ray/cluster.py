@@ -33,7 +33,7 @@ from ingress.engines.ray.owners import (
     other_drivers,
 )
 from ingress.engines.ray.worker_logs import shorten_tracebacks
-from ingress.http.server import check_address
+from ingress.serving.http.server import check_address
 
 logger = logging.getLogger("ingress")
 

@@ -21,9 +21,9 @@ from typing import Protocol
 
 from ray import cloudpickle
 
-from ingress.declaration.build import BuiltDeployment
-from ingress.declaration.references import found_in, names_of
-from ingress.processes.code import pickled_code
+from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.references import found_in, names_of
+from ingress.serving.processes.code import pickled_code
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from ingress.base.settings import Settings
+from ingress.app.config_file.models import RAY_BUILDER
+from ingress.app.declaration.build import BuiltApplication
 from ingress.config import HTTPOptions
-from ingress.config_file.models import RAY_BUILDER
-from ingress.declaration.build import BuiltApplication
+from ingress.core.base.settings import Settings
 from ingress.engines.ray.lowering import (
     environment_for_workers,
     http_options_for_ray,

@@ -13,12 +13,11 @@ from typing import Any
 from ray import serve as ray_serve
 from ray.serve.exceptions import RayServeException as TheirException
 
-from ingress.admin.address import AdminOptions
-from ingress.base.settings import Settings
-from ingress.base.types import DeploymentID
+from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, build
+from ingress.app.declaration.declaration import Application
 from ingress.config import HTTPOptions, LoggingConfig
-from ingress.declaration.build import BuiltApplication, BuiltDeployment, build
-from ingress.declaration.declaration import Application
+from ingress.core.base.settings import Settings
+from ingress.core.base.types import DeploymentID
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
 from ingress.engines.ray.calls import RayDirectory, RayHandle, directory_here, use_here
 from ingress.engines.ray.cluster import Cluster, environment_of_connection
@@ -36,8 +35,6 @@ from ingress.exceptions import (
     RayServeException,
 )
 from ingress.handle import DeploymentHandle
-from ingress.http.server import check_address
-from ingress.http.server_options import ServerOptions
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -45,6 +42,9 @@ from ingress.schema import (
     DeploymentStatusOverview,
     ServeStatus,
 )
+from ingress.serving.http.admin_address import AdminOptions
+from ingress.serving.http.server import check_address
+from ingress.serving.http.server_options import ServerOptions
 
 logger = logging.getLogger("ingress")
 

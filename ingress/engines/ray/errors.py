@@ -20,9 +20,9 @@ from ray.exceptions import (
 from ray.serve import exceptions as theirs
 
 from ingress import exceptions
-from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.core.execution.mistakes import described
 from ingress.exceptions import RayServeException
-from ingress.execution.mistakes import described
 
 logger = logging.getLogger("ingress")
 

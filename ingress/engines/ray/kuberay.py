@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from ingress.declaration.build import BuiltApplication, BuiltDeployment
+from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.engines.ray import SUPPORTED
 from ingress.engines.ray.config_file import EVERY_ADDRESS, ServeDocument
 

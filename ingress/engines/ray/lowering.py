@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ingress.base.options import Options
-from ingress.base.settings import (
+from ingress.app.declaration.build import BuiltDeployment
+from ingress.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ingress.core.base.options import Options
+from ingress.core.base.settings import (
     ENGINE,
     ROUTER_IN_SEPARATE_LOOP,
     STALL_THRESHOLD_MS,
@@ -32,8 +34,6 @@ from ingress.base.settings import (
     HTTPLimits,
     Settings,
 )
-from ingress.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
-from ingress.declaration.build import BuiltDeployment
 
 PASSED = frozenset(
     {

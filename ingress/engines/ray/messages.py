@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from ingress.base.types import DeploymentID, RequestMetadata
+from ingress.core.base.types import DeploymentID, RequestMetadata
 
 if TYPE_CHECKING:  # it imports Ray
     from ingress.engines.ray.code import Reference

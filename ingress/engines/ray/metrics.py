@@ -20,8 +20,8 @@ from collections.abc import Mapping
 
 from ray.serve import metrics
 
-from ingress.base.counters import LOAD, UNLOAD
-from ingress.replicas.replica import Replica
+from ingress.core.base.counters import LOAD, UNLOAD
+from ingress.serving.replicas.replica import Replica
 
 logger = logging.getLogger("ingress")
 

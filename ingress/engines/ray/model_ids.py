@@ -10,7 +10,7 @@ from ray import serve as ray_serve
 from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 
-from ingress.replicas.replica import Replica
+from ingress.serving.replicas.replica import Replica
 
 logger = logging.getLogger("ingress")
 

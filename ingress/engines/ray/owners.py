@@ -17,7 +17,7 @@ from ray.experimental import internal_kv
 from ray.serve.context import _get_global_client
 from ray.serve.generated.serve_pb2 import DeploymentRoute
 
-from ingress.base.types import new_request_id
+from ingress.core.base.types import new_request_id
 
 logger = logging.getLogger("ingress")
 

@@ -20,30 +20,30 @@ from typing import Any, TypeVar
 from ray import serve as ray_serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.asgi import ASGI
-from ingress.base.settings import Settings
-from ingress.base.types import DeploymentID, Place, ReplicaID, ReplicaRank, new_request_id
-from ingress.calls.call import Call
-from ingress.calls.channel import Channel
-from ingress.calls.loops import run_on
+from ingress.app.asgi import ASGI
+from ingress.app.declaration.build import fill
 from ingress.context import REPLICA
-from ingress.declaration.build import fill
+from ingress.core.base.settings import Settings
+from ingress.core.base.types import DeploymentID, Place, ReplicaID, ReplicaRank, new_request_id
+from ingress.core.calls.call import Call
+from ingress.core.calls.channel import Channel
+from ingress.core.calls.loops import run_on
+from ingress.core.execution.loop_executor import lend_executor
+from ingress.core.execution.mistakes import described
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
 from ingress.engines.ray.metrics import ReplicaMetrics, make_rays
 from ingress.engines.ray.model_ids import ModelIds
 from ingress.exceptions import DeploymentUnavailableError
-from ingress.execution.loop_executor import lend_executor
-from ingress.execution.mistakes import described
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
-from ingress.http.in_flight import InFlight
-from ingress.http.reply import HTTPReply as Reply
-from ingress.http.request_head import REQUEST_ID_HEADER, content_length, read_head
-from ingress.http.websocket import WebSocketReply
-from ingress.metrics.user_metrics import use_theirs
-from ingress.replicas.replica import Replica
-from ingress.replicas.router import Router
+from ingress.serving.http.in_flight import InFlight
+from ingress.serving.http.reply import HTTPReply as Reply
+from ingress.serving.http.request_head import REQUEST_ID_HEADER, content_length, read_head
+from ingress.serving.http.websocket import WebSocketReply
+from ingress.serving.replicas.replica import Replica
+from ingress.serving.replicas.router import Router
+from ingress.telemetry.metrics.user_metrics import use_theirs
 
 logger = logging.getLogger("ingress")
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ingress.base.settings import warn_of_unused
-from ingress.declaration.module_app import built_with
+from ingress.app.declaration.module_app import built_with
+from ingress.core.base.settings import warn_of_unused
 from tests.engines.api import COLUMN, serve
 from tests.engines.client import Client, answer, outcome
 from tests.engines.suite import scenario

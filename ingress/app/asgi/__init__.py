@@ -1,0 +1,43 @@
+"""FastAPI and other ASGI apps on the replicas of a deployment.
+
+    spec             the decorator, its record, and the app, bound once per deployment
+    apps             the clone of the app for each replica
+    routes           the clone of the route tree, with wrapped endpoints
+    route_index      the lookup of a path's route
+    template         the path template of the route that was found
+    compiled         a route's `app` without the work that FastAPI repeats at each request
+    dependencies     `Depends(...)` on the replica's threads and instance
+    parts            the user's callables in an app, for `ingress explain`
+    methods          the functions that belong to the class, and their targets
+    users_app        the user's `app`, which is the clone inside of a replica
+    unbound          the answer of an app that is served without its deployment
+    unserved_routes  routes that no deployment serves
+    replica_app      the ASGI app of one replica
+    lifespan         its start-up and shutdown
+    layers           FastAPI's layers around the routes, and whether a request needs them
+    guard            containment of failures in their request
+    compat           the private names of FastAPI and Starlette
+    known            the versions that compiled routes were compared with
+
+Only these modules touch FastAPI's route internals.
+"""
+
+from ingress.app.asgi.parts import Part
+from ingress.app.asgi.replica_app import ASGI, ReplicaApp
+from ingress.app.asgi.routes import RouteInfo
+from ingress.app.asgi.spec import BoundApp, IngressSpec, ingress
+from ingress.app.asgi.template import RouteTemplates, route_template
+from ingress.app.asgi.unserved_routes import log_if_not_callable
+
+__all__ = [
+    "ASGI",
+    "BoundApp",
+    "IngressSpec",
+    "Part",
+    "ReplicaApp",
+    "RouteInfo",
+    "RouteTemplates",
+    "ingress",
+    "log_if_not_callable",
+    "route_template",
+]

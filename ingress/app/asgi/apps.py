@@ -1,0 +1,255 @@
+"""An app bound to a class, and its clones, one for each replica."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
+from starlette.datastructures import State
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
+
+from ingress.app.asgi.guard import Guard, guarded
+from ingress.app.asgi.methods import Methods, Target
+from ingress.app.asgi.parts import Part, app_parts
+from ingress.app.asgi.responses import error_response, refusal
+from ingress.app.asgi.route_index import RouteIndex
+from ingress.app.asgi.routes import (
+    RouteInfo,
+    RouteTree,
+    check_routes,
+    rebased,
+    route_infos,
+    routers,
+)
+from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
+from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
+from ingress.core.execution.other_loop import is_noted, note_other_loop
+from ingress.exceptions import CALL_ERRORS, RayServeException
+
+logger = logging.getLogger("ingress")
+
+TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
+
+
+class BoundRoutes:
+    """An app with its routes bound to a class. Thread-safe: immutable once made.
+
+    `targets` are the functions that a replica makes plans for, `infos` the routes, for display.
+    `routers` are those of the user's app, `seen` the routes that each had. `declared` is the router
+    that the user gave in place of an app.
+    """
+
+    __slots__ = (
+        "_cls",
+        "_custom_schema",
+        "_declared",
+        "_lock",
+        "_next",
+        "_router",
+        "_webhooks",
+        "app",
+        "infos",
+        "routers",
+        "seen",
+        "targets",
+    )
+
+    def __init__(self, app: ASGIApp, cls: type, declared: APIRouter | None = None) -> None:
+        self.app = app
+        self.targets: list[Target] = []
+        self.infos: list[RouteInfo] = []
+        self._cls = cls
+        self._declared = declared
+        self._custom_schema: dict[str, Any] | None = None
+        self._lock = threading.RLock()
+        self._router: Any = None
+        self.routers: list[Router] = []
+        self.seen: list[list[BaseRoute]] = []
+        self._next: BoundRoutes | None = None
+        if not isinstance(app, Starlette):
+            return
+        methods = Methods(cls)
+        tree = RouteTree(methods)
+        with APPS_LOCK:
+            # Before the routes are cloned: a route that comes meanwhile is then found later.
+            self.routers = routers(app.router)
+            self.seen = [list(each.routes) for each in self.routers]
+            check_routes(app.routes, methods)
+            show_clones(app)
+            self._router = tree.clone(app.router)
+            if isinstance(app, FastAPI):
+                self._webhooks = tree.clone(app.webhooks)
+            warn_of_routes_not_served(app if declared is None else declared, cls, tree)
+        self.targets = tree.targets
+        self.infos = list(route_infos(self._router.routes))
+
+    def current(self) -> BoundRoutes:
+        """Return the routes of the user's app as it is now: these, if it has not changed since.
+
+        An app may get routes while it runs, as under FastAPI. If new routes cannot be bound, that
+        is logged once, and the app is served without them.
+        """
+        if [each.routes for each in self.routers] == self.seen:
+            return self
+        # Race of two replicas that see the change: the second one gets the routes of the first.
+        with APPS_LOCK:
+            if self._next is None:
+                try:
+                    # Outside of the replica, where the app shows its own routes, not the clone's.
+                    outside = Context()
+                    self._next = outside.run(BoundRoutes, self.app, self._cls, self._declared)
+                except Exception:
+                    logger.exception("the new routes of %r cannot be served", self.app)
+                    self.seen = [list(each.routes) for each in self.routers]
+                    return self
+        return self._next.current()
+
+    def clone(self) -> Any:
+        """Return the app of one replica; it shares the bound routes, and no mutable object."""
+        app = self.app
+        if not isinstance(app, Starlette):
+            return Guard(app)
+        clone: Any = copy.copy(app)
+        mark_clone(clone, app)
+        clone.router = copy.copy(self._router)
+        clone.router.middleware_stack = rebased(
+            self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
+        )
+        own = vars(app)  # not the attributes of a replica that this may be called in
+        clone.state = State({name: own["state"][name] for name in own["state"]})
+        clone.middleware_stack = None
+        if _is_wrapped(own["middleware_stack"]):
+            rest = clone.build_middleware_stack
+            clone.build_middleware_stack = lambda: _wrapped(own["middleware_stack"], rest())
+        clone.user_middleware = guarded(own["user_middleware"])
+        clone.exception_handlers = _with_our_handlers(own["exception_handlers"])
+        self.equip(clone)
+        return clone
+
+    def equip(self, clone: Any, added: Sequence[BaseRoute] = ()) -> None:
+        """Give a clone these routes, before those that user code has added to it in its replica."""
+        clone.router.routes = list(self._router.routes)
+        if isinstance(self.app, FastAPI):
+            clone.webhooks = self._webhooks
+            clone.openapi_schema = None
+            clone.router.routes = _with_own_docs(clone)
+            if "openapi" in vars(self.app):
+                clone.openapi = self._custom_openapi
+        clone.router.routes += added
+
+    def parts(self) -> list[Part]:
+        """Return the user's callables in the app, with their roles in `execution`."""
+        return app_parts(self.app, self._router, self.targets)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the schema. Raises `TypeError` if the app is not a FastAPI."""
+        if not isinstance(self.app, FastAPI):
+            raise TypeError(
+                "Only a FastAPI app has an OpenAPI schema; this app's type is "
+                f"{type(self.app).__name__}."
+            )
+        clone: Any = self.clone()
+        with showing(clone):
+            schema: dict[str, Any] = clone.openapi()
+        return schema
+
+    def _custom_openapi(self) -> dict[str, Any]:
+        """Call the user's `app.openapi = custom`, once for all replicas."""
+        with self._lock:
+            if self._custom_schema is None:
+                with showing(self.clone()):
+                    self._custom_schema = vars(self.app)["openapi"]()
+            return self._custom_schema
+
+
+def docs_path(app: object) -> str | None:
+    """Return the path of FastAPI's interactive documentation, `None` if there is none."""
+    return app.docs_url if isinstance(app, FastAPI) and app.openapi_url else None
+
+
+async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
+    """Answer a request that fails because a called deployment could not answer."""
+    assert isinstance(error, RayServeException)
+    if isinstance(connection, WebSocket):
+        await connection.close(TRY_AGAIN_LATER, reason=error.message[:100])
+        return None
+    return refusal(error)
+
+
+async def answer_failure(request: Request, error: Exception) -> Response:
+    """Answer a request whose error no handler of the user's takes, as Starlette does by default.
+
+    The answer to an error about another event loop says what to do.
+    """
+    note_other_loop(error)
+    if is_noted(error):
+        return error_response(error)
+    return PlainTextResponse("Internal Server Error", status_code=500)
+
+
+def _is_wrapped(stack: Any) -> bool:
+    """Return whether a user has put layers around the middleware stack that Starlette builds."""
+    return stack is not None and not isinstance(stack, ServerErrorMiddleware)
+
+
+def _wrapped(layers: Any, stack: ASGIApp) -> ASGIApp:
+    """Return copies of the user's layers around another stack.
+
+    Raises `TypeError` for a layer that does not have the next one as its `app`.
+    """
+    inner = layers
+    while _is_wrapped(inner):
+        inner = getattr(inner, "app", None)
+    if inner is None:
+        raise TypeError(
+            f"app.middleware_stack is {layers!r}, which hides the stack that it wraps, so no "
+            "replica can put its own routes there. Use app.add_middleware(...), or a class that "
+            "keeps the wrapped stack as `self.app`."
+        )
+    wrapped: ASGIApp = rebased(layers, inner, stack)
+    return wrapped
+
+
+def _with_our_handlers(handlers: dict[Any, Any]) -> dict[Any, Callable[..., Any]]:
+    """Return the user's exception handlers, plus defaults for errors that have none there.
+
+    A handler of the user's for all errors is among them, as in FastAPI.
+    """
+    if not handlers.keys().isdisjoint((500, Exception)):
+        return dict(handlers)  # a replica may add its own
+    ours: dict[Any, Callable[..., Any]] = {
+        error: answer_unavailable
+        for error in CALL_ERRORS
+        if handlers.keys().isdisjoint(error.__mro__)
+    }
+    ours[Exception] = answer_failure  # Starlette raises the error after that
+    return {**handlers, **ours}
+
+
+def _with_own_docs(clone: Any) -> list[BaseRoute]:
+    """Return the clone's routes, with FastAPI's documentation routes made anew, in the same places.
+
+    The documentation routes of the user's app would show the user's app.
+    """
+    routes: list[BaseRoute] = clone.router.routes
+    clone.router.routes = []
+    clone.setup()
+    own = {_identity(route): route for route in clone.router.routes}
+    return [own.get(_identity(route), route) for route in routes]
+
+
+def _identity(route: BaseRoute) -> tuple[Any, ...]:
+    if type(route) is not Route:
+        return (id(route),)
+    return (route.path, route.endpoint.__module__, getattr(route.endpoint, "__qualname__", ""))

@@ -1,0 +1,270 @@
+"""The explanation of a result that cannot become a response: one sentence for its author.
+
+    Api.get (app.py:21) returned a dict with a DeploymentResponse at ['answer']; write `await`
+    Api.get (app.py:21) returned a list with a Lock at [0], which cannot become JSON
+
+Such an error is raised in the encoder, thirty frames away from the line at fault, and none of them
+is the user's. The sentence is added to the error, whose type stays, and is logged in the place of
+its traceback.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from textwrap import dedent
+
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import ResponseValidationError
+from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError, to_json
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from ingress.app.asgi.compat import Dependant, serialize_response
+from ingress.app.asgi.dependencies import Lifted
+from ingress.app.asgi.methods import GENERATORS
+from ingress.core.execution.execution import code_of, kind, name_of
+from ingress.core.execution.mistakes import is_users, last_line
+from ingress.core.execution.tracebacks import Explanation
+
+logger = logging.getLogger("ingress")
+
+_UNAWAITED = "A DeploymentResponse is not the answer yet: write `await` where the call is made."
+_MOST = 10_000  # parts of a value that are looked at
+_DEEPEST = 40
+_ENCODERS = {
+    getattr(encoder, "__code__", None): name
+    for encoder, name in (
+        (jsonable_encoder, "obj"),
+        (serialize_response, "response_content"),
+        (JSONResponse.render, "content"),
+    )
+}
+"""The functions that get a value to encode, and the names of their parameters for it."""
+_OURS = {"by_encoder": "result", "by_field": "result", "_to_json": "value"}
+
+
+def explain(error: BaseException, func: Callable[..., object] | None, scope: Scope) -> None:
+    """Add the sentence to an error, if it is about the result of user code. Never fails.
+
+    `func` is the user's function that answered the request, `None` if it is not known.
+    """
+    try:
+        if isinstance(error, Exception) and (sentence := _sentence(error, func, scope)):
+            error.add_note(Explanation(sentence))
+        elif type(error) is TypeError and "'DeploymentResponse'" in str(error):
+            error.add_note(_UNAWAITED)  # Python's text names the class, in a line of the user's
+    except Exception:  # of user code, which the look at a value may call
+        logger.debug("an error of %s is not explained", type(error).__name__, exc_info=True)
+
+
+def endpoint_of(scope: Scope) -> Callable[..., object] | None:
+    """Return the user's endpoint that the request was routed to, `None` if there is none."""
+    endpoint = scope.get("endpoint")
+    func: Callable[..., object] | None = getattr(endpoint, "__ingress_func__", endpoint)
+    return func
+
+
+def _sentence(error: Exception, func: Callable[..., object] | None, scope: Scope) -> str:
+    is_invalid = isinstance(error, ResponseValidationError)
+    values = [error.body] if isinstance(error, ResponseValidationError) else _encoded(error)
+    if not values:
+        return ""
+    result = values[0]
+    parts = list(_parts(result))
+    for path, part in parts:
+        if hasattr(part, "__anext__"):
+            where = _where(func, _line(func, _returns))
+            return f"{where} {_what(result, path, part)}; iterate it with `async for`"
+        if inspect.isawaitable(part):
+            return _awaitable(func, scope, _what(result, path, part))
+    if is_invalid:
+        return ""  # FastAPI's text names the endpoint, its line and the value
+    path, part = _culprit(error, parts, values[-1])
+    reason = "" if _names_type_only(error) else f": {last_line(error)}"
+    where = _where(func, _line(func, _returns))
+    return f"{where} {_what(result, path, part)}, which cannot become JSON{reason}"
+
+
+def _encoded(error: BaseException) -> list[object]:
+    """Return the values that were being encoded when an error was raised, the innermost last.
+
+    There are none if user code has raised it.
+    """
+    found: list[object] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        code = frame.f_code
+        name = _ENCODERS.get(code)
+        if name is None and frame.f_globals.get("__name__", "").startswith("ingress.app.asgi."):
+            name = _OURS.get(code.co_name)
+        if name is not None:
+            found.append(frame.f_locals[name])
+        elif is_users(code.co_filename):
+            found.clear()
+        traceback = traceback.tb_next
+    cause = error.__cause__ or error.__context__
+    while found and cause is not None:
+        traceback = cause.__traceback__
+        while traceback is not None:
+            if is_users(traceback.tb_frame.f_code.co_filename):
+                return []
+            traceback = traceback.tb_next
+        cause = cause.__cause__ or cause.__context__
+    return found
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the parts of a value that an encoder would look at, each with its path."""
+    todo = deque([("", value, 0)])
+    for _ in range(_MOST):
+        if not todo:
+            return
+        path, part, depth = todo.popleft()
+        yield path, part
+        if depth < _DEEPEST:
+            todo.extend((f"{path}{step}", each, depth + 1) for step, each in _members(part))
+
+
+def _members(part: object) -> Iterator[tuple[str, object]]:
+    if isinstance(part, Mapping):
+        yield from ((f"[{key!r}]", each) for key, each in part.items())
+    elif isinstance(part, list | tuple | set | frozenset | deque):
+        yield from ((f"[{index}]", each) for index, each in enumerate(part))
+    elif isinstance(part, BaseModel):
+        yield from ((f".{name}", each) for name, each in vars(part).items())
+    elif is_dataclass(part) and not isinstance(part, type):
+        yield from ((f".{each.name}", getattr(part, each.name)) for each in fields(part))
+
+
+def _culprit(
+    error: Exception, parts: list[tuple[str, object]], innermost: object
+) -> tuple[str, object]:
+    """Return the part of a result that no encoder takes, with its path."""
+    found = [each for each in parts if each[1] is innermost]
+    leaves = [each for each in parts if not any(_members(each[1])) and not _is_json(each[1])]
+    if found and not any(_members(innermost)):
+        return found[-1]
+    return next(iter(leaves), parts[0])
+
+
+def _is_json(part: object) -> bool:
+    try:
+        to_json(part, inf_nan_mode="constants")
+    except Exception:
+        logger.debug("%s cannot become JSON", _a(part), exc_info=True)
+        return False
+    return not (isinstance(part, float) and part - part != 0)
+
+
+def _names_type_only(error: Exception) -> bool:
+    """Return whether the text of an error says no more than the type of the value."""
+    told = isinstance(error, PydanticSerializationError) and "unknown type" in str(error)
+    return told or (isinstance(error, ValueError) and str(error).startswith("[TypeError("))
+
+
+# Words.
+
+
+def _what(result: object, path: str, part: object) -> str:
+    if not path:
+        return _a(part)
+    return f"{_a(result)} with {_a(part)} at {path}"
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _where(func: Callable[..., object] | None, line: int) -> str:
+    if func is None:
+        return "An endpoint returned"
+    verb = "yielded" if kind(func) in GENERATORS else "returned"
+    return f"{name_of(func)}{_place(func, line)} {verb}"
+
+
+def _place(func: Callable[..., object], line: int) -> str:
+    code = code_of(inspect.unwrap(func))
+    return "" if code is None else f" ({code.co_filename}:{line})"
+
+
+def _awaitable(func: Callable[..., object] | None, scope: Scope, what: str) -> str:
+    """Return the sentence on an awaitable, and the line that made it, in the endpoint or before."""
+    is_async = func is None or kind(func).is_async
+    advice = "write `await`" if is_async else "write `async def` and `await`"
+    line = _line(func, _unawaited)
+    source = ""
+    dependant = None if line else getattr(scope.get("route"), "dependant", None)
+    for each in [] if dependant is None else _dependencies(dependant):
+        # The awaitable that a `def` returns is awaited for it.
+        if kind(each).is_async and (made_at := _line(each, _unawaited)):
+            source, advice = f", from {name_of(each)}{_place(each, made_at)}", "write `await` there"
+    return f"{_where(func, line or _line(func, _returns))} {what}{source}; {advice}"
+
+
+def _dependencies(dependant: Dependant) -> Iterator[Callable[..., object]]:
+    for each in dependant.dependencies:
+        yield from _dependencies(each)
+        call: object = each.call
+        if isinstance(call, Lifted):
+            yield call.func
+        elif callable(call):
+            yield call
+
+
+# Lines.
+
+_Find = Callable[[list[ast.AST]], list[ast.AST]]
+
+
+def _line(func: Callable[..., object] | None, find: _Find) -> int:
+    """Return the line of the node that `find` finds in a function; 0 if there is no such call.
+
+    It is the line of the function itself if there are several nodes, or no `return`.
+    """
+    code = None if func is None else code_of(inspect.unwrap(func))
+    if code is None:
+        return 0
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(dedent("".join(lines)))
+    except (OSError, SyntaxError):  # made by `exec`, or a lambda in the middle of a statement
+        return code.co_firstlineno if find is _returns else 0
+    function = tree.body[0]
+    found = find(list(_own_nodes(function)))
+    if not found and find is _unawaited:
+        return 0
+    return first - 1 + getattr(found[0] if len(found) == 1 else function, "lineno", 1)
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, in order, without those of functions inside it."""
+    for each in ast.iter_child_nodes(function):
+        yield each
+        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from _own_nodes(each)
+
+
+def _returns(nodes: list[ast.AST]) -> list[ast.AST]:
+    """Return the statements that return or yield a value."""
+    return [each for each in nodes if isinstance(each, ast.Return | ast.Yield) and each.value]
+
+
+def _unawaited(nodes: list[ast.AST]) -> list[ast.AST]:
+    """Return the calls `….remote(...)` that are not awaited where they are written."""
+    awaited = {each.value for each in nodes if isinstance(each, ast.Await)}
+    return [
+        each
+        for each in nodes
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and each.func.attr == "remote"
+        and each not in awaited
+    ]

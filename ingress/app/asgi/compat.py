@@ -1,0 +1,474 @@
+"""The private names of FastAPI and Starlette; no other module uses one.
+
+    missing, and needed for a right answer   `UnsupportedVersionError`, at import
+    a mount's own app, an unknown route      the same, when an app is bound
+    missing, and needed by `compiled` only   no route is compiled, `CompiledRoutesOffWarning`
+    a function that `compiled` stands in     the same, see `known`
+      for has changed
+
+Private are names with an underscore, keys of scopes, and all that FastAPI's documentation does not
+name. Some names are there since a version of FastAPI: an older one does without.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from types import AsyncGeneratorType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import fastapi
+import fastapi.dependencies.utils
+import fastapi.routing
+import starlette
+from starlette.concurrency import iterate_in_threadpool
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Match, Mount, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ingress.app.asgi.known import changed
+from ingress.core.base.private_names import (
+    UnsupportedVersionError,
+    find,
+    require,
+    unsupported,
+)
+from ingress.exceptions import CompiledRoutesOffWarning
+
+SUPPORTED = ">=0.133.0"
+SUPPORTED_STARLETTE = ">=1.3.1,<2"
+
+require(
+    "starlette",
+    SUPPORTED_STARLETTE,
+    (
+        "starlette._exception_handler:wrap_app_handling_exceptions",
+        "starlette._utils:get_route_path",
+    ),
+)
+require(
+    "fastapi",
+    SUPPORTED,
+    (
+        "fastapi.datastructures:Default",
+        "fastapi.datastructures:DefaultPlaceholder",
+        "fastapi.dependencies.models:Dependant.call",
+        "fastapi.dependencies.models:Dependant.dependencies",
+        "fastapi.dependencies.models:Dependant.query_params",
+        "fastapi.dependencies.utils:get_typed_return_annotation",
+        "fastapi.dependencies.utils:get_typed_signature",
+        "fastapi.dependencies.utils:request_params_to_args",
+        "fastapi.dependencies.utils:solve_dependencies(request_params_to_args)",
+    ),
+)
+
+from fastapi.datastructures import Default, DefaultPlaceholder  # noqa: E402 - after the check
+from fastapi.dependencies.models import Dependant  # noqa: E402
+from fastapi.dependencies.utils import (  # noqa: E402
+    get_typed_return_annotation,
+    get_typed_signature,
+    request_params_to_args,
+)
+from starlette._exception_handler import wrap_app_handling_exceptions  # noqa: E402
+from starlette._utils import get_route_path  # noqa: E402
+
+if TYPE_CHECKING:  # without it nothing is lost but types
+    from fastapi._compat import ModelField as ModelField
+
+__all__ = [
+    "EXIT_STACK_LAYER",
+    "FASTAPI_SCOPE",
+    "FILE_STACK",
+    "FUNCTION_STACK",
+    "LAYERS",
+    "REQUEST_STACK",
+    "STACKS",
+    "TELEMETRY",
+    "CompilableRoute",
+    "Default",
+    "DefaultPlaceholder",
+    "Dependant",
+    "Included",
+    "IncludedRouter",
+    "NativeTelemetry",
+    "ServedRoute",
+    "base_app",
+    "check_kind",
+    "effective_context",
+    "effective_route",
+    "embeds_body",
+    "endpoint_context",
+    "endpoint_contexts",
+    "get_cache_key",
+    "get_dependant",
+    "get_route_path",
+    "get_typed_return_annotation",
+    "get_typed_signature",
+    "is_body_allowed_for_status_code",
+    "is_late_error",
+    "is_original",
+    "iter_route_contexts",
+    "keeps_candidates",
+    "native_telemetry",
+    "normalize_non_finite_floats",
+    "ping_interval_s",
+    "read_parameters_by",
+    "request_body_to_args",
+    "request_params_to_args",
+    "request_stack",
+    "request_with_body",
+    "routing",
+    "serialize_response",
+    "waiting_for_threads",
+    "warn_if_not_compiled",
+    "why_not_compiled",
+    "with_base_app",
+    "with_candidates",
+    "wrap_app_handling_exceptions",
+]
+
+
+class ServedRoute(Protocol):
+    """A route with the prefix of its include: a route itself, or FastAPI's context of one.
+
+    Other attributes depend on the kind of the route.
+    """
+
+    path: str
+    name: str
+    endpoint: Callable[..., object]
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]: ...
+
+
+class CompilableRoute(Protocol):
+    """The object whose `app` answers an `APIRoute`, or FastAPI's context of an included one."""
+
+    app: ASGIApp
+    dependant: Dependant
+    status_code: int | None
+    stream_item_field: ModelField | None
+    _embed_body_fields: bool
+
+
+class Included(Protocol):
+    """A node of the route tree: a router with the prefix and dependencies of its include."""
+
+    original_router: Router
+    include_context: IncludeContext
+    _effective_candidates: Sequence[object]
+
+
+class IncludeContext(Protocol):
+    """The prefix and dependencies of an include; a dataclass, of which `replace` makes copies."""
+
+    included_router: Router
+
+
+class NativeTelemetry(Protocol):
+    """FastAPI's own telemetry of an app."""
+
+    def enabled(self) -> bool: ...
+
+
+routing: ModuleType = fastapi.routing
+"""FastAPI's module, without types: `compiled` calls functions in it that tracers may replace."""
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, fastapi.__version__.split(".")[:2]))
+
+
+def _since(version: tuple[int, int], path: str) -> Any:
+    """Return a private name of FastAPI, `None` if it is missing; noted if it should be there."""
+    found = find(path, _missing)
+    if found is not _missing:
+        return found
+    if version <= _version():
+        _missing.append(path)
+    return None
+
+
+_missing: list[str] = []
+
+# A router in the route tree. An older FastAPI copies its routes into the tree.
+IncludedRouter: Any = _since((0, 137), "fastapi.routing:_IncludedRouter")
+_since((0, 137), "fastapi.routing:_IncludedRouter.include_context")
+_since((0, 137), "fastapi.routing:_IncludedRouter.original_router")
+_since((0, 137), "fastapi.routing:_RouterIncludeContext.included_router")
+_since((0, 137), "fastapi.routing:_EffectiveRouteContext.original_route")
+_since((0, 137), "fastapi.routing:_EffectiveRouteContext.starlette_route")
+iter_route_contexts: Callable[..., Iterator[ServedRoute]] = (
+    _since((0, 138), "fastapi.routing:iter_route_contexts") or iter
+)
+# An endpoint that is a generator. An older FastAPI does not stream it.
+_since((0, 134), "fastapi.routing:APIRoute.get_route_handler(is_json_stream)")
+if _missing:  # without them endpoints and dependencies would stay unbound, and streams be values
+    raise unsupported("fastapi", SUPPORTED, _missing)
+
+endpoint_contexts: dict[int, dict[str, object]] | None = _since(
+    (0, 133), "fastapi.routing:_endpoint_context_cache"
+)
+endpoint_context: Any = _since((0, 133), "fastapi.routing:_extract_endpoint_context")
+_since((0, 135), "fastapi.routing:_PING_INTERVAL")
+get_cache_key: Callable[..., Hashable] | None = _since(
+    (0, 140), "fastapi.dependencies.models:_get_cache_key"
+)
+normalize_non_finite_floats: Callable[[object], object] | None = _since(
+    (0, 145), "fastapi.routing:_normalize_non_finite_floats"
+)
+serialize_response: Callable[..., Awaitable[object]] = _since(
+    (0, 133), "fastapi.routing:serialize_response"
+)
+is_body_allowed_for_status_code: Callable[[int | str | None], bool] = _since(
+    (0, 133), "fastapi.utils:is_body_allowed_for_status_code"
+)
+get_dependant: Callable[..., Dependant] = _since(
+    (0, 133), "fastapi.dependencies.utils:get_dependant"
+)
+request_body_to_args: Callable[..., Awaitable[tuple[dict[str, object], list[object]]]] = _since(
+    (0, 133), "fastapi.dependencies.utils:request_body_to_args"
+)
+_context_of: Callable[[Scope], object] | None = _since(
+    (0, 137), "fastapi.routing:_get_scope_effective_route_context"
+)
+_scope_key: str | None = _since((0, 137), "fastapi.routing:_FASTAPI_SCOPE_KEY")
+_since((0, 138), "fastapi.routing:RouteContext._route_context")
+_since((0, 137), "fastapi.routing:_IncludedRouter._effective_candidates")
+_since((0, 137), "fastapi.routing:_IncludedRouter.effective_candidates")
+_since((0, 138), "fastapi.routing:_IncludedRouter.effective_low_priority_routes")
+for _name in ("alias", "field_info", "name", "serialize_json", "validate", "validation_alias"):
+    _since((0, 133), f"fastapi._compat:ModelField.{_name}")
+for _name in (
+    "background_tasks_param_name", "body_params", "cookie_params", "header_params",
+    "http_connection_param_name", "name", "path", "path_params", "request_param_name",
+    "response_param_name", "security_scopes_param_name", "use_cache", "websocket_param_name",
+):  # fmt: skip
+    _since((0, 133), f"fastapi.dependencies.models:Dependant.{_name}")
+_since((0, 163), "fastapi.dependencies.models:Dependant.concurrency")
+
+FILE_STACK = "fastapi_middleware_astack"
+REQUEST_STACK = "fastapi_inner_astack"
+FUNCTION_STACK = "fastapi_function_astack"
+_knows_includes = IncludedRouter is None or (_context_of is not None and _scope_key is not None)
+FASTAPI_SCOPE: str = _scope_key or "fastapi" if _knows_includes else "type"
+"""The key of a scope with an included route; "type", which all have, where only a match tells."""
+
+STACKS = (FILE_STACK, REQUEST_STACK, FUNCTION_STACK)
+"""The keys of a scope for FastAPI's exit stacks."""
+
+TELEMETRY = "fastapi.telemetry"
+"""The key of a scope under which FastAPI finds its telemetry, `None` for off."""
+
+EXIT_STACK_LAYER: Any = find("fastapi.middleware.asyncexitstack:AsyncExitStackMiddleware")
+LAYERS = frozenset(
+    (
+        find("starlette.middleware.errors:ServerErrorMiddleware"),
+        find("fastapi.telemetry._asgi:ExceptionTelemetryMiddleware", EXIT_STACK_LAYER),
+        find("fastapi._body_limit:AppBodyLimitMiddleware", EXIT_STACK_LAYER),
+        find("starlette.middleware.exceptions:ExceptionMiddleware"),
+        EXIT_STACK_LAYER,
+    )
+)
+"""The classes of FastAPI's own layers around its routes, the innermost one last."""
+
+for _version_of, _function, _names in (
+    ((0, 133), "fastapi.routing:get_request_handler", (FILE_STACK, REQUEST_STACK)),
+    ((0, 133), "fastapi.routing:request_response", (REQUEST_STACK, FUNCTION_STACK)),
+    ((0, 142), "fastapi.applications:FastAPI.__call__", ("_native_telemetry", TELEMETRY)),
+    ((0, 133), "starlette.requests:Request.body", ("_body",)),
+    ((0, 133), "starlette.requests:Request.json", ("_json",)),
+    ((0, 164), "fastapi.routing:APIRoute.__init__", ("max_body_size",)),
+    ((0, 165), "fastapi.routing:APIRouter.app", ("form_limits",)),
+    ((0, 134), "fastapi.routing:APIRoute.get_route_handler", ("stream_item_field",)),
+    ((0, 133), "fastapi.routing:APIRoute.get_route_handler", (
+        "_embed_body_fields", "body_field", "dependant", "dependency_overrides_provider",
+        "response_class", "response_field", "response_model_by_alias", "response_model_exclude",
+        "response_model_exclude_defaults", "response_model_exclude_none",
+        "response_model_exclude_unset", "response_model_include", "status_code",
+    )),
+):  # fmt: skip
+    for _name in _names:
+        _since(_version_of, f"{_function}({_name})")
+
+
+def why_not_compiled() -> str:
+    """Return why no route is compiled, "" if routes are."""
+    if _missing:
+        return f"it lacks {', '.join(_missing)}"
+    if names := changed(fastapi.__version__, starlette.__version__):
+        return f"ingress was compared with others of its functions: {', '.join(names)}"
+    return ""
+
+
+why_not_compiled()  # here, because it may read files, and an app may be bound on an event loop
+
+
+def warn_if_not_compiled(routes: int) -> None:
+    """Warn, once in a process, if an app with routes is bound and none is compiled."""
+    global _has_warned
+    why = why_not_compiled()
+    if why and routes and not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"FastAPI {fastapi.__version__} with Starlette {starlette.__version__}: {why}. "
+            "FastAPI's own handlers answer all routes, at plain FastAPI's speed. Upgrade "
+            "fastapi-ingress, or install versions that it knows.",
+            CompiledRoutesOffWarning,
+            stacklevel=2,
+        )
+
+
+_has_warned = False
+
+
+# Requests.
+
+
+def read_parameters_by(func: Callable[..., tuple[dict[str, object], list[object]]]) -> None:
+    """Have FastAPI call `func` in the place of `request_params_to_args`.
+
+    In FastAPI's module, because its own handlers, WebSocket routes and mounted applications read
+    their parameters with it too.
+    """
+    fastapi.dependencies.utils.request_params_to_args = func
+
+
+def ping_interval_s() -> float:
+    """Return the seconds between two comments of an idle event stream; FastAPI reads it late."""
+    seconds: float = routing._PING_INTERVAL
+    return seconds
+
+
+def request_with_body(
+    scope: Scope, receive: Receive, send: Send, body: bytes, json: object
+) -> Request:
+    """Return a request that has read its body: with the attributes where it caches the body."""
+    request = Request(scope, receive, send)
+    request._body = body
+    request._json = json
+    return request
+
+
+def request_stack(scope: Scope) -> AsyncExitStack | None:
+    """Return the exit stack of a request that FastAPI's own handler answers, `None` if unknown."""
+    return scope.get(REQUEST_STACK)
+
+
+def is_late_error(error: BaseException) -> bool:
+    """Return whether this is Starlette's error for one that has a handler, and came too late."""
+    if type(error) is not RuntimeError or (traceback := error.__traceback__) is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where: object = traceback.tb_frame.f_globals.get("__name__")
+    return where == wrap_app_handling_exceptions.__module__
+
+
+def waiting_for_threads(body: object) -> Iterable[object] | None:
+    """Return the iterable that Starlette would iterate in threads, unless that has begun.
+
+    Also `None` for a Starlette that has renamed the variables that hold them: it then does.
+    """
+    code = iterate_in_threadpool.__code__
+    if not isinstance(body, AsyncGeneratorType) or body.ag_code is not code:
+        return None
+    if not {*_ITERATORS} <= {*code.co_varnames}:
+        return None
+    names = {} if body.ag_frame is None else body.ag_frame.f_locals
+    items: Iterable[object] | None = None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
+    return items
+
+
+_ITERATORS = ("iterator", "as_iterator")
+
+
+# Routes.
+
+
+def embeds_body(route: CompilableRoute) -> bool:
+    """Return whether FastAPI expects the parameters of a route's body under their names."""
+    return bool(route._embed_body_fields)
+
+
+def native_telemetry(app: ASGIApp) -> NativeTelemetry | None:
+    """Return FastAPI's own telemetry of an app, `None` if it has none."""
+    return getattr(app, "_native_telemetry", None)
+
+
+def effective_route(scope: Scope, route: object) -> Any:
+    """Return the object with the full path of the route that was found: it knows its includes.
+
+    Since FastAPI 0.137 an included route does not. `None` if it is not known.
+    """
+    if not _knows_includes:
+        pattern = getattr(route, "path_regex", None)
+        return route if pattern is not None and pattern.match(get_route_path(scope)) else None
+    included = None if _context_of is None else _context_of(scope)
+    return included if getattr(included, "original_route", None) is route else route
+
+
+def effective_context(served: ServedRoute) -> CompilableRoute | None:
+    """Return what FastAPI keeps of an included route, `None` for another route.
+
+    FastAPI 0.137 keeps no app in it: it makes that app anew for each request.
+    """
+    return getattr(served, "_route_context", None)
+
+
+def with_candidates(node: Included, candidates: Sequence[object]) -> Included:
+    """Return a copy of an included router with other routes to match."""
+    clone = copy.copy(node)
+    clone._effective_candidates = candidates
+    return clone
+
+
+def keeps_candidates(node: Included) -> bool:
+    """Return whether all routes of an included router are among its `effective_candidates()`."""
+    low_priority: list[object] = getattr(node, "effective_low_priority_routes", list)()
+    return not low_priority and hasattr(node, "_effective_candidates")
+
+
+def base_app(mount: Mount) -> ASGIApp:
+    """Return the mounted app, without the mount's middleware."""
+    if not hasattr(mount, "_base_app"):
+        raise unsupported("starlette", SUPPORTED_STARLETTE, ["starlette.routing:Mount._base_app"])
+    app: ASGIApp = mount._base_app
+    return app
+
+
+def with_base_app(mount: Mount, app: ASGIApp) -> Mount:
+    """Return a copy of the mount with another app; its `app` is left to the caller."""
+    clone = copy.copy(mount)
+    clone._base_app = app
+    return clone
+
+
+def is_original(func: object) -> bool:
+    """Return whether a function is FastAPI's or Starlette's, and not one that replaced theirs."""
+    return type(func) is FunctionType and func.__globals__["__name__"].startswith(
+        ("fastapi.", "starlette.")
+    )
+
+
+def check_kind(route: BaseRoute) -> None:
+    """Raise `UnsupportedVersionError` for a route of a kind of FastAPI's that is not known here.
+
+    Its endpoints would be called without their instance.
+    """
+    kind = type(route)
+    if kind.__module__.startswith("fastapi.") and kind not in (*_known_kinds(),):
+        raise UnsupportedVersionError(
+            f"FastAPI {fastapi.__version__} makes routes of a kind that ingress does not know, "
+            f"{kind.__module__}.{kind.__name__}; install a supported version: "
+            f'python -m pip install "fastapi{SUPPORTED}"'
+        )
+
+
+def _known_kinds() -> Iterator[type]:
+    yield fastapi.routing.APIRoute
+    yield fastapi.routing.APIWebSocketRoute
+    if IncludedRouter is not None:
+        yield IncludedRouter

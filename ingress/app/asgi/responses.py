@@ -1,0 +1,222 @@
+"""The HTTP response for a plain deployment's return value, or for an exception.
+
+    Response (Starlette)   sent as it is
+    None                   200 text/plain, empty
+    bytes                  200 text/plain
+    str                    200 text/plain; charset=utf-8
+    a generator            200, a chunk per item: text if the first is str/bytes, else JSON lines
+    anything else          200 application/json, by FastAPI's `jsonable_encoder`
+
+    HTTPException          its status, headers and {"detail": ...}
+    RayServeException      its `status_code` and `retry_after_s`, its message as text
+    any other              500 "Internal Server Error"
+
+Source: Ray 2.60.0, http_util.py. Different from Ray: complete responses have a content-length,
+generators stream, and `HTTPException` keeps its status.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from math import ceil
+from typing import Any, Protocol, TypeVar
+
+from fastapi.encoders import jsonable_encoder
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.app.asgi.compat import waiting_for_threads
+from ingress.core.execution.execution import ThreadPool, call_inline
+from ingress.core.execution.other_loop import OTHER_LOOP, is_noted
+from ingress.exceptions import RayServeException
+
+logger = logging.getLogger("ingress")
+
+T = TypeVar("T")
+_TEXT = b"text/plain; charset=utf-8"
+
+
+class Closable(Protocol):
+    """A generator or another iterator that holds resources until it is closed."""
+
+    def close(self) -> None: ...
+
+
+async def send_value(
+    value: object, pool: ThreadPool, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send the response for a complete value. Raises `TypeError` if it cannot be JSON."""
+    if isinstance(value, Response):
+        take_over_stream(value, pool)
+        await value(scope, receive, send)
+        return
+    content_type = b"text/plain"
+    if isinstance(value, str):
+        body, content_type = value.encode(), _TEXT
+    elif value is None:
+        body = b""
+    elif isinstance(value, bytes):
+        body = value
+    else:
+        body, content_type = _to_json(value).encode(), b"application/json"
+    # As messages, because a `Response` object would double the work.
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def take_over_stream(
+    response: Any, pool: ThreadPool, opened: Sequence[Closable] | None = None
+) -> None:
+    """Make a streaming response iterate in one worker thread, and close its iterator.
+
+    Starlette takes each chunk of a sync iterator in another of AnyIO's threads, which costs a
+    hundred microseconds. It leaves the generator of a disconnected client to the garbage collector,
+    which runs late, because the propagating error holds the generator: its `finally` blocks would
+    not run. `opened` will have the generators that the iterator opens and does not close itself.
+    """
+    body = getattr(response, "body_iterator", None)
+    items = waiting_for_threads(body)
+    if items is not None:
+        closing = items if opened is None else _closing(items, opened)
+        body = response.body_iterator = pool.stream(closing)
+    if body is None or not isinstance(response, StreamingResponse):
+        return
+    stream_response = response.stream_response
+
+    async def stream_and_close(send: Send) -> None:
+        try:
+            await stream_response(send)
+        finally:
+            aclose = getattr(response.body_iterator, "aclose", None)
+            if aclose is not None:
+                await aclose()
+            if isinstance(items, Generator):
+                items.close()  # no effect, unless the iteration never began
+
+    response.stream_response = stream_and_close  # type: ignore[method-assign]
+
+
+def _closing(items: Iterable[T], opened: Sequence[Closable]) -> Iterator[T]:
+    """Yield items, and close at the end, in this thread, what the iterator has opened.
+
+    FastAPI's does not close the endpoint's generator. Until Python 3.12 that was dropped when the
+    iterator was closed; from 3.13 on, a closed generator keeps what it refers to.
+    """
+    try:
+        yield from items
+    finally:
+        for each in opened:
+            each.close()
+
+
+async def send_stream(items: AsyncGenerator[object, None], send: Send) -> None:
+    """Send each item of a generator as soon as it is yielded, and close the generator.
+
+    An error before the first item is raised before the response starts, so it becomes a 500.
+    """
+    async with aclosing(items):
+        try:
+            item = await anext(items)
+        except StopAsyncIteration:
+            item = b""
+        is_text = isinstance(item, str | bytes)
+        headers = [(b"content-type", _TEXT if is_text else b"application/jsonl")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(_body(_chunk(item, is_text=is_text)))
+        async for item in items:
+            await send(_body(_chunk(item, is_text=is_text)))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
+
+
+def _chunk(item: object, *, is_text: bool) -> bytes:
+    if not is_text:
+        return _to_json(item).encode() + b"\n"
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str):
+        return item.encode()
+    raise TypeError(
+        f"a generator whose first item is text must go on with str or bytes, got "
+        f"{type(item).__name__}"
+    )
+
+
+def error_response(error: BaseException) -> Response:
+    """Return the response to a failed request; it reveals no internals of the error."""
+    try:
+        return call_inline(_response_for, error)
+    except Exception:
+        logger.debug("%s cannot be read, for its response", type(error).__name__, exc_info=True)
+        return Response(b"Internal Server Error", 500)
+
+
+def _response_for(error: BaseException) -> Response:
+    if isinstance(error, HTTPException):
+        if error.status_code in (204, 304):
+            return Response(status_code=error.status_code, headers=error.headers)
+        return JSONResponse(
+            {"detail": error.detail}, status_code=error.status_code, headers=error.headers
+        )
+    if isinstance(error, RayServeException) and error.status_code != 500:
+        return refusal(error)
+    if is_noted(error):
+        return PlainTextResponse(f"Internal Server Error\n\n{OTHER_LOOP}", 500)
+    return Response(b"Internal Server Error", 500)
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """Return the reason to refuse a WebSocket; `None` for an error without its own status."""
+    try:
+        return call_inline(_refusal_of, error)
+    except Exception:
+        logger.debug("%s cannot be read, for its refusal", type(error).__name__, exc_info=True)
+        return None
+
+
+def _refusal_of(error: BaseException) -> str | None:
+    return None if getattr(error, "status_code", 500) == 500 else str(error)[:100]
+
+
+def refusal(error: RayServeException) -> Response:
+    """Return the response for an error of the framework, with its status and message."""
+    after_s = error.retry_after_s
+    headers = None if after_s is None else {"retry-after": str(ceil(after_s))}
+    return PlainTextResponse(error.message, error.status_code, headers)
+
+
+async def send_refusal(error: RayServeException, request_id: str, send: Send) -> None:
+    """Send the response of `refusal` as messages: a `Response` would double the work."""
+    body = error.message.encode()
+    headers = [
+        (b"content-length", b"%d" % len(body)),
+        (b"content-type", _TEXT),
+        (b"x-request-id", request_id.encode()),
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % ceil(error.retry_after_s)))
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(jsonable_encoder(value, custom_encoder=_encoders()), separators=(",", ":"))
+
+
+def _encoders() -> dict[type, Callable[[Any], object]]:
+    """Return the encoders that Ray adds to FastAPI's, for libraries that are imported already."""
+    encoders: dict[type, Callable[[Any], object]] = {Exception: str}
+    if numpy := sys.modules.get("numpy"):
+        encoders[numpy.ndarray] = encoders[numpy.generic] = lambda array: array.tolist()
+    if pandas := sys.modules.get("pandas"):
+        encoders[pandas.DataFrame] = lambda frame: frame.to_dict(orient="records")
+    return encoders

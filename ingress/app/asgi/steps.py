@@ -1,0 +1,373 @@
+"""The calls that a route makes for a request, and the parameters that each call takes.
+
+A `Step` is a dependency, or the endpoint. Steps run in FastAPI's order, and each reads its
+parameters just before its call: the user's validators run at the same point, and as often, as under
+FastAPI. A parameter with a single value is looked up and validated here, by FastAPI's own field.
+FastAPI's own function reads all other parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from functools import cache
+from operator import methodcaller
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from urllib.parse import parse_qsl
+from uuid import UUID
+
+from fastapi import BackgroundTasks
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from ingress.app.asgi.compat import (
+    Dependant,
+    get_cache_key,
+    get_dependant,
+    request_body_to_args,
+)
+from ingress.app.asgi.compat import endpoint_context as extract_endpoint_context
+from ingress.app.asgi.methods import kind_for_fastapi
+from ingress.app.asgi.received_headers import as_received, request_params_to_args
+from ingress.core.execution.execution import Kind
+
+JSON_SCALARS = frozenset((str, int, float, bool, NoneType))
+"""The types of JSON values that are immutable, and so can be shared."""
+
+_SCALARS = (
+    str, int, float, bool, NoneType, Decimal, UUID, Enum, date, datetime, time, timedelta,
+)  # fmt: skip
+_NO_CONSTANT = object()
+_NO_STEP = -1
+
+
+class Unfit(Exception):
+    """The route cannot be compiled; FastAPI must answer it."""
+
+
+def require(condition: object) -> None:
+    if not condition:
+        raise Unfit
+
+
+class Shared:
+    """The objects that FastAPI passes to the calls of one request; made on demand."""
+
+    __slots__ = ("background", "request", "response")
+
+    def __init__(self, request: Request | None) -> None:
+        self.request = request
+        self.background: Any = None
+        self.response: Response | None = None
+
+
+class _Value(NamedTuple):
+    """A parameter with a single value. All requests may share `default`."""
+
+    name: str
+    key: str
+    loc: tuple[str, str]
+    default: Any
+    field: Any
+
+
+Received = Callable[[Scope], Any]
+
+
+class _Source(NamedTuple):
+    """Parameters of one kind. `values` is empty if FastAPI has to find them."""
+
+    received: Received
+    fields: list[Any]
+    values: list[_Value]
+
+
+@dataclass(slots=True)
+class Step:
+    """One dependency, or the endpoint: the function, and its parameters.
+
+    `parent` is the index of the step that takes the result, as `name`. `cache_key` is equal for
+    steps that share one call, `None` for a step without such others. `single` is the field of a
+    body that is one parameter.
+    """
+
+    func: Callable[..., Awaitable[Any]]
+    sources: list[_Source]
+    body_fields: list[Any]
+    single: Any
+    shared: list[tuple[str, Callable[[Shared], Any]]]
+    name: str | None = None
+    parent: int = _NO_STEP
+    cache_key: Any = None
+    use_cache: bool = True
+
+
+class Steps:
+    """The steps of a route, its endpoint last. Thread-safe: immutable once made.
+
+    `endpoint` is called in place of the route's own.
+    """
+
+    __slots__ = (
+        "_embeds_body",
+        "_steps",
+        "bare",
+        "dependant",
+        "dependencies",
+        "takes_request",
+        "takes_shared",
+    )
+
+    def __init__(self, dependant: Dependant, *, embeds_body: bool, endpoint: Any = None) -> None:
+        self.dependant = dependant
+        self._embeds_body = embeds_body
+        self._steps: list[Step] = []
+        self._add(dependant, endpoint or dependant.call)
+        self._forget_unique_keys()
+        self.dependencies = list(dependant.dependencies)
+        last = self._steps[-1]
+        takes = {what for step in self._steps for _, what in step.shared}
+        self.takes_request = _take_request in takes
+        self.takes_shared = bool(takes)
+        takes_nothing = not (last.sources or last.body_fields or takes)
+        self.bare = last.func if len(self._steps) == 1 and takes_nothing else None
+        """The endpoint, if it is the only step and has no parameters."""
+
+    def endpoint_context(self, scope: Scope) -> Any:
+        """Return the context of the endpoint in FastAPI's validation errors."""
+        context = extract_endpoint_context(self.dependant.call)
+        if self.dependant.path:
+            prefix = scope.get("root_path", "").rstrip("/")
+            context["path"] = f"{scope['method']} {prefix}{self.dependant.path}"
+        return context
+
+    async def run(self, scope: Scope, body: Any, shared: Shared | None) -> Any:
+        """Return the endpoint's result. Raises errors of user code, and FastAPI's refusals.
+
+        A dependency with invalid parameters is not called, nor is a step that takes its result. All
+        other dependencies are called, because FastAPI reports all errors at once.
+        """
+        given: dict[int, dict[str, Any]] = {}
+        results: dict[Any, Any] = {}
+        errors: list[Any] = []
+        failed: set[int] = set()
+        result: Any = None
+        for index, step in enumerate(self._steps):
+            values, before = given.get(index) or {}, len(errors)
+            if step.sources:
+                _read(step.sources, scope, values, errors)
+            if step.body_fields:
+                await self._read_body(step, body, values, errors)
+            if shared is not None:
+                for name, take in step.shared:
+                    values[name] = take(shared)
+            if index in failed or len(errors) > before:
+                failed.add(step.parent)
+                continue
+            key = step.cache_key
+            if key is None:
+                result = await step.func(**values)
+            elif step.use_cache and key in results:
+                result = results[key]
+            else:
+                result = await step.func(**values)
+                results.setdefault(key, result)
+            if step.name is not None:
+                given.setdefault(step.parent, {})[step.name] = result
+        if errors:
+            raise RequestValidationError(
+                errors, body=body, endpoint_ctx=self.endpoint_context(scope)
+            )
+        return result
+
+    async def _read_body(
+        self, step: Step, body: Any, values: dict[str, Any], errors: list[Any]
+    ) -> None:
+        if step.single is not None and body is not None:
+            value, problems = step.single.validate(body, {}, loc=("body",))
+            found = {step.single.name: value}
+        else:
+            found, problems = await request_body_to_args(
+                body_fields=step.body_fields,
+                received_body=body,
+                embed_body_fields=self._embeds_body,
+            )
+        values.update(found)
+        errors += problems
+
+    def _add(self, dependant: Dependant, func: Any) -> int:
+        """Add a dependant's steps in FastAPI's order; return the index of the last one."""
+        require(kind_for_fastapi(func) is Kind.COROUTINE)
+        require(getattr(dependant, "concurrency", None) is None)
+        require(not dependant.security_scopes_param_name and not dependant.websocket_param_name)
+        children = [self._add(each, each.call) for each in dependant.dependencies]
+        fields: list[Any] = dependant.body_params
+        is_single = len(fields) == 1 and not self._embeds_body and not fields[0].field_info.embed
+        step = Step(
+            func,
+            list(_sources(dependant)),
+            fields,
+            fields[0] if is_single else None,
+            list(_shared(dependant)),
+        )
+        for child, each in zip(children, dependant.dependencies, strict=True):
+            self._steps[child].name = each.name
+            self._steps[child].parent = len(self._steps)
+            self._steps[child].use_cache = each.use_cache
+            self._steps[child].cache_key = _cache_key(each)
+        self._steps.append(step)
+        return len(self._steps) - 1
+
+    def _forget_unique_keys(self) -> None:
+        count = Counter(step.cache_key for step in self._steps)
+        for step in self._steps:
+            if count[step.cache_key] == 1:
+                step.cache_key = None
+
+
+def _read(sources: list[_Source], scope: Scope, values: dict[str, Any], errors: list[Any]) -> None:
+    """Add the parameters of a step to `values`, and their errors to `errors`."""
+    for source in sources:
+        received = source.received(scope)
+        for name, key, loc, default, field in source.values:
+            value = received.get(key)
+            if value is not None:
+                valid, problems = field.validate(value, {}, loc=loc)
+                if problems:
+                    errors += problems
+                else:
+                    values[name] = valid
+            elif default is not _NO_CONSTANT:
+                values[name] = default
+            else:
+                found, problems = request_params_to_args([field], _NOTHING)
+                values.update(found)
+                errors += problems
+        if not source.values:
+            found, problems = request_params_to_args(source.fields, received)
+            values.update(found)
+            errors += problems
+
+
+# The parameters of a dependant.
+
+
+def _sources(dependant: Dependant) -> Iterator[_Source]:
+    """Yield the parameters that FastAPI reads, in its order."""
+    for received, look_up, fields in (
+        (_path, _path, dependant.path_params),
+        (_query, _last_of_each, dependant.query_params),
+        (_headers, _headers, dependant.header_params),
+        (_cookies, _cookies, dependant.cookie_params),
+    ):
+        if fields and all(map(_is_one_value, fields)):
+            yield _Source(look_up, fields, list(map(_value, fields)))
+        elif fields:
+            yield _Source(received, fields, [])
+
+
+def _shared(dependant: Dependant) -> Iterator[tuple[str, Callable[[Shared], Any]]]:
+    """Yield the names of the parameters for `Shared` objects, in FastAPI's order."""
+    for name, take in (
+        (dependant.http_connection_param_name, _take_request),
+        (dependant.request_param_name, _take_request),
+        (dependant.background_tasks_param_name, _take_background_tasks),
+        (dependant.response_param_name, _take_response),
+    ):
+        if name:
+            yield name, take
+
+
+def _take_request(shared: Shared) -> Any:
+    return shared.request
+
+
+def _take_background_tasks(shared: Shared) -> Any:
+    if shared.background is None:
+        shared.background = BackgroundTasks()
+    return shared.background
+
+
+def _take_response(shared: Shared) -> Any:
+    if shared.response is None:
+        shared.response = Response()
+        del shared.response.headers["content-length"]
+        shared.response.status_code = None  # type: ignore[assignment]
+    return shared.response
+
+
+def _cache_key(dependant: Dependant) -> Any:
+    make = get_cache_key
+    return make(dependant=dependant) if make is not None else dependant.cache_key  # type: ignore[attr-defined]
+
+
+# Parameters.
+
+
+def _is_one_value(field: Any) -> bool:
+    info = field.field_info
+    return _is_scalar(info.annotation) and isinstance(info.validation_alias, (str, NoneType))
+
+
+def _value(field: Any) -> _Value:
+    info = field.field_info
+    key = field.validation_alias or field.alias
+    default = _NO_CONSTANT
+    # An older FastAPI validates every default except `None`.
+    constants = (NoneType,) if _validates_defaults() else JSON_SCALARS
+    if not info.is_required() and not info.validate_default and type(info.default) in constants:
+        default = info.default
+    return _Value(field.name, key, (info.in_.value, key), default, field)
+
+
+def _is_scalar(annotation: Any) -> bool:
+    """Return whether a parameter has a single value; sequences and parameter models do not."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _is_scalar(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return all(map(_is_scalar, get_args(annotation)))
+    is_class = isinstance(annotation, type) and origin is None
+    return origin is Literal or (is_class and issubclass(annotation, _SCALARS))
+
+
+@cache
+def _validates_defaults() -> bool:
+    """Return whether this FastAPI validates the default of a parameter that was not given."""
+
+    def endpoint(value: int = "") -> None:  # type: ignore[assignment]
+        pass
+
+    params = get_dependant(path="", call=endpoint).query_params
+    return bool(request_params_to_args(params, _NOTHING)[1])
+
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+_path: Received = methodcaller("get", "path_params", _NOTHING)
+
+
+def _query(scope: Scope) -> Any:
+    return Request(scope).query_params
+
+
+def _last_of_each(scope: Scope) -> Any:
+    # As in `Request.query_params.get`.
+    query = scope["query_string"]
+    return dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else _NOTHING
+
+
+def _headers(scope: Scope) -> Any:
+    return as_received(Request(scope).headers)
+
+
+def _cookies(scope: Scope) -> Any:
+    return Request(scope).cookies

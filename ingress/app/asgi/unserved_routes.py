@@ -1,0 +1,161 @@
+"""Routes that would vanish without a word, and the warnings that name them.
+
+the route is                                           the warning says
+a method of a class that no deployment serves          decorate the class, or move the method
+a method of the class, on an app or router that        serve that app, or include the router
+  the deployment does not serve
+none at all                                            add one, or give the right app
+none, and no app or `__call__` either                  define one of them
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import TypeGuard
+from weakref import WeakSet
+
+from starlette.applications import Starlette
+from starlette.routing import Router
+
+from ingress.app.asgi.methods import Methods
+from ingress.app.asgi.routes import RouteTree, served_routes
+from ingress.core.execution.execution import code_of, name_of
+from ingress.exceptions import RouteNotServedWarning
+
+logger = logging.getLogger("ingress")
+
+_CLASSES = "_ingress_classes"
+
+
+def note_class(app: object, cls: type) -> None:
+    """Remember that `cls` serves the app or router."""
+    if isinstance(app, (Starlette, Router)):
+        vars(app).setdefault(_CLASSES, []).append(cls)
+
+
+def classes_of(app: object) -> list[type]:
+    """Return the classes that serve the app or router."""
+    classes: list[type] = vars(app).get(_CLASSES, [])
+    return classes
+
+
+def warn_of_routes_not_served(app: Starlette | Router, cls: type, tree: RouteTree) -> None:
+    """Warn of each route that `tree`, which `cls` serves for `app`, leaves out by mistake."""
+    for func in tree.foreign:
+        if not _is_served(func, app):
+            _warn(
+                f"is a route of the app of {name_of(cls)}, but no deployment serves its class: "
+                "its requests are answered with 404. Move the method to "
+                f"{name_of(cls)}, or put @serve.ingress(...) on its own class.",
+                func,
+            )
+    elsewhere = list(_elsewhere(app, cls, tree))
+    for name, other, func in elsewhere:
+        including = f", or app.include_router({name})" if isinstance(other, Router) else ""
+        _warn(
+            f"is a route of `{name}`, which {name_of(cls)} does not serve: its requests are "
+            f"answered with 404. Write @serve.ingress({name}){including}.",
+            func,
+        )
+    if not elsewhere:
+        _warn_if_no_route(app, cls)
+
+
+def _elsewhere(
+    app: Starlette | Router, cls: type, tree: RouteTree
+) -> Iterator[tuple[str, Starlette | Router, Callable[..., object]]]:
+    """Yield methods of the class that are routes of other apps only, after names and apps."""
+    for name, other in _apps_beside(cls):
+        for served in served_routes(other.routes) if other is not app else ():
+            func = getattr(served, "endpoint", None)
+            if func is None or id(func) in tree.endpoints or not tree.methods.owns(func):
+                continue
+            if not _is_served(func, other):
+                yield name, other, func
+
+
+def _warn_if_no_route(app: Starlette | Router, cls: type) -> None:
+    """Log, once, a class that has methods and whose app has no route but FastAPI's documentation.
+
+    Not a warning: handles may call the methods.
+    """
+    methods = [value for name, value in vars(cls).items() if _is_public_method(name, value)]
+    endpoints = [getattr(route, "endpoint", None) for route in app.routes]
+    is_empty = all(getattr(each, "__module__", "") == "fastapi.applications" for each in endpoints)
+    if methods and is_empty and methods[0] not in _logged:
+        _logged.add(methods[0])
+        logger.warning(
+            "%s is a method of %s, whose app has no route: all HTTP requests are answered with "
+            "404. Give the method a route, for example @app.get('/')",
+            _named(methods[0]),
+            name_of(cls),
+        )
+
+
+def log_if_not_callable(target: object) -> None:
+    """Log, once, a class that is served by HTTP and has no app and no `__call__`.
+
+    Not by `serve.run`, where handles may call its methods.
+    """
+    if (
+        inspect.isclass(target)
+        and not hasattr(target, "__ingress_spec__")
+        and not any("__call__" in vars(base) for base in target.__mro__)
+        and target not in _logged
+    ):
+        _logged.add(target)
+        logger.warning(
+            "%s.%s has no `__call__` and no routes: all HTTP requests are answered with 500. "
+            "Define `__call__`, or use @serve.ingress(app) and routes",
+            target.__module__,
+            name_of(target),
+        )
+
+
+def _is_public_method(name: str, value: object) -> TypeGuard[FunctionType]:
+    return isinstance(value, FunctionType) and not name.startswith("_") and name not in _CALLED
+
+
+_CALLED = ("reconfigure", "check_health")
+"""Methods that a replica calls itself."""
+
+
+def _is_served(func: Callable[..., object], app: object) -> bool:
+    """Return whether a deployment with this app has the method."""
+    return any(Methods(cls).owns(func) for cls in classes_of(app))
+
+
+def _apps_beside(cls: type) -> Iterator[tuple[str, Starlette | Router]]:
+    """Yield the apps and routers, with their names, of the modules of a class and its bases."""
+    for module in dict.fromkeys(base.__module__ for base in cls.__mro__):
+        for name, value in list(vars(sys.modules.get(module, object)).items()):
+            if isinstance(value, (Starlette, Router)):
+                yield name, value
+
+
+def _warn(text: str, func: Callable[..., object]) -> None:
+    warnings.warn_explicit(
+        f"{_named(func)} {text}", RouteNotServedWarning, *_place(func), registry=_said
+    )
+
+
+def _named(func: Callable[..., object]) -> str:
+    file, line = _place(func)
+    return f"{name_of(func)} ({file}:{line})"
+
+
+def _place(func: Callable[..., object]) -> tuple[str, int]:
+    code = code_of(func)
+    return (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
+
+
+_said: dict[str | tuple[str, type[Warning], int], int] = {}
+"""Warnings that were given: a deployment is bound again by `ingress explain` and `openapi()`."""
+
+_logged: WeakSet[FunctionType | type] = WeakSet()
+"""The methods and classes that the log has named."""

@@ -1,0 +1,12 @@
+"""`@serve.batch`: calls that arrive one by one run together.
+
+    batching     the decorator and its options; start here
+    batch_queue  when a batch forms and how it runs
+    batch_item   one caller's part of a batch, and its answer
+
+It imports `execution`, `calls` and what is below them.
+"""
+
+from ingress.app.batching.batching import batch
+
+__all__ = ["batch"]

@@ -1,0 +1,356 @@
+"""`@serve.batch`: calls that arrive one by one run together.
+
+A decorated function has a `BatchQueue` for each instance, replica and loop, and only while a call
+is in it. So nothing is shared between instances, and nothing keeps an instance or a loop alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import sys
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial, wraps
+from numbers import Integral, Real
+from types import FunctionType
+from typing import Any, Never, overload
+
+from ingress._unsupported import refuse
+from ingress.app.batching.batch_item import Item
+from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
+from ingress.context import REPLICA, ReplicaRuntime
+from ingress.core.calls.call import CURRENT_CALL
+from ingress.core.calls.channel import Channel, EndOfStream
+from ingress.core.calls.loops import mailbox_of, running_loop
+from ingress.core.calls.tracing import TRACING, current_span
+from ingress.core.execution import execution
+from ingress.core.execution.execution import Kind
+from ingress.telemetry.logs import logger
+
+RECEIVERS = ("self", "cls")
+
+_NO_NAMES: frozenset[str] = frozenset()
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@overload
+def batch(_func: Callable[..., object], /) -> Any: ...
+
+
+@overload
+def batch(
+    _func: None = None,
+    /,
+    max_batch_size: int = 10,
+    batch_wait_timeout_s: float = 0.01,
+    max_concurrent_batches: int = 1,
+    batch_size_fn: Callable[[list[Any]], int] | None = None,
+    *,
+    per_item_errors: bool = False,
+) -> Callable[[Callable[..., object]], Any]: ...
+
+
+def batch(
+    _func: Callable[..., object] | None = None,
+    /,
+    max_batch_size: int = 10,
+    batch_wait_timeout_s: float = 0.01,
+    max_concurrent_batches: int = 1,
+    batch_size_fn: Callable[[list[Any]], int] | None = None,
+    *,
+    per_item_errors: bool = False,
+    **unsupported: Never,
+) -> Any:
+    """Turn a function of lists into a function of single values, whose calls run together.
+
+    The function gets a list for each of its parameters and returns a list of as many results, in
+    the same order. A generator yields such lists, with the class `StopIteration` in the place of a
+    caller whose stream ends there; its calls are queued when they are made. A first parameter
+    called `self` or `cls` is no list. The decorated function is awaited, or iterated with `async
+    for`, also if it was written as a `def`: a `def` runs in the replica's worker threads.
+
+    A batch starts when it has `max_batch_size` calls, or `batch_wait_timeout_s` after it began to
+    form; at 0 it starts with the calls that are there. At most `max_concurrent_batches` run at
+    once. `batch_size_fn(values)` returns how much of `max_batch_size` these values of the first
+    parameter take, by default their number. With `per_item_errors` an exception among the results
+    is raised for its caller; otherwise it is returned like any value.
+
+    The decorated function has `set_max_batch_size` and `set_batch_wait_timeout_s`, which hold from
+    the next batch on: inside a replica for that replica, elsewhere for all replicas that have not
+    set their own.
+
+    Raises `TypeError` or `ValueError`. Source: Ray 2.60.0, batching.py.
+    """
+    refuse("serve.batch", unsupported, batch)
+    limits = Limits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
+    if not _is_whole(max_concurrent_batches) or max_concurrent_batches < 1:
+        raise TypeError(
+            f"max_concurrent_batches must be an integer >= 1, got {max_concurrent_batches!r}"
+        )
+    if not isinstance(per_item_errors, bool):
+        raise TypeError(f"per_item_errors must be True or False, got {per_item_errors!r}")
+    if batch_size_fn is not None and not callable(batch_size_fn):
+        raise TypeError(f"batch_size_fn must be a callable or None, got {batch_size_fn!r}")
+    if batch_size_fn is not None and execution.kind(batch_size_fn) is not Kind.FUNCTION:
+        raise TypeError(f"batch_size_fn must be a plain `def`, got {batch_size_fn!r}")
+
+    def decorate(func: Any) -> Any:
+        if isinstance(func, (staticmethod, classmethod)):
+            return type(func)(decorate(func.__func__))
+        if not callable(func) or inspect.isclass(func) or hasattr(func, "func_or_class"):
+            raise TypeError(
+                f"@serve.batch decorates a function, got {func!r}; put it on the method that takes "
+                "the lists, and give options by name: @serve.batch(max_batch_size=8)"
+            )
+        handler = Handler(
+            func,
+            execution.name_of(func),
+            execution.kind(func),
+            int(max_concurrent_batches),
+            batch_size_fn,
+            per_item_errors,
+        )
+        return Batcher(handler, limits).decorated()
+
+    return decorate if _func is None else decorate(_func)
+
+
+def warn_of_capacity(deployment: str, func_or_class: type | FunctionType, max_ongoing: int) -> None:
+    """Log a warning for each batched method whose batches a replica can never fill."""
+    owners = func_or_class.__mro__[::-1] if inspect.isclass(func_or_class) else ()
+    members = {name: value for owner in owners for name, value in vars(owner).items()}
+    for member in members.values() or (func_or_class,):
+        batcher = getattr(member, "__ingress_batcher__", None)
+        if isinstance(batcher, Batcher):
+            batcher.warn_of_capacity(deployment, max_ongoing)
+
+
+class Batcher:
+    """One decorated function. Thread-safe: each loop has queues of its own."""
+
+    __slots__ = ("_arity", "_handler", "_has_receiver", "_limits", "_lock", "_queues", "_signature")
+
+    def __init__(self, handler: Handler, limits: Limits) -> None:
+        self._handler = handler
+        self._lock = threading.Lock()  # for changes of the limits
+        self._limits = limits
+        parameters = list(inspect.signature(handler.func).parameters.values())
+        self._has_receiver = bool(parameters) and parameters[0].name in RECEIVERS
+        parameters = parameters[self._has_receiver :]
+        if not parameters:
+            raise TypeError(
+                f"@serve.batch passes lists, but '{handler.name}' has no parameter for a list; "
+                "give it a parameter for the collected values"
+            )
+        self._signature = inspect.Signature(parameters)
+        # The number of arguments of a simple call, as nearly all are; -1 if no call can be simple.
+        is_simple = all(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)
+        self._arity = len(parameters) if is_simple else -1
+        # A queue keeps the objects whose ids are its key, so that no other objects get these ids.
+        self._queues: dict[tuple[int, int, int], BatchQueue] = {}
+
+    def decorated(self) -> Callable[..., Any]:
+        """Return the function that takes the place of the user's function."""
+        func: Any = self._handler.func
+        wrapper: Any
+        if self._handler.streams:
+
+            @wraps(func)
+            def stream(*args: object, **kwargs: object) -> AsyncGenerator[object, None]:
+                return self.stream(args, kwargs)
+
+            wrapper = stream
+            execution.mark_stream(wrapper)
+        else:
+
+            @wraps(func)
+            async def call(*args: object, **kwargs: object) -> object:
+                return await self.call(args, kwargs)
+
+            wrapper = call
+        wrapper.__ingress_batcher__ = self
+        wrapper.set_max_batch_size = self.set_max_batch_size
+        wrapper.set_batch_wait_timeout_s = self.set_batch_wait_timeout_s
+        wrapper._get_max_batch_size = lambda: self.limits().max_batch_size
+        wrapper._get_batch_wait_timeout_s = lambda: self.limits().batch_wait_timeout_s
+        if inspect.isfunction(func):
+            func.__ingress_batched__ = func  # type: ignore[attr-defined]  # for `check_routes`
+        return wrapper  # type: ignore[no-any-return]
+
+    @property
+    def handler(self) -> Handler:
+        """The decorated function, and its options that do not change."""
+        return self._handler
+
+    def limits(self, replica: ReplicaRuntime | None = None) -> Limits:
+        """Return the limits of a replica, by default of the current one."""
+        replica = replica or REPLICA.get(None)
+        return self._limits if replica is None else replica.batch_limits.get(self, self._limits)
+
+    def set_max_batch_size(self, max_batch_size: int) -> None:
+        """Set the size of the next batches. Raises `TypeError` or `ValueError`."""
+        self._set(max_batch_size=_size(max_batch_size))
+
+    def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None:
+        """Set the wait of the next batches. Raises `TypeError` or `ValueError`."""
+        self._set(batch_wait_timeout_s=_wait_s(batch_wait_timeout_s))
+
+    def _set(self, **changed: Any) -> None:
+        replica = REPLICA.get(None)
+        # Race with a change of the other limit in another thread: neither gets lost.
+        with self._lock:
+            limits = replace(self.limits(), **changed)
+            if replica is None:
+                self._limits = limits
+            else:
+                replica.batch_limits[self] = limits
+
+    async def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return the caller's own part of the result of its batch."""
+        item, queue = self._submit(args, kwargs, None)
+        try:
+            await item.ready
+        except asyncio.CancelledError:
+            queue.leave(item)
+            raise
+        if item.error is not None:
+            try:
+                raise item.error
+            finally:
+                del item  # the traceback holds this frame, which must not hold the error too
+        return item.value
+
+    def stream(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> AsyncGenerator[object, None]:
+        """Return the stream of the caller's own parts of the results of its batch.
+
+        The call is queued at once, so that streams that are iterated one after another share a
+        batch; without a running loop it is queued when the stream is first iterated.
+        """
+        if running_loop() is None:
+            return self._stream_later(args, kwargs)
+        # Without limits until it is iterated: its caller may first iterate the streams of others.
+        channel = Channel(sys.maxsize, sys.maxsize)
+        item, queue = self._submit(args, kwargs, channel)
+        items = self._items(item, queue, channel)
+        leave = partial(mailbox_of(queue.loop).post, queue.leave, item)
+        # The garbage collector may call this in any thread.
+        item.dropped = weakref.ref(items, lambda _: leave())
+        return items
+
+    async def _stream_later(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> AsyncGenerator[object, None]:
+        async with aclosing(self.stream(args, kwargs)) as items:
+            async for item in items:
+                yield item
+
+    async def _items(
+        self, item: Item, queue: BatchQueue, channel: Channel
+    ) -> AsyncGenerator[object, None]:
+        item.dropped = None
+        channel.limit()
+        try:
+            await item.ready
+            while True:
+                try:
+                    value = await channel.get()
+                except EndOfStream:
+                    return
+                yield value
+        finally:
+            channel.close()
+            queue.leave(item)
+
+    def _submit(
+        self, args: tuple[object, ...], kwargs: dict[str, object], channel: Channel | None
+    ) -> tuple[Item, BatchQueue]:
+        """Put a call into its queue. Raises `TypeError` for wrong arguments."""
+        instance: object = NO_INSTANCE
+        if self._has_receiver and args:
+            instance, *rest = args
+            args = tuple(rest)
+        names = _NO_NAMES
+        if kwargs or len(args) != self._arity:
+            try:
+                bound = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._handler.name}(): {error}") from None
+            # Without the defaults: the handler does not expect a list of them.
+            args, kwargs = bound.args, bound.kwargs
+            names = frozenset(kwargs)
+        loop = asyncio.get_running_loop()
+        replica, call = REPLICA.get(None), CURRENT_CALL.get(None)
+        model_id = call.metadata.multiplexed_model_id if call is not None else ""
+        group = (model_id, len(args), names)
+        span = None if TRACING.tracer is None else current_span()
+        item = Item(args, kwargs, group, call, loop.create_future(), channel, span)
+        key = (id(instance), id(replica), id(loop))
+        queue = self._queues.get(key)
+        if queue is None:
+            self._forget_closed_loops()
+            queue = self._queues[key] = BatchQueue(
+                self._handler,
+                instance,
+                replica,
+                loop,
+                limits=lambda: self.limits(replica),
+                on_idle=lambda idle: self._forget(key, idle),
+            )
+        queue.submit(item)
+        return item, queue
+
+    def _forget(self, key: tuple[int, int, int], queue: BatchQueue) -> None:
+        if self._queues.get(key) is queue:
+            del self._queues[key]
+
+    def _forget_closed_loops(self) -> None:
+        """Drop the queues whose loop was closed in the middle of their work."""
+        for key in list(self._queues):  # other loops change this dict; see `Deadlines._ring`
+            queue = self._queues.get(key)
+            if queue is not None and queue.loop.is_closed():
+                self._queues.pop(key, None)
+                queue.forget()
+
+    def warn_of_capacity(self, deployment: str, max_ongoing: int) -> None:
+        size, concurrent = self._limits.max_batch_size, self._handler.max_concurrent_batches
+        # With a `batch_size_fn` the size is no number of calls.
+        if self._handler.batch_size_fn is None and size * concurrent > max_ongoing:
+            # The text is Ray 2.60.0's.
+            logger.warning(
+                "'%s' of deployment '%s': `max_batch_size` (%d) * `max_concurrent_batches` (%d) is "
+                "larger than `max_ongoing_requests` (%d). This means the replica will never "
+                "achieve the configured `max_batch_size` concurrently. Please update "
+                "`max_ongoing_requests` to be >= `max_batch_size` * `max_concurrent_batches`.",
+                *(self._handler.name, deployment, size, concurrent, max_ongoing),
+            )
+
+
+def _is_whole(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+
+
+def _size(value: Any) -> int:
+    text = f"max_batch_size must be an integer >= 1, got {value!r}"
+    if not _is_whole(value):
+        raise TypeError(text)
+    if value < 1:
+        raise ValueError(text)
+    return int(value)
+
+
+def _wait_s(value: Any) -> float:
+    text = f"batch_wait_timeout_s must be a float >= 0, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(text)
+    return float(value)

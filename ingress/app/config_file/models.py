@@ -1,0 +1,273 @@
+"""The options of a file, with the names and defaults of Ray's `serve deploy`.
+
+    applications                  name, route_prefix, import_path, args, runtime_env, deployments
+    applications[].deployments    the options of `@serve.deployment`; they override those in code
+    http_options                  `HTTPOptions`: Ray's options, and the limits of this package
+    logging_config                `LoggingConfig`
+
+Source: Ray 2.60.0, serve/schema.py. Unlike Ray, no unknown key is accepted at any level.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ingress.app.declaration.cluster_options import for_a_cluster
+from ingress.app.declaration.names import check_prefix
+from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig, options_not_acted_on
+from ingress.core.base.options import Json, Options, is_number, is_variable
+from ingress.core.base.settings import ENGINE
+
+RAY_BUILDER = "ingress.engines.ray.builder:build"
+"""The `import_path` in the files of `ingress build`; `args["target"]` is the application."""
+
+_GRPC = "there is no gRPC server here"
+
+
+def _import_path(value: str) -> str:
+    """Check a path as Ray does: `module:name`, or `module.name`."""
+    is_plain = value.isascii() and not any(each.isspace() or each == "/" for each in value)
+    module, _, name = value.rpartition(":" if ":" in value else ".")
+    if not is_plain or not module or not name or value.count(":") > 1:
+        raise ValueError(
+            f"import_path must be of the form module:name or module.name, got {value!r}; for the "
+            "variable `app` in main.py it is main:app"
+        )
+    return value
+
+
+def _prefix(value: str | None) -> str | None:
+    check_prefix(value)
+    return value
+
+
+def _name(value: str) -> str:
+    if not value:
+        raise ValueError("an application's name must not be empty; leave it out for 'default'")
+    return value
+
+
+def _variables(value: dict[str, Any]) -> dict[str, str]:
+    for name, each in value.items():
+        if not isinstance(each, str):
+            raise ValueError(f"env_vars[{name!r}] must be a string, got {each!r}; put it in quotes")
+        if not is_variable(name, each):
+            raise ValueError(f"env_vars[{name!r}] cannot be a variable; correct its name or value")
+    return value
+
+
+def _percentage(value: object) -> object:
+    if value is not None and not (is_number(value) and 0 <= value <= 100):
+        raise ValueError(f"target_capacity must be a number from 0 to 100, got {value!r}")
+    return value
+
+
+class RuntimeEnv(Options):
+    """The environment of an application: variables, and the folder its modules are in."""
+
+    env_vars: Annotated[dict[str, Any], AfterValidator(_variables)] = Field(default_factory=dict)
+    working_dir: str | None = None
+    conda: object = None
+    config: object = None
+    container: object = None
+    excludes: object = None
+    image_uri: object = None
+    java_jars: object = None
+    mpi: object = None
+    nsight: object = None
+    pip: object = None
+    py_executable: object = None
+    py_modules: object = None
+    rocprof_sys: object = None
+    uv: object = None
+    worker_process_setup_hook: object = None
+
+    def folder(self, base: Path) -> Path | None:
+        """Return the folder that `working_dir` names; `None` without one, or if it is remote.
+
+        A relative path begins at the folder `base`.
+        """
+        if self.working_dir is None or self.is_remote:
+            return None
+        return (base / Path(self.working_dir.removeprefix("local://")).expanduser()).resolve()
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether `working_dir` is an address that only a cluster fetches."""
+        scheme = urlsplit(self.working_dir or "").scheme
+        return len(scheme) > 1 and scheme != "local"  # one letter: a drive of Windows
+
+
+class DeploymentOverrides(DeploymentConfig):
+    """The options of one deployment that override those in code."""
+
+    belong_to: ClassVar[str] = "a deployment"
+    is_whole: ClassVar[bool] = False
+
+    name: str
+
+    def overriding(self) -> dict[str, object]:
+        """Return the options that the file has, as keywords of `Deployment.options`."""
+        return {name: getattr(self, name) for name in self.model_fields_set if name != "name"}
+
+
+class ApplicationConfig(Options):
+    """One application of a file."""
+
+    belong_to: ClassVar[str] = "an application"
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "host": "it belongs to http_options at the top.",
+        "port": "it belongs to http_options at the top.",
+        "env_vars": "it belongs to runtime_env.",
+        "working_dir": "it belongs to runtime_env.",
+        "user_config": "it belongs to a deployment: deployments[].user_config.",
+        "num_replicas": "it belongs to a deployment: deployments[].num_replicas.",
+    }
+
+    name: Annotated[str, AfterValidator(_name)] = "default"
+    route_prefix: Annotated[str | None, AfterValidator(_prefix)] = "/"
+    import_path: Annotated[str, AfterValidator(_import_path)]
+    args: dict[str, Any] = Field(default_factory=dict)
+    runtime_env: RuntimeEnv = Field(default_factory=RuntimeEnv)
+    deployments: list[DeploymentOverrides] = Field(default_factory=list)
+    logging_config: LoggingConfig | None = None
+    autoscaling_policy: Json = None
+    external_scaler_enabled: bool = False
+
+    @model_validator(mode="after")
+    def _deployments_differ(self) -> Self:
+        _refuse_twice("deployment", (each.name for each in self.deployments))
+        return self
+
+    def for_a_cluster(self) -> list[str]:
+        """Return the options with values that only a cluster acts on."""
+        found = [f"runtime_env.{name}" for name in self.runtime_env.changed()]
+        found = [each for each in found if each not in _HERE]
+        if self.runtime_env.is_remote:
+            found.append("runtime_env.working_dir (it is remote)")
+        found += [name for name in self.changed() if name in _CLUSTER_APPLICATION]
+        for each in self.deployments:
+            options = [f"{name}={value!r}" for name, (value, _) in for_a_cluster(each).items()]
+            options += options_not_acted_on(each)
+            found += [f"{option} of {each.name}" for option in options]
+        return found
+
+
+_HERE = ("runtime_env.env_vars", "runtime_env.working_dir")
+_CLUSTER_APPLICATION = ("autoscaling_policy", "external_scaler_enabled")
+
+
+class GRPCOptions(Options):
+    """The gRPC options of Ray."""
+
+    port: int = 9000
+    grpc_servicer_functions: list[str] = Field(default_factory=list)
+    request_timeout_s: float | None = None
+    enable_reflection: bool = True
+
+
+class ServeConfig(Options):
+    """A whole file."""
+
+    belong_to: ClassVar[str] = "the file"
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "host": "it belongs to http_options.",
+        "port": "it belongs to http_options.",
+        "import_path": "it belongs to an application: applications[].import_path.",
+        "deployments": "it belongs to an application: applications[].deployments.",
+    }
+
+    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "EveryNode"
+    http_options: HTTPOptions = Field(default_factory=HTTPOptions)
+    grpc_options: GRPCOptions = Field(default_factory=GRPCOptions)
+    controller_options: Json = None
+    logging_config: LoggingConfig | None = None
+    tracing_config: Json = None
+    applications: list[ApplicationConfig]
+    target_capacity: Annotated[object, AfterValidator(_percentage)] = None
+
+    @model_validator(mode="after")
+    def _applications_differ(self) -> Self:
+        if not self.applications:
+            raise ValueError("applications is empty; name at least one, with its import_path")
+        _refuse_twice("application", (each.name for each in self.applications))
+        prefixes = [each.route_prefix for each in self.applications if each.route_prefix]
+        _refuse_twice("route_prefix", prefixes)
+        return self
+
+    @property
+    def logging(self) -> LoggingConfig:
+        """The options of logging, the defaults if the file has none."""
+        return self.logging_config or LoggingConfig()
+
+    def for_a_cluster(self) -> list[str]:
+        """Return the options with values that only a cluster acts on."""
+        found = [name for name in _CLUSTER if name in self.changed()]
+        if self.proxy_location == "Disabled":
+            found.append("proxy_location (this process always serves HTTP)")
+        if self.grpc_options.grpc_servicer_functions:
+            found.append(f"grpc_options.grpc_servicer_functions ({_GRPC})")
+        for each in self.applications:
+            found += [f"{option} of application {each.name!r}" for option in each.for_a_cluster()]
+        return found
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of all applications.
+
+        Raises `ValueError`, with the names of both, if two applications disagree in a variable.
+        """
+        merged: dict[str, str] = {}
+        owners: dict[str, str] = {}
+        for each in self.applications:
+            for name, value in each.runtime_env.env_vars.items():
+                if name == ENGINE and each.import_path == RAY_BUILDER:
+                    continue  # it is for the workers of a cluster
+                if merged.setdefault(name, value) != value:
+                    raise ValueError(
+                        f"applications {owners[name]!r} and {each.name!r} set {name} to "
+                        f"{merged[name]!r} and {value!r}, and share one process; give both the "
+                        "same value, or run them from two files"
+                    )
+                owners.setdefault(name, each.name)
+        return merged
+
+    def folder(self, base: Path) -> Path | None:
+        """Return the folder that `working_dir` names, if one does; `base` is that of the file.
+
+        Raises `ValueError`, with the names of both, if two applications disagree, and for a folder
+        that does not exist.
+        """
+        found: Path | None = None
+        owner = ""
+        for each in self.applications:
+            if (folder := each.runtime_env.folder(base)) is None:
+                continue
+            if found is not None and folder != found:
+                raise ValueError(
+                    f"applications {owner!r} and {each.name!r} have the working_dir {str(found)!r} "
+                    f"and {str(folder)!r}, and share one process; give both the same folder, or "
+                    "run them from two files"
+                )
+            if not folder.is_dir():
+                raise ValueError(
+                    f"application {each.name!r} has working_dir={each.runtime_env.working_dir!r}, "
+                    "which is no folder; correct it"
+                )
+            found, owner = folder, each.name
+        return found
+
+
+_CLUSTER = ("controller_options", "tracing_config", "target_capacity")
+
+
+def _refuse_twice(kind: str, names: Iterable[str]) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"two entries have the {kind} {twice[0]!r}; give each its own, or remove one"
+        )

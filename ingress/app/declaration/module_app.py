@@ -1,0 +1,142 @@
+"""`MODULE:APP`, the name of an application, or of its builder, outside of Python."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from inspect import isfunction, signature
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from ingress.app.declaration.declaration import Application, Deployment
+
+
+class NotAnApplication(Exception):
+    """A name that is not an application's; the message is one line for the user."""
+
+
+def load(
+    target: str,
+    app_dir: Path | None = None,
+    *,
+    is_factory: bool = False,
+    arguments: Mapping[str, object] | None = None,
+) -> Application:
+    """Import the application `MODULE:APP`, from `app_dir` first if that is given.
+
+    If `is_factory`, APP is a function without parameters that returns the application. A function
+    with one parameter is a builder, which is called with `arguments`, see `built_with`.
+
+    Raises `NotAnApplication` if there is no such application, and any error of the module itself.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute or "/" in target or module_name.endswith(".py"):
+        raise NotAnApplication(
+            f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
+            "main:hello"
+        )
+    if app_dir is not None:
+        sys.path.insert(0, str(app_dir.resolve()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        where = "here" if app_dir is None else f"in {app_dir.resolve()}"
+        raise NotAnApplication(
+            f"there is no module {module_name!r} {where}; check the spelling, or name its "
+            "folder with --app-dir"
+        ) from None
+    found: Any = module
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+            there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
+            raise NotAnApplication(
+                f"module {module_name!r} has no attribute {attribute!r}; {there}"
+            ) from None
+    if is_factory:
+        found = _made(target, found)
+    elif arguments or _is_builder(found) or (arguments is not None and isfunction(found)):
+        found = built_with(target, found, arguments or {})
+        if not isinstance(found, Application):
+            raise NotAnApplication(
+                f"the builder {target!r} returned {_article(type(found).__name__)}, not a bound "
+                "application; end it with return Name.bind(...)"
+            )
+    if isinstance(found, Application):
+        return found
+    if isinstance(found, Deployment):
+        raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
+    hint = "decorate its class with @serve.deployment and bind it"
+    if callable(found) and not isinstance(found, type):
+        bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+        if bound:
+            hint = f"did you mean {module_name}:{bound[0]}?"
+        elif isfunction(found) and not is_factory:
+            hint = "if it returns an application, add --factory"
+    raise NotAnApplication(
+        f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
+    )
+
+
+def _is_builder(found: object) -> bool:
+    return isfunction(found) and len(signature(found).parameters) == 1
+
+
+def built_with(target: str, builder: Any, arguments: Mapping[str, object]) -> Any:
+    """Return the result of a builder: a function with one parameter, the arguments.
+
+    The parameter is a dict, or the pydantic model of its annotation. Source: Ray 2.60.0,
+    _private/api.py. Raises `NotAnApplication` for an object that takes no arguments, or not these.
+    """
+    if isinstance(builder, Application):
+        raise NotAnApplication(
+            f"{target!r} is an application, and only a builder takes arguments, got "
+            f"{', '.join(arguments)}; leave them out, or name a function with one parameter"
+        )
+    parameters = list(signature(builder).parameters.values()) if isfunction(builder) else []
+    if len(parameters) != 1:
+        raise NotAnApplication(
+            f"{target!r} is no application builder; a builder is a function with exactly one "
+            "parameter, the dict of its arguments"
+        )
+    try:
+        kind: object = get_type_hints(builder).get(parameters[0].name)
+    except NameError:  # an annotation for type checkers only
+        kind = None
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return builder(dict(arguments))
+    try:
+        model = kind.model_validate(dict(arguments))
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+            for each in error.errors(include_url=False)
+        ]
+        raise NotAnApplication(
+            f"the arguments of {target!r} are not those of {kind.__name__}: {'; '.join(wrong)}"
+        ) from None
+    return builder(model)
+
+
+def _made(target: str, factory: Any) -> object:
+    if isinstance(factory, Application):
+        raise NotAnApplication(f"{target!r} is an application, not a factory; leave out --factory")
+    try:
+        signature(factory).bind()
+    except (TypeError, ValueError) as error:
+        raise NotAnApplication(
+            f"--factory calls {target!r} without arguments, which is not possible ({error}); give "
+            "its parameters defaults"
+        ) from None
+    return factory()
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name} object"

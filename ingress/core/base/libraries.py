@@ -1,0 +1,20 @@
+"""The files of libraries: the standard library, installed packages, ingress itself."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from functools import lru_cache
+
+_LIBRARIES = (
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
+    "<frozen ",
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+
+
+@lru_cache(1024)
+def is_library(file: str) -> bool:
+    """Return whether a code's file is outside the user's code."""
+    return file.startswith(_LIBRARIES) or any(each in file for each in _INSTALLED)

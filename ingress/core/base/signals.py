@@ -1,0 +1,121 @@
+"""Signals that stop a process, and handlers for signals while it serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Self
+
+from ingress.core.base.settings import handles_signals
+
+LOOK_S = 0.5
+"""Longest time after which a signal that did not wake the main thread is seen."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that aborts a start; raised in the main thread, at any line."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class StopSignals:
+    """A handler of Ctrl-C, SIGTERM and SIGHUP, from before the start to the end of a server.
+
+    the first signal, during the start    raises `Stopped` in the main thread
+    the first signal, later               ends `wait`
+    the second signal                     ends the process at once, with 128 plus its number
+
+    SIGHUP calls `hang_up` instead, if that is given; at any line, so it must take no lock.
+
+    No effect outside of the main thread, which alone gets signals, or if
+    `INGRESS_HANDLE_SIGNALS=0`: the handlers of the process then stay.
+    """
+
+    def __init__(self, hang_up: Callable[[], None] | None = None) -> None:
+        self._hang_up = hang_up
+        # Not an `Event`: the line that the signal interrupts may hold its lock.
+        self._signals: SimpleQueue[int] = SimpleQueue()
+        self._first: int | None = None
+        self._is_starting = True
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread() and handles_signals():
+            hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+            for number in stop_signals():
+                if self._hang_up is None or number != hang_up:
+                    self._previous[number] = signal.signal(number, self._on_signal)
+            if self._hang_up is not None and hang_up is not None:
+                self._previous[hang_up] = signal.signal(hang_up, self._on_hang_up)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def end_start(self) -> None:
+        """Raise no `Stopped` on later signals. Raises `Stopped` if a signal came before."""
+        self._is_starting = False
+        # A `Stopped` raised in a `__del__`, for example, was swallowed there.
+        if self._first is not None:
+            raise Stopped(self._first)
+
+    def wait(self) -> None:
+        """Wait for the first signal."""
+        # Python calls handlers between two lines of this thread. A signal that the system hands to
+        # another thread, or to this one just before it blocks, does not wake it.
+        while self._first is None:
+            with suppress(Empty):
+                self._signals.get(timeout=LOOK_S)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._first is not None:  # the user asked twice
+            os._exit(128 + number)
+        self._first = number
+        self._signals.put(number)
+        if self._is_starting:
+            raise Stopped(number)
+
+    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+        assert self._hang_up is not None
+        self._hang_up()
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a server to stop.
+
+    Ctrl-C even if it is ignored, because a shell ignores it for its background jobs. SIGHUP only if
+    it is not ignored, because `nohup` ignores it to keep a process alive.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN:
+        numbers.append(hang_up)
+    return numbers
+
+
+@contextmanager
+def handling(name: str, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Make a signal call `handler`, unless it has a handler, or this is not the main thread.
+
+    The interrupted line may hold any lock, so `handler` must take no lock.
+    """
+    number = getattr(signal, name, None)  # not on Windows
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = is_main and handles_signals()
+    if number is None or not is_ours or signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(number) == handler:
+            signal.signal(number, signal.SIG_DFL)

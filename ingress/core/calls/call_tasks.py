@@ -1,0 +1,93 @@
+"""Calls of deployments whose replicas are in other processes: each is a task of one loop here.
+
+CallTasks       the queue of one deployment: the tasks of its calls
+LoopOfHandles   the part of a `handle.Directory` that needs the loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ingress.core.calls.call import Call, when_all_settled
+from ingress.core.calls.deadlines import deadlines_of
+from ingress.core.calls.loops import Mailbox
+from ingress.exceptions import RequestCancelledError
+
+
+class CallTasks:
+    """The calls of one deployment, a `handle.CallRouter`. Owned by the loop.
+
+    Any thread may assign and withdraw calls.
+    """
+
+    __slots__ = ("_loop", "_mailbox", "_tasks")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox) -> None:
+        self._loop = loop
+        self._mailbox = mailbox
+        self._tasks: dict[Call, asyncio.Task[None]] = {}
+
+    async def run(self, call: Call) -> None:
+        """Make the call, and settle it. Its cancellation is that of the call."""
+        raise NotImplementedError
+
+    def assign(self, call: Call) -> None:
+        self._mailbox.post(self._begin, call)
+
+    def withdraw(self, call: Call) -> bool:
+        self._mailbox.post(self._cancel, call)
+        return True
+
+    def holders(self, call: Call) -> None:
+        """Return `None`: the calls that hold the slots are unknown in this process."""
+
+    def note_expired(self) -> None:
+        """Do nothing: the router in the other process counts the call."""
+
+    def describe_deadlock(self, chain: str) -> str:
+        return chain
+
+    def _begin(self, call: Call) -> None:
+        if call.settled:  # cancelled before it came here
+            return
+        # In the call's copy of the caller's context: tracers look there.
+        task = self._loop.create_task(self.run(call), context=call.context)
+        self._tasks[call] = task
+        task.add_done_callback(lambda _: self.end(call))
+
+    def _cancel(self, call: Call) -> None:
+        task = self._tasks.get(call)
+        if task is not None:
+            task.cancel()
+
+    def end(self, call: Call) -> None:
+        """Forget a call whose task has ended."""
+        del self._tasks[call]
+        # Race with a cancellation before the task's first step: then the task runs no line.
+        call.settle(error=RequestCancelledError(call.metadata.request_id))
+        call.release_references()
+
+
+class LoopOfHandles:
+    """The loop on which the handles of a directory wait. Thread-safe."""
+
+    __slots__ = ("_loop", "_mailbox")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox) -> None:
+        self._loop = loop
+        self._mailbox = mailbox
+
+    def when_resolved(self, responses: Iterable[Any], then: Callable[[], None]) -> None:
+        when_all_settled(
+            [response._call for response in responses], lambda: self._mailbox.post(then)
+        )
+
+    def later(self, callback: Callable[[], Any]) -> None:
+        self._mailbox.post(callback)
+
+    def expire(self, call: Call, deadline: float) -> None:
+        deadlines = deadlines_of(self._loop)
+        deadlines.add(call, deadline)
+        call.when_settled(deadlines.discard)

@@ -1,0 +1,116 @@
+"""Errors of a module while it is imported or its classes are constructed, for its author.
+
+Only the frames of the author's own files are shown, each with its line, and one last line. The
+frames of the command line, of importlib and of libraries say nothing about the mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from os.path import dirname
+from traceback import FrameSummary, StackSummary
+from types import CodeType
+
+from ingress.core.execution.tracebacks import without_frames
+from ingress.core.execution.unreadable import readable
+
+_PACKAGE = dirname(dirname(dirname(__file__)))
+_LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
+_CAUSE = "which caused:\n"
+NEEDS_MULTIPART = 'Form data requires "python-multipart"'  # FastAPI's text
+
+
+def format_mistake(error: BaseException) -> str:
+    """Return the frames of the user's files and the error in one line, its cause first."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    each: BaseException | None = readable(error)
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        parts.append(users_frames(each) + last_line(each))
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return f"\n{_CAUSE}".join(reversed(parts))
+
+
+def format_failed_start(error: BaseException) -> str:
+    """Return the user's frames of the error that made a start fail, and the failure in one line."""
+    cause = error.__cause__
+    return ("" if cause is None else users_frames(readable(cause))) + last_line(error)
+
+
+def described(error: BaseException) -> str:
+    """Return the type and text of an error of user code, even if its `__str__` raises too."""
+    return without_frames(error).strip()
+
+
+def users_frames(error: BaseException) -> str:
+    """Return the frames of the user's files, two lines each; the last frame if there are none.
+
+    A frame that only begins a class is left out: its body is the next frame, and is named by it.
+    """
+    linecache.checkcache()  # a file may have changed since its last mistake
+    walked = [*traceback.walk_tb(error.__traceback__)]
+    frames = [
+        FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)  # no columns: no carets
+        for n, (frame, line) in enumerate(walked)
+        if n + 1 == len(walked) or not _is_class_body(walked[n + 1][0].f_code)
+    ]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = FrameSummary(error.filename, error.lineno, "<module>", line=error.text)
+        return "".join(StackSummary.from_list([*filter(_is_users, frames), place]).format())
+    users = [each for each in frames if _is_users(each)]
+    return "".join(StackSummary.from_list(users or frames[-1:]).format())
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the user's last frame, as `file:line`; empty if there is none."""
+    users = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each)]
+    return f"{users[-1].filename}:{users[-1].lineno}" if users else ""
+
+
+def last_line(error: BaseException) -> str:
+    """Return the error's type and text in one line."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    line = " ".join(without_frames(error).split())
+    return line if "Did you" in line else line + _hint(error)
+
+
+def _hint(error: BaseException) -> str:
+    """Return the nearest name to one that does not exist; from 3.12 on, Python mostly adds it."""
+    name: object = None
+    with contextlib.suppress(Exception):  # a property of the user's may fail
+        name = getattr(error, "name", None)
+    if not isinstance(name, str):
+        return ""
+    names: Iterable[str] = ()
+    if isinstance(error, AttributeError):
+        with contextlib.suppress(Exception):  # a `__dir__` of the user's may fail
+            names = dir(error.obj)
+    elif isinstance(error, NameError):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        last = frames[-1] if frames else sys._getframe()
+        names = [*last.f_locals, *last.f_globals, *last.f_builtins]
+    by_letters = {str(each).lower(): each for each in names}
+    nearest = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return f". Did you mean: {by_letters[nearest[0]]!r}?" if nearest else ""
+
+
+def _is_class_body(code: CodeType) -> bool:
+    return code.co_name != "<module>" and not code.co_flags & inspect.CO_NEWLOCALS
+
+
+def _is_users(frame: FrameSummary) -> bool:
+    return is_users(frame.filename)
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is the author's own, by its name."""
+    return not (file.startswith((_PACKAGE, "<")) or file.startswith(_LIBRARIES))

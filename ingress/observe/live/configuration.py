@@ -1,0 +1,102 @@
+"""The options in use with their origins, and the callables that the flag would move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from ingress.app.config_file.origins import HTTP_VARIABLES, SETTINGS, http_default, shown, value_of
+from ingress.config import HTTPOptions
+from ingress.core.base.options import plain
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
+from ingress.observe.inspection.explain import rows_of
+from ingress.observe.live.documents import Configuration, Move, Option
+from ingress.serving.control.running import RunningApplication
+from ingress.serving.http.server_options import ServerOptions
+
+
+class HTTPSide(Protocol):
+    """The options of HTTP of an engine; those of its command line are in both."""
+
+    @property
+    def command_line(self) -> ServerOptions: ...
+
+    @property
+    def options(self) -> HTTPOptions: ...
+
+
+def configuration_of(
+    applications: Iterable[RunningApplication], settings: Settings, http: HTTPSide
+) -> Configuration:
+    """Return the configuration of running applications. It reads the users' source files.
+
+    The origins are those of `config_file.origins`, and "ingress scale".
+    """
+    applications = list(applications)
+    return {
+        "flag": {"name": SYNC_IN_THREADPOOL, "value": str(int(settings.run_sync_in_threadpool))},
+        "moves": [move for each in applications for move in _moves(each, settings)],
+        "options": [
+            *(option for each in applications for option in _options(each)),
+            *_http(http, settings),
+            *_variables(settings, http.command_line),
+        ],
+    }
+
+
+def _moves(application: RunningApplication, settings: Settings) -> Iterator[Move]:
+    flag = int(settings.run_sync_in_threadpool)
+    built = [each.built for each in list(application.deployments.values())]
+    for row in rows_of(built, settings) if built else ():
+        if row.moves:
+            yield {
+                "application": application.name,
+                "deployment": row.deployment,
+                "what": row.what,
+                "name": row.name,
+                "from": row.places[flag].where,
+                "to": row.places[1 - flag].where,
+            }
+
+
+def _options(application: RunningApplication) -> Iterator[Option]:
+    """Yield the options of each deployment: those that are set come first."""
+    for name, deployment in list(application.deployments.items()):
+        config = deployment.config
+        given = config.model_fields_set
+        for option in sorted(type(config).model_fields, key=lambda each: each not in given):
+            yield {
+                "where": f"{application.name}:{name}.{option}",
+                "value": plain(getattr(config, option)),
+                "origin": config.origin_of(option),
+            }
+
+
+def _http(http: HTTPSide, settings: Settings) -> Iterator[Option]:
+    command_line, from_code = http.command_line, http.options.model_fields_set
+    for name in HTTPOptions.model_fields:
+        if name == "location":
+            continue
+        value = getattr(http.options, name)
+        if name in command_line.http:
+            origin = command_line.origins.get(name, "command line")
+        elif name in from_code:
+            origin = "code"
+        else:
+            value = http_default(name, settings, value)
+            origin = _origin_of(HTTP_VARIABLES.get(name, ""), command_line)
+        yield {"where": f"http_options.{name}", "value": shown(name, value), "origin": origin}
+
+
+def _variables(settings: Settings, command_line: ServerOptions) -> Iterator[Option]:
+    """Yield the settings of the process by the variables that set them."""
+    values = {each: value_of(each, settings) for each in SETTINGS}
+    for name, value in {**values, **settings.native_threads}.items():
+        origin = _origin_of(name, command_line)
+        yield {"where": f"environment.{name}", "value": plain(value), "origin": origin}
+
+
+def _origin_of(variable: str, command_line: ServerOptions) -> str:
+    if variable in command_line.origins:
+        return command_line.origins[variable]
+    return "environment" if environment().get(variable) else "default"

@@ -1,0 +1,123 @@
+"""The state of this process: a part of the view of a server, which may have several processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ingress.core.base.settings import Settings
+from ingress.core.calls.notable import NOTABLE
+from ingress.observe.live import children
+from ingress.observe.live.configuration import HTTPSide, configuration_of
+from ingress.observe.live.counts import counts
+from ingress.observe.live.documents import ConfigurationPart, CountPart, Links, Part, Recording
+from ingress.observe.live.recording import record
+from ingress.observe.live.running import RUNNING
+from ingress.schema import ServeStatus
+from ingress.serving.control.running import RunningApplication
+from ingress.serving.replicas.replica import Replica
+
+
+class Server(Protocol):
+    """The engine of this process, as its observer sees it."""
+
+    @property
+    def applications(self) -> Mapping[str, RunningApplication]: ...
+
+    def url(self) -> str | None: ...
+
+    def status(self) -> ServeStatus: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def http(self) -> HTTPSide: ...
+
+
+def parts_of(
+    server: Server, what: str, argument: float = 0.0
+) -> tuple[list[Mapping[str, object]], dict[int, str]]:
+    """Return the state of this process as its `Observer` asks for it: no process is absent."""
+    return [WHAT[what](server, argument)], {}
+
+
+def count_part(server: Server, argument: float = 0.0) -> CountPart:
+    """Return the counters of this process, and nothing else: cheap."""
+    return {"pid": os.getpid(), "counts": counts(list(server.applications.values()))}
+
+
+def part(server: Server, argument: float = 0.0) -> Part:
+    """Return the state of this process. Callable in any thread."""
+    running = dict(server.applications)
+    replicas = _replicas(running)
+    slowest, failed = NOTABLE.recent()
+    answers = children.ask(replicas)
+    seen = RUNNING.look(replicas, {name: each.deployed_at_s for name, each in running.items()})
+    children.add(seen, answers)
+    return {
+        **count_part(server),
+        "url": server.url(),
+        "applications": {
+            name: {
+                "status": each.status.value,
+                "message": each.message,
+                "deployed_at_s": each.last_deployed_time_s,
+                **_links(running.get(name)),
+                "deployments": {
+                    deployment: {
+                        "status": one.status.value,
+                        "status_trigger": one.status_trigger,
+                        "message": one.message,
+                        "replica_states": one.replica_states,
+                        "orphans": sum(replica.orphans for replica in one.replicas),
+                    }
+                    for deployment, one in each.deployments.items()
+                },
+            }
+            for name, each in server.status().applications.items()
+        },
+        "replicas": seen,
+        "slowest": [each.as_json() for each in slowest],
+        "failed": [each.as_json() for each in failed],
+    }
+
+
+def configuration(server: Server, argument: float = 0.0) -> ConfigurationPart:
+    """Return the options of this process, and the callables that the flag would move."""
+    applications = list(server.applications.values())
+    return {"pid": os.getpid(), **configuration_of(applications, server.settings, server.http)}
+
+
+def recording(server: Server, seconds: float) -> Recording:
+    """Return a recording of some seconds. It blocks."""
+    return {"pid": os.getpid(), "trace": record(_replicas(dict(server.applications)), seconds)}
+
+
+def _replicas(running: Mapping[str, RunningApplication]) -> list[Replica]:
+    return [
+        replica
+        for application in running.values()
+        for deployment in list(application.deployments.values())
+        for replica in deployment.replicas
+    ]
+
+
+def _links(application: RunningApplication | None) -> Links:
+    """Return the route prefix of an application, and the path of its documentation."""
+    if application is None or application.route_prefix is None:
+        return {"route_prefix": None, "docs": None}
+    bound = application.ingress.bound_app
+    docs = None if bound is None else bound.docs_path
+    prefix = application.route_prefix
+    return {"route_prefix": prefix, "docs": None if docs is None else prefix.rstrip("/") + docs}
+
+
+WHAT: Mapping[str, Callable[[Server, float], Mapping[str, object]]] = {
+    "part": part,
+    "counts": count_part,
+    "configuration": configuration,
+    "record": recording,
+}
+"""The questions of an observer."""

@@ -1,0 +1,264 @@
+"""The code that runs on each replica now, read from outside.
+
+    Replica.calls            its calls, each with its task
+    stacks.current_frames    the line of each thread, once for all replicas
+    ThreadClocks             the processor time of each loop's thread
+    WATCHDOG.stalls          the recent stalls, and those that go on
+
+A request pays nothing for it. A thread runs on while it is read: a call may have ended, or be in
+two places for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from types import FrameType
+
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.execution.threads import WorkerPool
+from ingress.observe.live.documents import (
+    Line,
+    Loop,
+    LoopRun,
+    Named,
+    ReplicaNow,
+    RunningCall,
+    StallOfLoop,
+    ThreadRun,
+    Threads,
+)
+from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
+from ingress.telemetry.watchdog.clocks import ThreadClocks
+from ingress.telemetry.watchdog.stacks import (
+    NOWHERE,
+    Place,
+    awaiting,
+    current_frames,
+    is_idle_worker,
+    read,
+    running_task,
+    value_in,
+    worker_context,
+)
+
+CALLS = 20
+"""Number of calls of a replica that are listed; the oldest come first."""
+
+STOOD_S = 1.0  # four heartbeats of a child
+
+STALLS = 5
+"""Number of recent stalls of a replica that are listed."""
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """The looks at the replicas of this process. Thread-safe."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _clocks: ThreadClocks = field(default_factory=ThreadClocks)
+    # By thread: when it was read, and its time.
+    _ran: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def look(
+        self, replicas: Iterable[Replica], deployed_at_s: Mapping[str, float]
+    ) -> list[ReplicaNow]:
+        """Return what runs on each of these replicas, with the stalls since the deployments."""
+        with self._lock:
+            return self._look(list(replicas), deployed_at_s)
+
+    def _look(
+        self, replicas: list[Replica], deployed_at_s: Mapping[str, float]
+    ) -> list[ReplicaNow]:
+        now = monotonic()
+        frames = current_frames()
+        threads = {each.ident: each for each in threading.enumerate() if each.ident is not None}
+        loops = {id(each): each.thread or WATCHDOG.thread_of(each.loop) for each in replicas}
+        busy = self._busy(set(loops.values()) - {0}, now)
+        stalls: dict[tuple[str, str, str], list[Stall]] = {}
+        for stall in WATCHDOG.stalls():
+            whose = (stall.application, stall.deployment, stall.replica)
+            # The names are given again, if an application is deleted and deployed anew.
+            if stall.began_at_s >= deployed_at_s.get(stall.application, 0.0):
+                stalls.setdefault(whose, []).append(stall)
+        try:
+            return [
+                _Look(
+                    each,
+                    frames,
+                    threads,
+                    loops[id(each)],
+                    busy.get(loops[id(each)]),
+                    stalls.get((here.app_name, here.deployment, here.replica_tag), []),
+                    now,
+                ).as_json()
+                for each in replicas
+                for here in (each.context,)
+            ]
+        finally:
+            frames.clear()  # their locals are the user's objects
+
+    def _busy(self, idents: set[int], now: float) -> dict[int, float]:
+        """Return the share of a processor that each thread had since the last look."""
+        ran = self._clocks.read(idents)
+        before, self._ran = self._ran, {ident: (now, each) for ident, each in ran.items()}
+        return {
+            ident: (each - before[ident][1]) / (now - before[ident][0])
+            for ident, each in ran.items()
+            if ident in before and now > before[ident][0] and each >= before[ident][1]
+        }
+
+
+RUNNING = Running()
+
+
+@dataclass(eq=False, slots=True)
+class _Look:
+    """One look at one replica."""
+
+    _replica: Replica
+    _frames: dict[int, FrameType]
+    _threads: dict[int, threading.Thread]
+    _ident: int
+    _busy: float | None
+    _stalls: list[Stall]
+    _now: float
+    # The thread and the line of calls that run.
+    _at: dict[Call, tuple[str, Place]] = field(default_factory=dict)
+
+    def as_json(self) -> ReplicaNow:
+        replica = self._replica
+        lanes = {name: self._pool(pool) for name, pool in replica.pools.by_lane().items()}
+        loads = replica.pools.loads()
+        loop = self._loop()
+        calls = sorted(replica.calls.items(), key=lambda each: each[0].started_at)
+        return {
+            "application": replica.context.app_name,
+            "deployment": replica.context.deployment,
+            "replica": replica.context.replica_tag,
+            "state": replica.state.value,
+            "pid": replica.pid if replica.pid not in (0, os.getpid()) else None,
+            "slots": replica.slots.max_ongoing,
+            "ongoing": replica.ongoing,
+            "loop": loop,
+            "threads": lanes.pop(""),
+            "lanes": [
+                {
+                    "name": name,
+                    **lanes[name],
+                    "limit": load.limit,
+                    "ongoing": load.ongoing,
+                    "queued": load.queued,
+                }
+                for name, load in loads.items()
+            ],
+            "calls": [self._call(*each) for each in calls[:CALLS]],
+            "more_calls": max(0, len(calls) - CALLS),
+            "stalls": [stall_as_json(each) for each in self._stalls[-STALLS:]][::-1],
+        }
+
+    def _loop(self) -> Loop:
+        """Return the replica's event loop, and the call that runs on it."""
+        replica = self._replica
+        thread = self._threads.get(self._ident)
+        frame = self._frames.get(self._ident)
+        runs: LoopRun | None = None
+        if frame is not None:
+            call = value_in(running_task(replica.loop, frame)[1], CURRENT_CALL)
+            if call is not None and call.runner is replica:
+                stack = read(frame, replica.context)
+                self._at[call] = "loop", stack.place
+                runs = {**self._named(call), "method": stack.method, "line": line_of(stack.place)}
+        stands_ms = max(
+            (each.duration_ms for each in self._stalls if not each.is_over), default=0.0
+        )
+        if replica.stood_s > STOOD_S:  # in a process that cannot tell the line meanwhile
+            stands_ms = replica.stood_s * 1e3
+        return {
+            "thread": "" if thread is None else thread.name,
+            "is_shared": replica.borrows_loop,
+            "busy": None if self._busy is None else round(min(1.0, self._busy), 3),
+            "stands_ms": round(stands_ms, 1),
+            "runs": runs,
+        }
+
+    def _pool(self, pool: WorkerPool) -> Threads:
+        """Return the threads of a lane, or the others, and the calls that run in them."""
+        threads, unfinished = pool.threads.at_work()
+        runs: list[ThreadRun] = []
+        for thread in threads:
+            if (frame := self._frames.get(thread.ident or 0)) is None or is_idle_worker(frame):
+                continue
+            call = value_in(worker_context(frame), CURRENT_CALL)
+            stack = read(frame, self._replica.context)
+            named: Named = {"request_id": "", "title": "", "ms": None}
+            if call is not None:
+                self._at[call] = thread.name, stack.place
+                named = self._named(call)
+            if call is not None or stack.is_users:
+                line = line_of(stack.place)
+                runs.append({**named, "method": stack.method, "thread": thread.name, "line": line})
+        return {
+            "limit": pool.threads.limit,
+            "alive": len(threads),
+            "queued": max(0, unfinished - len(threads)),
+            "runs": runs,
+        }
+
+    def _named(self, call: Call) -> Named:
+        members = call.members or ()
+        return {
+            "request_id": call.metadata.request_id,
+            "title": f"batch of {len(members)}" if members else call.title(),
+            "ms": round((self._now - call.started_at) * 1e3, 1),
+        }
+
+    def _call(self, call: Call, task: asyncio.Future[None] | None) -> RunningCall:
+        """Return one call: where it runs, or what it awaits."""
+        where, place = self._at.get(call, ("", NOWHERE))
+        if not where:
+            where = "awaits" if call.began_at else "starts"
+            place = awaiting(task.get_coro()) if isinstance(task, asyncio.Task) else NOWHERE
+        return {
+            **self._named(call),
+            "queue_ms": round(max(0.0, call.assigned_at - call.started_at) * 1e3, 1),
+            "where": where,
+            "line": line_of(place),
+            "is_orphan": call.settled,
+        }
+
+
+def line_of(place: Place) -> Line | None:
+    """Return a line of code with its source; `None` for no line."""
+    if not place.file:
+        return None
+    return {
+        "file": place.file,
+        "line": place.line,
+        "function": place.function,
+        "source": linecache.getline(place.file, place.line).strip(),
+    }
+
+
+def stall_as_json(stall: Stall) -> StallOfLoop:
+    """Return a stall of an event loop, with its line."""
+    return {
+        "at": stall.began_at_s,
+        "ms": round(stall.duration_ms, 1),
+        "reason": stall.reason.value,
+        "is_over": stall.is_over,
+        "method": stall.method,
+        "request_ids": list(stall.request_ids),
+        "waited": stall.waited,
+        "imports": stall.imports,
+        "line": line_of(stall.place),
+        "holders": [each.thread for each in stall.holders]
+        if stall.reason is StallReason.GIL
+        else [],
+    }

@@ -1,0 +1,40 @@
+"""The seam for observers: the factories with which an engine makes the parts of applications.
+
+    with local_engine().instrumented(instrument): ...      instrument: Factories -> Factories
+
+    timeline.instrumentation   router, replica, threads, plan
+    testing.clock              new_loop
+    testing.observation        proxy, handle, plan
+    check.plugin               user_code
+
+An instrument changes no object and no class that exists: it chooses the classes of the parts that
+are made meanwhile. An application that starts without instruments has none of their code on the
+path of its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ingress.handle import DeploymentHandle
+from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.processes.process_replica import ProcessReplica
+from ingress.serving.replicas.replica import Replica
+from ingress.serving.replicas.replica_factories import ReplicaFactories
+from ingress.serving.replicas.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Factories(ReplicaFactories):
+    """The factories of an application's parts. Each takes the arguments of its default."""
+
+    proxy: Callable[[], HTTPProxy] = HTTPProxy
+    handle: Callable[..., DeploymentHandle] = DeploymentHandle
+    router: Callable[..., Router] = Router
+    replica: Callable[..., Replica] = Replica
+    process_replica: Callable[..., Replica] = ProcessReplica
+
+
+Instrument = Callable[[Factories], Factories]
+"""A function that gets the factories in use, and returns those to use in their place."""

@@ -1,0 +1,188 @@
+"""Autoscaling: the load of a deployment over time, and the decision about its number of replicas.
+
+    ten times a second     the load: requests that run and that wait
+    over look_back_period  mean, max or min of the load
+    policy                 how many replicas that load needs; the rules of `autoscaling_policy`
+    RunningDeployment      desires as many: replicas start, or drain
+
+The user's own policy runs in a thread: it may be slow, and must not stop the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from importlib import import_module
+from time import time
+from typing import Any, NamedTuple
+
+from ingress import autoscaling_policy
+from ingress.autoscaling_policy import STEADY, Policy, Trend, decided
+from ingress.config import (
+    DEFAULT_POLICY,
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    DeploymentConfig,
+)
+from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.telemetry.logs import logger
+
+RAYS = "ray.serve.autoscaling_policy"  # its functions are ours, under the same names
+SAMPLE_S = 0.5  # the longest pause between two samples of the load
+
+
+class Sample(NamedTuple):
+    """The load from `at` until the next sample."""
+
+    at: float
+    total: float
+    queued: float
+
+
+def aggregated(
+    points: Sequence[tuple[float, float]], since: float, now: float, function: str
+) -> float:
+    """Return mean, max or min of a step function between two times.
+
+    `points` are times and values, in order. A value holds until the next point. The mean is
+    weighted with time; what was before the first point is not counted.
+    """
+    within: list[tuple[float, float]] = []  # values, each with its duration
+    ends = [at for at, _ in points[1:]] + [now]
+    for (at, value), end in zip(points, ends, strict=False):
+        if end >= since:
+            within.append((value, max(0.0, end - max(at, since))))
+    if not within:
+        return 0.0
+    if function == "max":
+        return max(value for value, _ in within)
+    if function == "min":
+        return min(value for value, _ in within)
+    duration = sum(length for _, length in within)
+    if not duration:
+        return within[-1][0]
+    return sum(value * length for value, length in within) / duration
+
+
+class Scaler:
+    """The load of one deployment, and its last decisions. Owned by the control loop."""
+
+    __slots__ = (
+        "_asking", "_down_at", "_is_default", "_next_at", "_policy", "_samples", "_state", "_trend",
+        "_up_at", "config",
+    )  # fmt: skip
+
+    def __init__(self, config: AutoscalingConfig, policy: Policy) -> None:
+        self.config = config
+        self._policy = policy
+        self._is_default = policy is autoscaling_policy.default_autoscaling_policy
+        self._samples: deque[Sample] = deque()
+        self._next_at = 0.0
+        self._state: dict[str, Any] = {}
+        self._trend: Trend = STEADY
+        self._asking: asyncio.Task[tuple[int, dict[str, Any], Trend]] | None = None
+        self._up_at: float | None = None
+        self._down_at: float | None = None
+
+    def note(self, now: float, total: int, queued: int) -> None:
+        """Note the load, as often as `metrics_interval_s` says, and at least twice a second.
+
+        A change between none and some requests is noted at once.
+        """
+        samples = self._samples
+        if now < self._next_at and bool(total) == bool(samples and samples[-1].total):
+            return
+        self._next_at = now + min(SAMPLE_S, self.config.metrics_interval_s)
+        if not samples or samples[-1][1:] != (total, queued):
+            samples.append(Sample(now, total, queued))
+        oldest = now - self.config.look_back_period_s
+        while len(samples) > 1 and samples[1].at <= oldest:
+            samples.popleft()
+
+    def decide(self, now: float, id: DeploymentID, running: list[ReplicaID], target: int) -> int:
+        """Return the number of replicas to have; `target` is the number that is desired so far."""
+        context = self._context(now, id, running, target)
+        if self._is_default:
+            count, self._state, self._trend = decided(context, self._policy, self._trend, now)
+        else:
+            count = self._asked(context, now)
+        if count > target:
+            self._up_at = time()
+        elif count < target:
+            self._down_at = time()
+        return count
+
+    def _asked(self, context: AutoscalingContext, now: float) -> int:
+        """Return the decision of the user's policy, which runs in a thread, once it has one."""
+        asking, count = self._asking, context.target_num_replicas
+        if asking is not None and asking.done():
+            self._asking = None
+            try:
+                count, self._state, self._trend = asking.result()
+            except Exception as error:
+                logger.exception(
+                    "the autoscaling policy of %s failed; its number of replicas stays",
+                    context.deployment_id,
+                    exc_info=error,
+                )
+        elif asking is None:
+            work = asyncio.to_thread(decided, context, self._policy, self._trend, now)
+            self._asking = asyncio.get_running_loop().create_task(work)
+        return count
+
+    def _context(
+        self, now: float, id: DeploymentID, running: list[ReplicaID], target: int
+    ) -> AutoscalingContext:
+        """Return the facts that a policy gets."""
+        config = self.config
+        since, function = now - config.look_back_period_s, config.aggregation_function
+        totals = [(each.at, each.total) for each in self._samples]
+        queued = [(each.at, each.queued) for each in self._samples]
+        return AutoscalingContext(
+            deployment_id=id,
+            deployment_name=id.name,
+            app_name=id.app_name,
+            current_num_replicas=len(running),
+            target_num_replicas=target,
+            running_replicas=running,
+            total_num_requests=aggregated(totals, since, now, function),
+            total_queued_requests=aggregated(queued, since, now, function),
+            policy_state=dict(self._state),
+            capacity_adjusted_min_replicas=config.min_replicas,
+            capacity_adjusted_max_replicas=config.max_replicas,
+            last_scale_up_time=self._up_at,
+            last_scale_down_time=self._down_at,
+            current_time=time(),
+            config=config,
+        )
+
+
+def scaler_of(config: DeploymentConfig) -> Scaler | None:
+    """Return the scaler of a deployment, `None` if its number of replicas is fixed.
+
+    Raises `ValueError` if the policy cannot be imported.
+    """
+    scaling = config.autoscaling
+    return None if scaling is None else Scaler(scaling, policy_of(scaling.policy))
+
+
+def policy_of(config: AutoscalingPolicy) -> Policy:
+    """Return the function of a policy; a class is made first. Raises `ValueError`."""
+    found: Any = config.policy_function
+    if isinstance(found, str):
+        module, _, name = found.partition(":") if ":" in found else found.rpartition(".")
+        try:
+            home = autoscaling_policy if module == RAYS else import_module(module)
+            found = getattr(home, name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"policy_function={found!r} cannot be imported: {error}; give a function, or its "
+                f"path, such as {DEFAULT_POLICY!r}"
+            ) from error
+    if inspect.isclass(found):
+        found = found(**config.policy_kwargs)
+    policy: Policy = found
+    return policy

@@ -1,0 +1,168 @@
+"""The access log: one record of the logger `ingress.access` for each request.
+
+Health checks and the other paths of the server itself, `/-/...`, have none.
+
+    method, route, status     the route is the path template; a request without one has a `path`
+    latency_ms                until the last message of the response was given to the server
+    queue_ms                  the part of it in which the request waited for a slot of a replica
+    request_id, client, application, deployment, replica
+
+While it is off, a request pays one look at `HTTPProxy.logs_requests`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ingress.app.asgi import route_template
+from ingress.telemetry.logs.identity import printable
+from ingress.telemetry.logs.options import ACCESS, LOGS
+
+if TYPE_CHECKING:  # it imports this module
+    from ingress.serving.http.reply import Reply
+
+_logger = logging.getLogger(ACCESS)
+_MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
+CLIENT_LEFT = 499  # as in Ray Serve, and in nginx
+SWITCHED = 101
+DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
+
+
+class AccessLine:
+    """One request, as its line in the access log tells of it. Its `send` for the proxy.
+
+    Owned by the HTTP loop. The proxy sets `reply` and `scope` once the request has a deployment.
+    """
+
+    __slots__ = (
+        "__self__", "_began", "_outer", "_send", "_status", "is_logged", "queued_at", "reply",
+        "request_id", "scope",
+    )  # fmt: skip
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.__self__ = getattr(send, "__self__", None)  # see `uvicorn_connection`
+        self._outer = scope
+        self._send = send
+        self._began = monotonic()
+        self._status = 0
+        self.reply: Reply | None = None
+        self.scope: Scope | None = None
+        self.request_id = ""
+        self.queued_at = 0.0  # when it asked for a slot, if it had a body to read before
+        self.is_logged = False
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        """Send a message of the response, and note the status and the end."""
+        kind = message["type"]
+        if kind == "http.response.body":
+            if not message.get("more_body"):
+                self.log()
+        elif kind in ("http.response.start", "websocket.http.response.start"):
+            self._status = message["status"]
+            if self.reply is None:  # refused
+                self.request_id = _id_in(message)
+        elif kind == "websocket.accept":
+            self._status = SWITCHED
+        elif kind == "websocket.close":
+            is_open = self._status == SWITCHED
+            self._status = message.get("code", 1000) if is_open else DENIED
+        return self._send(message)
+
+    async def follow(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], receive: Receive
+    ) -> None:
+        """Have `app` serve the request, and log it, if its answer has not been logged."""
+        try:
+            await app(self._outer, receive, self)
+        except Exception:
+            self._status = self._status or 500  # the server's answer
+            raise
+        finally:
+            self.log()
+
+    def log(self) -> None:
+        if self.is_logged:
+            return
+        self.is_logged = True
+        reply = self.reply
+        application = deployment = replica = route = model_id = ""
+        queue_ms = 0.0
+        now = monotonic()
+        if reply is not None:
+            call, metadata = reply.call, reply.call.metadata
+            application, deployment = metadata.deployment.app_name, metadata.deployment.name
+            route = self._route(metadata.route)
+            if metadata.multiplexed_model_id:
+                model_id = printable(metadata.multiplexed_model_id)
+            self.request_id = metadata.request_id
+            queued_at = self.queued_at or self._began
+            queue_ms = max(0.0, (call.assigned_at or now) - queued_at) * 1e3
+            if call.runner is not None:
+                replica = call.runner.context.replica_tag
+            self.reply = self.scope = None  # they outlive the request in the server's timers
+        if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):
+            return
+        latency_ms = (now - self._began) * 1e3
+        method = self._outer.get("method", "WS")
+        path = "" if route else printable(self._outer["path"])
+        status = self._status or CLIENT_LEFT
+        # Made here: `Logger.info` looks for its caller in the stack, which takes half of the time.
+        record = logging.LogRecord(
+            ACCESS, logging.INFO, __file__, 0, _MESSAGE,
+            (printable(method), route or path, status, latency_ms), None,
+        )  # fmt: skip
+        fields: dict[str, Any] = record.__dict__
+        fields["request_id"] = self.request_id
+        fields["route"] = route
+        fields["application"] = application
+        fields["deployment"] = deployment
+        fields["replica"] = replica
+        fields["multiplexed_model_id"] = model_id
+        fields["method"] = printable(method)
+        fields["status"] = status
+        fields["latency_ms"] = round(latency_ms, 3)
+        fields["queue_ms"] = round(queue_ms, 3)
+        fields["client"] = _client_of(self._outer)
+        fields["serve_access_log"] = True
+        if path:
+            fields["path"] = path
+        _logger.handle(record)
+
+    def _route(self, prefix: str) -> str:
+        template = None if self.scope is None else route_template(self.scope)
+        if template is None:
+            return ""
+        return prefix.rstrip("/") + template
+
+
+def note_reply(send: Send, reply: Reply) -> None:
+    """Tell the access line of a request, if it has one, its reply, or its next attempt's."""
+    if isinstance(send, AccessLine):
+        send.reply = reply
+        send.scope = reply.work.scope
+
+
+def leave_out(send: Send) -> None:
+    """Give a request for the server itself, such as a health check, no line, as in Ray Serve."""
+    if isinstance(send, AccessLine):
+        send.is_logged = True
+
+
+def _id_in(start: Message) -> str:
+    for name, value in start.get("headers", ()):
+        if name == b"x-request-id":
+            return str(value, "latin-1")
+    return ""
+
+
+def _client_of(scope: Scope) -> str:
+    client = scope.get("client")
+    if not client:
+        return ""
+    host, port = client[0], client[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

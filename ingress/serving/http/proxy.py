@@ -1,0 +1,281 @@
+"""The ASGI application that routes HTTP requests and WebSockets to deployments.
+
+    path -> route (longest prefix) -> metadata -> Reply -> `InFlight.serve` -> response
+    /-/healthz                        Ray's health check, for load balancers
+    /-/livez, /-/readyz               for supervisors: this loop turns; requests can be served
+    /-/routes                         the running applications, for local clients
+
+Source of paths, texts and headers: Ray 2.60.0, proxy.py and proxy_router.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ingress.app.asgi import ASGI
+from ingress.app.asgi.responses import send_refusal
+from ingress.app.declaration.declaration import Application
+from ingress.core.base.counters import HTTPCounts
+from ingress.core.calls.retries import RetryBudget
+from ingress.serving.http.access import AccessLine, leave_out, note_reply
+from ingress.serving.http.asgi_messages import (
+    GOING_AWAY,
+    NORMAL,
+    TRY_AGAIN_LATER,
+    adding_request_id,
+)
+from ingress.serving.http.in_flight import InFlight
+from ingress.serving.http.origin import is_local
+from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.request_head import (
+    read_head,
+    request_id_of,
+)
+from ingress.serving.http.retrying import Attempts, RequestLimits, client_deadline
+from ingress.serving.http.uvicorn_connection import has_no_body, target_of
+from ingress.serving.http.websocket import WebSocketReply
+from ingress.serving.replicas.router import Router
+from ingress.telemetry.logs.options import LOGS
+
+HEALTHZ = "/-/healthz"
+LIVEZ = "/-/livez"
+READYZ = "/-/readyz"
+ROUTES = "/-/routes"
+
+_SOON = {"retry-after": "1"}  # while an application starts
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The route of one prefix, which is "/", or begins with "/" and does not end with it.
+
+    `router` is `None` while the application starts, and after its start failed.
+    """
+
+    prefix: str
+    app_name: str
+    router: Router | None
+    has_failed: bool = False
+
+
+class RouteTable:
+    """The routes, longest prefix first. Replaced as a whole, so any thread may read it.
+
+    `starting` maps the prefixes of starting applications to their names, `failed` those of
+    applications whose start failed.
+    """
+
+    __slots__ = ("_ordered", "is_ready", "is_starting", "routes")
+
+    def __init__(
+        self,
+        routers: Mapping[str, Router] | None = None,
+        starting: Mapping[str, str] | None = None,
+        failed: Mapping[str, str] | None = None,
+    ) -> None:
+        self.routes = {
+            prefix: Route(prefix, name, None, has_failed=True)
+            for prefix, name in (failed or {}).items()
+        }
+        for prefix, name in (starting or {}).items():
+            self.routes[prefix] = Route(prefix, name, None)
+        for prefix, router in (routers or {}).items():
+            self.routes[prefix] = Route(prefix, router.deployment_id.app_name, router)
+        self.is_ready = bool(routers)
+        self.is_starting = bool(starting)
+        self._ordered = sorted(self.routes.values(), key=lambda route: -len(route.prefix))
+
+    def match(self, path: str) -> Route | None:
+        """Return the route of a path, where a slash or the end must follow the route's prefix."""
+        for route in self._ordered:
+            prefix = route.prefix
+            if prefix == "/" or path == prefix or path.startswith(prefix + "/"):
+                return route
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """The deployments of an application that are unhealthy or not ready, each "" for none.
+
+    The text is for any client: names and states, and nothing that user code has said.
+    """
+
+    unhealthy: str = ""
+    not_ready: str = ""
+
+
+class HTTPProxy:
+    """An ASGI application. It runs on the loop that calls it, possibly on several at once."""
+
+    __slots__ = (
+        "_budget",
+        "conditions",
+        "in_flight",
+        "is_draining",
+        "is_leaving",
+        "limits",
+        "logs_requests",
+        "table",
+        "unrouted",
+    )
+
+    def __init__(self) -> None:
+        self.table = RouteTable()
+        # By application that runs. The control loop adds and removes them, one step each.
+        self.conditions: dict[str, Callable[[], Condition]] = {}
+        self.limits = RequestLimits()
+        self.is_leaving = False  # lame duck: it still serves, but its health check answers 503
+        self.is_draining = False
+        self.logs_requests = LOGS.is_logged
+        self._budget = RetryBudget()
+        self.unrouted = HTTPCounts()  # without an application that serves them
+        self.in_flight = InFlight(HTTPProxy, Application, watches=True)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Return the coroutine that answers a request. It is not `async`: that takes 0.15 us."""
+        is_logged = self.logs_requests
+        if is_logged and type(send) is not AccessLine:
+            return AccessLine(scope, send).follow(self, receive)
+        path: str = scope["path"]
+        root_path: str = scope.get("root_path", "")
+        if root_path and (path + "/").startswith(root_path + "/"):
+            path = path[len(root_path) :] or "/"
+        if path.startswith("/-/") and scope["type"] == "http":
+            response = self._builtin(path, scope, receive)
+            if response is not None:
+                leave_out(send)
+                return response(scope, receive, adding_request_id(send, request_id_of(scope)))
+        route = self.table.match(path)
+        if route is None or (router := route.router) is None or self.is_draining:
+            return self._refuse(path, route, scope, receive, send)
+
+        limits, prefix = self.limits, route.prefix
+        metadata, headers, now = read_head(
+            scope, router.deployment_id, prefix, limits.timeout_s, limits.headers
+        )
+        is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
+        if is_listed:
+            self._budget.deposit()
+        is_bodiless = has_no_body(receive)
+        if is_bodiless and not router.available and scope["type"] == "http":
+            refused = router.turns_away(metadata.deadline)
+            if refused is not None:
+                method, status = scope["method"], refused.status_code
+                router.http.of(get_ident(), prefix, method, status).add(0.0)
+                return send_refusal(refused, metadata.request_id, send)
+        # What user code gets: with the request's id, and without a mounting app.
+        inner: Scope = {**scope, "asgi": ASGI, "headers": headers}
+        if "router" in inner:  # of an app that mounts this one; links need the app's own router
+            del inner["router"]
+            inner.pop("app_root_path", None)
+        if prefix != "/":
+            inner["root_path"] = root_path + prefix
+        attempts: Attempts | None = None
+        if is_listed:
+            last_deadline = client_deadline(inner, now)
+            attempts = Attempts(
+                inner,
+                timeout_s=limits.timeout_s,
+                budget=self._budget,
+                last_deadline=last_deadline,
+            )
+            inner = attempts.scope()
+        kind = HTTPReply if scope["type"] == "http" else WebSocketReply
+        reply = kind(
+            metadata,
+            router,
+            inner,
+            receive,
+            send,
+            has_body=not is_bodiless,
+            limits=limits.http,
+        )
+        reply.attempts = attempts
+        if is_logged:
+            note_reply(send, reply)
+        if now:
+            reply.call.started_at = now
+        return self.in_flight.serve(reply, scope, receive, send)
+
+    def _builtin(self, path: str, scope: Scope, receive: Receive) -> Response | None:
+        if path == HEALTHZ:
+            return self._healthz()
+        if path == LIVEZ:
+            return PlainTextResponse("alive")
+        if path == READYZ:
+            return self._readyz()
+        if path == ROUTES and is_local(scope, target_of(receive)):
+            if scope["method"] not in ("GET", "HEAD"):
+                return PlainTextResponse("Method Not Allowed", 405, {"allow": "GET, HEAD"})
+            apps = {
+                prefix: route.app_name
+                for prefix, route in self.table.routes.items()
+                if route.router is not None
+            }
+            return Response(json.dumps(apps), media_type="application/json")
+        return None
+
+    def _healthz(self) -> Response:
+        if self.is_leaving or self.is_draining:
+            return PlainTextResponse("This node is being drained.", 503)
+        if self.table.is_ready:
+            unhealthy = [each().unhealthy for each in list(self.conditions.values())]
+            text = "; ".join(filter(None, unhealthy))
+            return PlainTextResponse(text or "success", 503 if text else 200)
+        if self.table.is_starting:
+            return PlainTextResponse("starting", 503, _SOON)
+        if self.table.routes:
+            return PlainTextResponse("failed to deploy", 503)
+        return PlainTextResponse("Route table is not populated yet.", 503)
+
+    def _readyz(self) -> Response:
+        """Answer whether every application can serve its requests, and which cannot."""
+        if self.is_leaving or self.is_draining:
+            return PlainTextResponse("This node is being drained.", 503)
+        reasons = []
+        for route in self.table.routes.values():
+            if route.router is None:
+                state = "failed to deploy" if route.has_failed else "is starting"
+                reasons.append(f"Application '{route.app_name}' {state}.")
+        for each in list(self.conditions.values()):
+            condition = each()
+            reasons.append(condition.unhealthy or condition.not_ready)
+        if text := "; ".join(filter(None, reasons)):
+            return PlainTextResponse(text, 503, _SOON)
+        if not self.conditions:
+            return PlainTextResponse("No application runs.", 503, _SOON)
+        return PlainTextResponse("ready")
+
+    async def _refuse(
+        self, path: str, route: Route | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Refuse a request: no route, an application that starts or failed, or a drain."""
+        is_denied = scope["type"] == "websocket"
+        if self.is_draining:
+            code, status, headers = GOING_AWAY, 503, {"connection": "close"}
+            text = "This node is being drained."
+        elif route is not None:
+            code, status, headers = TRY_AGAIN_LATER, 503, {} if route.has_failed else _SOON
+            text = f"Application '{route.app_name}' is starting."
+            if route.has_failed:
+                text = f"Application '{route.app_name}' is unavailable because it failed to deploy."
+            # A server answers `websocket.close` with 403, which no client tries again.
+            is_denied = is_denied and "websocket.http.response" not in scope.get("extensions", {})
+        else:
+            code, status, headers = NORMAL, 404, {}
+            text = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
+        method, prefix = scope.get("method", "WS"), "" if route is None else route.prefix
+        self.unrouted.of(get_ident(), prefix, method, status).add(0.0)
+        if is_denied:
+            await send({"type": "websocket.close", "code": code, "reason": text[:100]})
+            return
+        response = PlainTextResponse(text, status, headers)
+        await response(scope, receive, adding_request_id(send, request_id_of(scope)))

@@ -1,0 +1,100 @@
+"""uvicorn in a thread of its own, for `serve.run` and `ingress run`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ingress.core.calls.loops import EventLoopThread, run_on
+from ingress.serving.http.address import Address, url_of
+from ingress.serving.http.leaving import close_after_answers
+from ingress.serving.http.proxy import HTTPProxy
+
+if TYPE_CHECKING:
+    from ingress.serving.http.uvicorn_server import HTTPThreadServer
+
+
+logger = logging.getLogger("ingress")
+
+
+class HTTPServer:
+    """A server of an `HTTPProxy` on one address, on the loop `ingress-http`."""
+
+    __slots__ = (
+        "_address", "_arguments", "_server", "_serving", "_socket", "home", "proxy", "url",
+    )  # fmt: skip
+
+    def __init__(self, proxy: HTTPProxy, address: Address, arguments: dict[str, Any]) -> None:
+        self.proxy = proxy
+        self._address = address
+        self._arguments = arguments
+        self._socket = address.listen()
+        self.url = url_of(self._socket, is_tls=arguments["ssl_certfile"] is not None)
+        self.home = EventLoopThread("ingress-http")
+        self._server: HTTPThreadServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to accept connections."""
+        await run_on(self.home.loop, self._start())
+
+    async def _start(self) -> None:
+        import uvicorn
+
+        from ingress.serving.http.uvicorn_server import HTTPThreadServer
+
+        arguments = {
+            **self._arguments,
+            "interface": "asgi3",  # uvicorn looks for an `async def`, and the proxy's is none
+            "lifespan": "off",  # the applications have lifespans of their own
+            "log_config": None,
+        }
+        config = uvicorn.Config(self.proxy, **arguments)
+        self._server = HTTPThreadServer(config, owns_socket=self._address.fd is None)
+        self._serving = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[self._socket])
+        )
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise RuntimeError(f"uvicorn did not start on {self.url}")
+            await asyncio.sleep(0.001)
+
+    def leave(self) -> None:
+        """Make each response from now on close its connection. Thread-safe."""
+        if self._server is not None:
+            self.home.mailbox.post(close_after_answers, self._server)
+
+    async def stop(self) -> None:
+        """Close the connections and end the thread, within a second. The requests have ended."""
+        try:
+            if self._server is not None:
+                async with asyncio.timeout(0.9):
+                    await run_on(self.home.loop, self._stop())
+        except TimeoutError:
+            logger.error(
+                "user code blocks the event loop of %s; its thread is left behind", self.home.name
+            )
+        finally:
+            self._socket.close()
+            self._address.clean_up()
+            self.home.stop(timeout_s=0.2)
+
+    async def _stop(self) -> None:
+        assert self._server is not None
+        assert self._serving is not None
+        self._server.stop()
+        done, _ = await asyncio.wait([self._serving], timeout=0.55)
+        if not done:
+            self._server.force_exit = True
+            await asyncio.wait([self._serving], timeout=0.15)
+
+
+def check_address(host: str, port: int) -> int:
+    """Return a port of this machine that can be bound: `port`, or a free one for 0.
+
+    Raises `RuntimeError` if it cannot be bound.
+    """
+    with Address(host, port).listen() as listening:
+        return int(listening.getsockname()[1])

@@ -1,0 +1,182 @@
+"""A WebSocket between the HTTP loop and the user loop: a reply without an end of its own.
+
+    ends because                 user code gets                    the client gets
+    its handler returned                                           1000, if it has not closed
+    its handler raised                                             1011
+    the client left, or answers  websocket.disconnect; cancelled
+    no ping of the server        if it does not listen
+    the application stops        websocket.disconnect              1001; 1012 if it is replaced
+
+An accepted WebSocket has no deadline, as in Ray. Source: Ray 2.60.0, proxy.py; RFC 6455, 7.4.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from starlette.types import Message
+
+from ingress.core.calls.channel import YIELD_EVERY, Channel, EndOfStream
+from ingress.exceptions import is_cancellation
+from ingress.serving.http.access import DENIED, SWITCHED
+from ingress.serving.http.asgi_messages import INTERNAL_ERROR, NORMAL
+from ingress.serving.http.reply import Reply
+from ingress.serving.http.reply_state import COMPLETE, GONE, LEFT, STARTED, ReplyState
+from ingress.serving.http.uvicorn_connection import send_messages, transport_of, websocket_of
+
+# For a handler whose client is gone, to notice and to clean up.
+HEARING_S = 0.25
+CLEANUP_S = 5.0
+FLUSHING_S = 1.0  # for data that is being sent when the server closes the connection
+
+
+class WebSocketReply(Reply):
+    """The HTTP loop's side of one WebSocket. Owned by that loop."""
+
+    is_http = False
+    __slots__ = ("_flushes_until", "_is_accepted", "_is_direct", "_unsent", "_websocket")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_accepted = False
+        self._flushes_until: float | None = None
+        self._websocket = websocket_of(self._send)
+        self._is_direct = False  # messages are sent without the server's task
+        self._unsent: list[Message] = []
+
+    def cut_late(self) -> None:
+        if not self.status:
+            super().cut_late()
+
+    async def ends_by_itself(self) -> bool:
+        """Wait until the handler has ended, and return whether it has.
+
+        A test client cancels the server's task as it leaves, maybe before its disconnect was read.
+        The handler's clean-up and error belong to that test. The cancellation of a server comes a
+        little later.
+        """
+        runner = self.call.runner
+        if not self.status or runner is None or runner.loop is self.loop:
+            return False  # in the last case, the cancellation has ended the handler
+        with anyio.move_on_after(HEARING_S, shield=True):
+            await self._end_of_call()
+        if not self._is_over and self.state in (COMPLETE, GONE):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
+                await self._end_of_call()
+        return self._is_over
+
+    async def _end_of_call(self) -> None:
+        while not self._is_over:
+            self._event = self.loop.create_future()
+            await self._event
+
+    async def conclude(self, state: ReplyState) -> None:
+        failure = self.call.error
+        stop_code = None if self._client is None else self._client.stop_code
+        is_over = state is GONE or stop_code is not None
+        is_stopped = failure is self.stopped_by
+        if failure is not None and is_over and (is_stopped or is_cancellation(failure)):
+            failure = None  # its reaction to the disconnect, or it was cancelled after that
+        if self._is_accepted and state < COMPLETE:
+            code = stop_code or (NORMAL if failure is None else INTERNAL_ERROR)
+            try:
+                await self._send({"type": "websocket.close", "code": code})
+            except OSError:
+                pass  # the client has left first
+        error = self.failure(failure, state)
+        if error is not None:
+            raise error
+
+    async def pass_on(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "websocket.accept":
+            self._is_accepted = True
+            self.note_start(SWITCHED)
+        else:
+            self.note_start(message.get("status", DENIED))
+        if kind == "websocket.close" and self.state is STARTED:
+            self.state = COMPLETE
+        await self._send(message)
+
+    async def forward(self, outbound: Channel) -> None:
+        """Send the messages of user code: without this task, while the server takes them at once.
+
+        Otherwise each would have to wake this task.
+        """
+        while True:
+            if self._websocket is not None and not self._send_directly():
+                self._is_direct = True
+                self._event = self.loop.create_future()
+                try:
+                    await self._event
+                finally:
+                    self._is_direct = False
+            messages, self._unsent = self._unsent, []
+            try:
+                await self._deliver(messages or await outbound.get_many())
+            except EndOfStream:
+                return
+
+    async def _deliver(self, messages: list[Message]) -> None:
+        try:
+            for each in messages:
+                await self.pass_on(each)
+        except OSError:
+            self._on_disconnect()  # its handler notices when it sends or receives
+
+    def _news_of_user_code(self) -> None:
+        self.post(self._send_what_came)
+
+    def _send_what_came(self) -> None:
+        # Posted, and meanwhile the server's task may have begun to send what came before.
+        if self._is_direct and self._send_directly():
+            self._is_direct = False
+            self.wake()
+
+    def _send_directly(self) -> bool:
+        """Send the messages that are there. Returns whether the server's task must go on.
+
+        If not, this is done again when there are more.
+        """
+        assert self._outbound is not None
+        for _ in range(YIELD_EVERY):
+            try:
+                messages = self._outbound.get_nowait(self._news_of_user_code)
+            except Exception:  # the end, which the task will get too
+                return True
+            if not messages:
+                return False
+            self._unsent = send_messages(self._websocket, messages)
+            if self._unsent:
+                return True
+        self.mailbox.post(self._send_what_came)
+        return False
+
+    def watch(self, now: float) -> None:
+        super().watch(now)
+        transport = transport_of(self._receive)
+        if transport is None or not transport.is_closing():
+            return
+        # uvicorn closes a connection whose client answers no ping. Until its last byte is sent,
+        # the connection is not lost: never, if that client does not read.
+        if self._flushes_until is None:
+            self._flushes_until = now + FLUSHING_S
+        elif now >= self._flushes_until:
+            transport.abort()
+
+    def on_gone(self) -> None:
+        self.close()
+        self.loop.call_later(HEARING_S, self._cancel_unless_heard)
+
+    def _cancel_unless_heard(self) -> None:
+        """Cancel a handler that has not noticed that its client is gone.
+
+        Race with a handler that notices on its own loop just now: it is cancelled while it cleans
+        up, as the handler of a request always is.
+        """
+        if not self._is_over and self.state is not LEFT:
+            if self.work.is_heard:
+                self.loop.call_later(CLEANUP_S, self.call.cancel)
+            else:
+                self.call.cancel()

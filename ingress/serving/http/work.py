@@ -1,0 +1,239 @@
+"""User code's side of a request: it runs user code, which calls its `receive` and `send`.
+
+    the user loop                              the HTTP loop
+    send()     one complete response           -> Reply.complete, start and body together
+               a stream, item by item          -> a Channel, which Reply.open gets
+    receive()  body, messages, disconnect      <- the channel that the Client fills
+
+If both are the same loop, nothing crosses threads: `send_here` sends by the server's own `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from starlette.types import Message, Scope
+
+from ingress.app.asgi import route_template
+from ingress.core.calls.call import NO_CONTEXT, Call, Runner, Work
+from ingress.core.calls.channel import YIELD_EVERY, Channel
+from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
+from ingress.exceptions import RayServeException, StreamClosedError
+from ingress.serving.http.asgi_messages import SERVICE_RESTART, channel_for, size_of
+from ingress.serving.http.reply_state import CUT
+from ingress.serving.replicas.user_code import UserCode
+
+if TYPE_CHECKING:  # it makes these
+    from ingress.serving.http.reply import Reply
+
+
+class HTTPWork(Work):
+    """The work of a request or a WebSocket. Owned by the user loop.
+
+    reply       the HTTP loop's side; what it gets from another loop is posted
+    route_label the route that the request is counted under, once its code has ended
+    has_answer  user code has sent the whole response: what still runs is a background task
+    is_heard    user code was told that the client is gone
+    """
+
+    __slots__ = (
+        "_first", "_is_pumping", "_kind", "_method", "_outbound", "_sent", "_start", "_template",
+        "has_answer", "is_heard", "reply", "route_label", "scope",
+    )  # fmt: skip
+
+    def __init__(self, reply: Reply, scope: Scope, route: str) -> None:
+        self.reply = reply
+        self.scope: Scope = scope
+        self.route_label = route
+        self.has_answer = self.is_heard = False
+        self._outbound: Channel | None = None
+        self._template = self._kind = self._method = ""
+
+    @property
+    def streamed_at(self) -> float:  # type: ignore[override]
+        return self.reply.streamed_at
+
+    @property
+    def answered_at(self) -> float:  # type: ignore[override]
+        return self.reply.answered_at
+
+    def __call__(self, user_code: UserCode) -> Awaitable[None]:
+        """Serve the request with user code, in a task on the user loop."""
+        reply = self.reply
+        # Anew on each replica: the one before may have ended before it began.
+        self._first = reply.first
+        self._is_pumping = False
+        self._start: Message | None = None
+        self._sent = 0
+        runner = reply.call.runner
+        assert runner is not None
+        send = self.send_here if runner.loop is reply.loop else self.send
+        return user_code.http(self.scope, self.receive, send)
+
+    # Messages.
+
+    async def receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        if not self._is_pumping:
+            self._is_pumping = True
+            self.reply.post(self.reply.pump)
+        message = await self.reply.client().take()
+        if message["type"].endswith(".disconnect"):
+            self.is_heard = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message from another loop than the server's."""
+        if self._outbound is not None:
+            await self._put(message)
+            self.has_answer = not message.get("more_body")
+        elif message["type"] == "http.response.start":
+            self._start = message
+            if not _has_length(message):
+                await self._stream()  # the body may take a while, and the client wants the start
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            if self._start is None:
+                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+            self.has_answer = True
+            self.reply.mailbox.post(self.reply.complete, self._start, message)
+            self._start = None
+        else:
+            await self._stream()
+            await self._put(message)
+
+    async def _stream(self) -> None:
+        """Send the response message by message from now on."""
+        self._outbound = channel_for(is_http=self.reply.is_http)
+        if self._start is not None:
+            await self._outbound.put(self._start)
+        self.reply.mailbox.post(self.reply.open, self._outbound)
+
+    async def _put(self, message: Message) -> None:
+        assert self._outbound is not None
+        try:
+            await self._outbound.put(message, size_of(message))
+        except StreamClosedError:
+            self.is_heard = True
+            raise
+
+    async def send_here(self, message: Message) -> None:
+        """Send a message on the server's own loop."""
+        reply = self.reply
+        if reply.state >= CUT:
+            self.is_heard = True
+            raise StreamClosedError("the client of this request has disconnected")
+        if message.get("more_body") or message["type"] == "websocket.send":
+            reply.pump()
+            self._sent += 1
+            # A server need not suspend it. uvicorn drops what is written to a connection that
+            # failed, and the loop must turn before uvicorn hears of the failure.
+            if self._sent % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        else:
+            self.has_answer = message["type"] != "http.response.start"
+        if message["type"] == "http.response.start" and _has_length(message):
+            self._start = message  # kept: an error before the body can still be answered as one
+        else:
+            start, self._start = self._start, None
+            try:
+                if start is None:
+                    await reply.pass_on(message)
+                else:
+                    await reply.send_response(start, message)
+            except OSError:
+                reply.lose()
+                raise
+
+    # The call.
+
+    def start(self, call: Call, runner: Runner) -> None:
+        call.runner = runner
+        reply = self.reply
+        if reply.task is None and runner.loop is reply.loop:
+            reply.post(reply.serve_on, call, runner)
+        elif GIL_PRESSURE.is_high:
+            # By way of the HTTP loop, which then has turns between two calls that compute.
+            # Otherwise N computing threads start each other's calls, and it has one turn in N.
+            reply.post(self._submit_after, TURNS if runner.is_computing else 0, call, runner)
+        else:
+            runner.submit(call)
+
+    def _submit_after(self, turns: int, call: Call, runner: Runner) -> None:
+        """Give the call to its replica after so many turns of the HTTP loop, or `TURNS_S`."""
+        if turns and monotonic() - call.assigned_at < TURNS_S:
+            self.reply.loop.call_soon(self._submit_after, turns - 1, call, runner)
+        else:
+            runner.submit(call)
+
+    def deadline(self, call: Call) -> float | None:
+        """Return `None` for a background task, and for a WebSocket: as on Ray, it has none."""
+        return None if self.has_answer or not self.reply.is_http else call.metadata.deadline
+
+    def expire(self, call: Call) -> None:
+        """Answer that the deadline has passed, or cut a response that has begun. Thread-safe."""
+        self.reply.post(self.reply.cut_late)
+
+    def interrupt(self) -> None:
+        self.reply.post(self.reply.close)
+
+    def give_up(self, call: Call, error: RayServeException) -> None:
+        reply = self.reply
+        if not self.reply.is_http and reply.is_stream:  # else it is refused, with the error
+            reply.disconnect(SERVICE_RESTART)
+        if not self.reply.is_http or not self.has_answer:  # else only a background task is left
+            reply.stop(error)
+            reply.post(reply.end_stream)
+
+    def end(self, call: Call, failure: BaseException | None) -> str:
+        """Drop the scope and end the stream, because user code has ended.
+
+        Every copy of the request's context holds the call, also that of the server's keep-alive
+        timer, and must not hold what frameworks keep in a scope.
+        """
+        # For the counts of the replica and of the server.
+        self.route_label = self.reply.router.templates.label(self.scope, call.metadata.route)
+        self._method = self.scope.get("method", "WS")
+        if failure is not None or call.is_interrupted:
+            self.route(call)  # kept for the log record
+        if call.metadata.deadline is not None:
+            self.kind(call)  # kept for the estimate of later calls of this kind
+        self.scope, call.context = {}, NO_CONTEXT
+        if self._outbound is not None:
+            self._outbound.finish()
+        return self.route_label
+
+    # Names.
+
+    def route(self, call: Call) -> str:
+        """Return the prefix, with the endpoint's path template once found. Thread-safe."""
+        if not self._template:
+            path = route_template(self.scope)
+            if path is None:
+                return call.metadata.route
+            self._template = call.metadata.route.rstrip("/") + path
+        return self._template
+
+    def kind(self, call: Call) -> str:
+        """Return the HTTP method and the path template, also before the route is found."""
+        if not self._kind and "method" in self.scope:
+            self._kind = f"{self.scope['method']} {self.reply.router.templates.find(self.scope)}"
+        return self._kind
+
+    def title(self, call: Call) -> str:
+        """Return the HTTP method and the template as far as it is known. Thread-safe."""
+        if self._method:  # user code has ended, and the scope is gone
+            return f"{self._method} {self.route_label}"
+        return f"{self.scope.get('method', 'WS')} {self.route(call)}"
+
+
+def _has_length(start: Message) -> bool:
+    """Return whether the body follows the start at once, so that both can be sent together."""
+    for name, _ in start.get("headers", ()):  # noqa: SIM110 - a generator costs 0.3 us
+        if name == b"content-length":
+            return True
+    return False

@@ -1,0 +1,29 @@
+"""Replicas in child processes: `@serve.deployment(isolation="process")`.
+
+    the server's process                                 a child process for each replica
+    Router -> ProcessReplica -> RemoteCode  == frames ==   Host -> Replica -> user code
+
+    process_replica  the runner that the router knows; start here
+    remote_code      the user code of that runner: it sends what `UserCode` would do
+    link             the server's end of a child: its process, its frames, its end
+    child            the main function of a child
+    host             the calls in a child
+    hosted_call      one of these calls, and the messages of its request
+    directory        handles in a child: the calls that it makes
+    errands          the same calls, in the server's process
+    frames           the framing: messages over an inherited socket pair, pickled, in both
+                     directions
+    messages         the kinds of frames and their contents
+    code             the user's class and its arguments, as they travel
+    errors           exceptions that cross, and descriptions of a process's end
+    output           its standard output and error, and its log records
+    page             the few numbers that a child leaves behind even if it is killed
+    segments         shared memory, through which large contents cross
+    window           how much may be on its way, in each direction
+    resources        the environment of a child: variables, native threads, GPUs
+    spawning         the operating system's side: start a process, wait for its end
+
+A child runs the same `Replica` as the server's process does for a replica in a thread: lanes,
+batches, models, lifespans and the watchdog work there as here. The router's slots are counted here.
+Pickle crosses inherited socket pairs only.
+"""

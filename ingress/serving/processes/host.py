@@ -1,0 +1,279 @@
+"""A replica in a child: frames that arrive begin, feed and cancel its calls.
+
+The host fulfils for a child the part that a router and a proxy have in the server's process. The
+parent's router counts the slots, so a call that arrives has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextvars import Context
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from ingress.context import REPLICA
+from ingress.core.base.counters import copied
+from ingress.core.calls.call import Call
+from ingress.core.calls.loops import mailbox_of
+from ingress.core.calls.tracing import TRACING, adopt, trace_id_of
+from ingress.exceptions import UserCodeExit
+from ingress.serving.processes.directory import ServerDirectory, Waits
+from ingress.serving.processes.errors import not_begun, pickled_error, unreadable, unsendable
+from ingress.serving.processes.frames import (
+    Buffers,
+    Content,
+    Frames,
+    decode,
+    dumps,
+    encode,
+    loads,
+    outside,
+)
+from ingress.serving.processes.hosted_call import HostedCall, hosted_invocation, hosted_request
+from ingress.serving.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
+from ingress.serving.processes.page import SharedPage
+from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.metrics import series
+from ingress.telemetry.watchdog import WATCHDOG, Stall
+
+BEAT_S = 0.25
+
+logger = logging.getLogger("ingress")
+
+
+class Host:
+    """The calls of a child's replica. Owned by the user loop.
+
+    `stop()` ends the process, in another thread. `starting` is the task of the replica's start.
+    """
+
+    __slots__ = (
+        "_calls", "_last_stall", "_models", "_news", "_page", "_stop", "_tasks", "directory",
+        "frames", "replica", "starting",
+    )  # fmt: skip
+
+    def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
+        self.replica = replica
+        self.starting: asyncio.Task[None] | None = None
+        self.frames: Frames
+        self.directory = ServerDirectory(replica.loop)
+        self._page = page
+        self._stop = stop
+        self._calls: dict[int, HostedCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._models: frozenset[str] = frozenset()
+        self._news = dumps(({}, {}, {}, 0, {}, {}, {}, [], []))  # the last that the parent knows
+        self._last_stall: Stall | None = None
+
+    def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
+        if number >= UPWARD:
+            work = self.directory.works.get(number)
+            if work is not None:
+                work.on_frame(kind, content, buffers)
+                if work.is_over:
+                    del self.directory.works[number]
+        elif kind <= Kind.HTTP:
+            self._on_call(kind, number, content, buffers)
+        elif kind == Kind.ASK:
+            self._on_ask(number, content)
+        elif kind == Kind.STOP:
+            if self.starting is not None:
+                self.starting.cancel()
+            try:
+                self._tell_news()  # the last
+            finally:
+                self._stop()
+        elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
+            self._on_message(kind, call, content, buffers)
+
+    def begin_start(self) -> None:
+        """Show the parent that the instance is about to be made, in the current task."""
+        self.starting = asyncio.current_task()
+        self._page.begin_loop()
+
+    def beat(self) -> None:
+        """Show the parent, now and again and again, that the user loop turns, and the news."""
+        self._page.beat(monotonic())
+        self.replica.loop.call_later(BEAT_S, self.beat)  # first: the news may raise
+        self._tell_news()
+
+    def _tell_models(self) -> None:
+        if self.replica.model_ids != self._models:
+            self._models = self.replica.model_ids
+            self.frames.post(Kind.MODELS, 0, dumps(self._models))
+
+    def _tell_news(self) -> None:
+        self._tell_models()
+        stalls = [each for each in WATCHDOG.stalls() if each.is_over]
+        new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
+        replica = self.replica
+        pools = replica.pools.loads(), replica.pools.waits()
+        batches = replica.context.batch_counts  # worker threads write it, and the watchdog stalls
+        counts = (
+            copied(replica.stalls),
+            {each: replace(batches[each]) for each in list(batches)},
+            *(replica.batch_queues, replica.model_gets, replica.model_times, *pools),
+            series.collected(),
+        )
+        news = dumps((*counts, new))
+        if news != self._news:
+            self.frames.post(Kind.NEWS, 0, news)
+            # Without the stalls, so that they are not told again.
+            self._news = dumps((*counts, []))
+            self._last_stall = stalls[-1] if stalls else None
+
+    def excuse(self) -> None:
+        """Show the parent that the user loop may stand. Thread-safe.
+
+        A model is being loaded, or `reconfigure` runs.
+        """
+        if self.replica.may_stand:
+            self._page.turn(monotonic())
+
+    def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
+        # Else a request that ends this process here would end one replica after the other.
+        self._page.read(number)
+        try:
+            call = self._arrived(kind, number, decode(content, buffers))
+        except Exception as error:  # of reading the arguments, which may run user code
+            self.frames.post(Kind.FAILED, number, pickled_error(error))
+            return
+        finally:
+            self._page.read(0)
+        call.waits_for = Waits(self.directory, number)
+        self._calls[number] = call
+        call.task = self.replica.loop.create_task(self._run(call), context=call.context)
+
+    def _on_ask(self, number: int, content: memoryview) -> None:
+        try:
+            what, argument = loads(content)
+        except Exception as error:
+            self.frames.post(Kind.FAILED, number, pickled_error(error))
+        else:
+            task = self.replica.loop.create_task(
+                self._answer(number, what, argument), context=Context()
+            )
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _arrived(self, kind: int, number: int, content: Any) -> HostedCall:
+        deployment = self.replica.replica_id.deployment_id
+        if kind == Kind.HTTP:
+            envelope, values, body, has_more = content
+            metadata = metadata_of(envelope, deployment, is_http=True, is_streaming=False)
+            first = None
+            if values[0] == "http":
+                first = {"type": "http.request", "body": bytes(body), "more_body": has_more}
+            return hosted_request(number, self.frames, metadata, scope_of(values), first)
+        envelope, args, kwargs = content
+        is_streaming = kind == Kind.STREAM
+        metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
+        call = hosted_invocation(number, self.frames, metadata, args, kwargs)
+        adopt(envelope[-1], call.context)
+        return call
+
+    def _on_message(
+        self, kind: int, call: HostedCall, content: memoryview, buffers: Buffers
+    ) -> None:
+        if kind == Kind.INPUT:
+            size = len(content) + sum(map(len, buffers))
+            try:
+                if call.request is not None:
+                    call.request.accept(message_of(content, buffers), size)
+            except Exception as problem:
+                call.cancel(unreadable("a message of the client", problem))
+        elif kind == Kind.CREDIT:
+            call.window.give(content)
+        elif kind == Kind.CLOSE:
+            call.close()
+        elif kind == Kind.CANCEL:
+            reason = None
+            if content:
+                try:
+                    reason = loads(content)
+                except Exception as problem:  # it is cancelled nevertheless
+                    reason = unreadable("the reason of a cancellation", problem)
+            call.cancel(reason)
+
+    async def _run(self, call: HostedCall) -> None:
+        """Run a call on the replica, and send its end."""
+        replica = self.replica
+        error: BaseException | None = None
+        value: object = None
+        try:
+            if not self._page.begin(call.number):
+                raise not_begun(replica.replica_id)
+            call.runner = replica
+            if replica.admit(call):
+                value = await replica.serve(call)
+        except asyncio.CancelledError as cancelled:
+            error = UserCodeExit(cancelled, str(replica.replica_id))
+        except Exception as raised:
+            error = raised
+        if call.settled:  # cancelled, or its deadline passed
+            error = call.error
+        elif replica.is_ending:
+            error = replica.gone_error()
+        call.settle(value, error)
+        if TRACING.tracer is not None:
+            self._tell_trace(call)
+        self._end(call, value, error)
+
+    def _tell_trace(self, call: HostedCall) -> None:
+        # The server knows the trace of a call by handle: it has sent it.
+        trace_id = trace_id_of(call) if call.request is not None else ""
+        if trace_id:
+            self.frames.post(Kind.TRACE, call.number, trace_id.encode())
+
+    def _end(self, call: HostedCall, value: object, error: BaseException | None) -> None:
+        del self._calls[call.number]
+        call.close()  # tasks of other calls may wait for room: those that broadcast
+        if call.metadata.multiplexed_model_id:
+            self._tell_models()
+        if error is None:
+            try:
+                self.frames.post(*call.last_frame(value), at_once=not self._calls)
+                return
+            except Exception as problem:
+                error = unsendable(call.deployment_name, problem, result=value)
+        if call.request is not None:
+            call.request.flush()
+        self.frames.post(Kind.FAILED, call.number, pickled_error(error))
+
+    async def _answer(self, number: int, what: str, argument: Any) -> None:
+        """Answer a request to the replica itself."""
+        REPLICA.set(self.replica.context)
+        if what == "look":
+            look = partial(self._look, number, *argument)
+            # Not in the replica's executor: user code may hold all of its threads.
+            threading.Thread(target=look, name="ingress-look", daemon=True).start()
+            return
+        try:
+            if what == "check_health":
+                await self.replica.check_health()
+            elif what == "add_threads":
+                self.replica.add_threads(argument)
+            else:
+                await self.replica.reconfigure(argument)
+        except Exception as error:
+            self.frames.post(Kind.FAILED, number, pickled_error(error))
+        else:
+            self.frames.post(Kind.DONE, number)
+
+    def _look(self, number: int, look: Callable[..., object], *arguments: object) -> None:
+        """Answer with the result of a function. Its pickle is made here, beside the user loop."""
+        frame: tuple[Kind, int, Content]
+        try:
+            frame = Kind.DONE, number, encode(outside(dumps(look(self.replica, *arguments))))
+        except Exception as error:
+            frame = Kind.FAILED, number, pickled_error(error)
+        mailbox_of(self.replica.loop).post(self.frames.post, *frame)
+
+
+def give_back(replica: Replica, call: Call) -> None:
+    """Do nothing: the slot is the parent's, and the frame of the call's end gives it back."""

@@ -1,0 +1,268 @@
+"""A call in a child: one call by handle, one stream, or one HTTP request or WebSocket.
+
+frames that arrive            the call's work, on the user loop
+INPUT, CANCEL, CLOSE   -->    receive(), a cancellation, `StreamClosedError` from `send`
+RESPONSE, OUTPUT, ...  <--    send(), items
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+from contextvars import Context
+from typing import Any
+
+from starlette.types import Message, Scope
+
+from ingress.app.asgi import route_template
+from ingress.app.asgi.chunks import parts_of
+from ingress.core.base.types import RequestMetadata
+from ingress.core.calls.call import Call, Work
+from ingress.handle import Invocation
+from ingress.serving.processes.errors import unsendable
+from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
+from ingress.serving.processes.messages import (
+    RESPONSE_BODY,
+    RESPONSE_START,
+    Kind,
+    message_as_sent,
+    plain,
+    response_as_sent,
+)
+from ingress.serving.processes.window import Taken, Waiters, Window
+from ingress.serving.replicas.user_code import UserCode
+
+
+class HostedCall(Call):
+    """One call in a child. Owned by the user loop. Its slot is the parent's.
+
+    `request` is its work if that is an HTTP request or a WebSocket, else `None`.
+    """
+
+    __slots__ = ("frames", "number", "request", "task", "window")
+    task: asyncio.Task[None]
+    """The task that runs it. Held here, because a loop does not hold its tasks."""
+
+    def __init__(self, number: int, frames: Frames, metadata: RequestMetadata, work: Work) -> None:
+        super().__init__(metadata, work, Context())
+        self.assigned_at = self.started_at
+        self.number = number
+        self.frames = frames
+        self.window = Window()
+        self.request = work if isinstance(work, HostedRequest) else None
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        self.close()  # user code that swallows its cancellation may wait for room
+
+    def close(self) -> None:
+        """Make the user's generator end, or every later `send` fail: the consumer has gone."""
+        self.window.close()
+        if self.request is not None:
+            self.request.close()
+
+    def last_frame(self, value: object) -> tuple[Kind, int, Content]:
+        """Return the frame that ends the call. Raises the error of pickling the value."""
+        if self.request is not None:
+            answer = self.request.take_answer()
+            kind = Kind.DONE if answer is None else Kind.ANSWER
+            return kind, self.number, b"" if answer is None else answer
+        return Kind.DONE, self.number, b"" if value is None else encode(value)
+
+
+class _Items:
+    """The channel of a generator's items, for an `Invocation`. Owned by the user loop."""
+
+    __slots__ = ("call",)
+    call: HostedCall
+
+    async def put(self, item: object, size: int = 0) -> None:
+        try:
+            content = encode(item)
+        except Exception as problem:
+            raise unsendable(self.call.deployment_name, problem, item=item) from problem
+        await self.call.window.take(size_of_content(content))
+        self.call.frames.post(Kind.ITEM, self.call.number, content)
+
+
+def hosted_invocation(
+    number: int,
+    frames: Frames,
+    metadata: RequestMetadata,
+    args: list[object],
+    kwargs: dict[str, object],
+) -> HostedCall:
+    """Return a call by handle."""
+    items: Any = _Items() if metadata.is_streaming else None
+    work = Invocation(metadata.method_name, args, kwargs, items)
+    call = HostedCall(number, frames, metadata, work)
+    if items is not None:
+        items.call = call
+    return call
+
+
+def hosted_request(
+    number: int, frames: Frames, metadata: RequestMetadata, scope: Scope, first: Message | None
+) -> HostedCall:
+    """Return the call of an HTTP request or a WebSocket."""
+    request = HostedRequest(scope, first)
+    request.call = call = HostedCall(number, frames, metadata, request)
+    return call
+
+
+class HostedRequest(Work):
+    """The work of one HTTP request or WebSocket in a child. Owned by the user loop."""
+
+    __slots__ = (
+        "_answer",
+        "_first",
+        "_inputs",
+        "_is_complete",
+        "_is_gone",
+        "_is_http",
+        "_is_streaming",
+        "_start",
+        "_taken",
+        "_template",
+        "_waiters",
+        "call",
+        "scope",
+    )
+    call: HostedCall
+
+    def __init__(self, scope: Scope, first: Message | None) -> None:
+        self.scope: Scope = scope
+        self._is_http = scope["type"] == "http"
+        self._first = first
+        self._inputs: deque[tuple[Message, int]] = deque()
+        self._taken = Taken()
+        self._waiters: Waiters | None = None  # most requests arrive as a whole
+        self._start: Message | None = None
+        self._answer: Content | None = None  # a complete response that is not sent yet
+        self._is_streaming = self._is_complete = self._is_gone = False
+        self._template = ""
+
+    def __call__(self, user_code: UserCode) -> Awaitable[None]:
+        return user_code.http(self.scope, self._receive, self._send)
+
+    def deadline(self, call: Call) -> float | None:
+        """Return `None` for a background task, and for a WebSocket: as on Ray, it has none."""
+        is_over = self._is_complete or not self._is_http
+        return None if is_over else call.metadata.deadline
+
+    def route(self, call: Call) -> str:
+        """Return the prefix, with the endpoint's path template once found."""
+        if not self._template:
+            path = route_template(self.scope)
+            if path is None:
+                return call.metadata.route
+            self._template = call.metadata.route.rstrip("/") + path
+        return self._template
+
+    def title(self, call: Call) -> str:
+        """Return the HTTP method and the template as far as it is known. Thread-safe."""
+        return f"{self.scope.get('method', 'WS')} {self.route(call)}"
+
+    def end(self, call: Call, failure: BaseException | None) -> str:
+        """Keep all: the response is in the last frame."""
+        return call.metadata.route
+
+    # The client's messages.
+
+    def accept(self, message: Message, size: int) -> None:
+        """Take a message of the client, which counts `size` bytes in its window."""
+        self._inputs.append((message, size))
+        self._wake()
+
+    def close(self) -> None:
+        """Have `receive` report the disconnect: the client is gone."""
+        self._is_gone = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiters is not None:
+            self._waiters.wake()
+
+    async def _receive(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        while not self._inputs:
+            if self._is_gone or (self._is_complete and self._is_http):
+                if self._is_http:
+                    return {"type": "http.disconnect"}
+                return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+            if self._waiters is None:
+                self._waiters = Waiters()
+            await self._waiters.wait()
+        message, size = self._inputs[0]
+        if message["type"].endswith(".disconnect"):
+            return message  # the last one, for every later `receive`
+        self._inputs.popleft()
+        self._taken.add(1, size)
+        self._taken.tell(self.call.frames, self.call.number)
+        return message
+
+    # The response.
+
+    async def _send(self, message: Message) -> None:
+        kind = message["type"]
+        if self._is_streaming or not self._is_http:
+            await self._stream(message)
+        elif kind == RESPONSE_START:
+            self._start = message
+            if b"content-length" not in [name for name, _ in message.get("headers", ())]:
+                await self._stream(message)  # the body may take a while
+        elif kind == RESPONSE_BODY and not message.get("more_body"):
+            start = self._start
+            if start is None:
+                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+            self._answer = response_as_sent(start, bytes(message.get("body", b"")))
+            self._complete()
+            # If the work ends in this turn of the loop, its last frame brings the response.
+            asyncio.get_running_loop().call_soon(self.flush)
+        else:
+            if self._start is not None:
+                await self._stream(self._start)
+            await self._stream(message)
+
+    def _complete(self) -> None:
+        """Note that the response is complete: a `receive` that waits reports the disconnect."""
+        self._is_complete = True
+        self._wake()
+
+    def take_answer(self) -> Content | None:
+        """Return the complete response if it is yet to be sent."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def flush(self) -> None:
+        """Send the response that is held back for the last frame."""
+        answer = self.take_answer()
+        if answer is not None:
+            self.call.frames.post(Kind.RESPONSE, self.call.number, answer)
+
+    async def _stream(self, message: Message) -> None:
+        """Send one message, at the pace of the client."""
+        self._is_streaming = True
+        kind = message["type"]
+        if kind == RESPONSE_BODY and message.get("more_body"):
+            for part in parts_of(message.get("body", b"")):
+                if len(part) < LARGE:
+                    await self._post(Kind.CHUNK, bytes(part))
+                else:  # a content that is not pickled cannot say that it did not arrive
+                    await self._post(Kind.OUTPUT, message_as_sent({**message, "body": part}))
+            return
+        if kind == RESPONSE_START:
+            message = {**message, "headers": plain(message.get("headers", ()))}
+        elif kind == RESPONSE_BODY:
+            message = {"type": kind, "body": message.get("body", b""), "more_body": False}
+        await self._post(Kind.OUTPUT, message_as_sent(message))
+        if kind == RESPONSE_BODY:
+            self._complete()
+
+    async def _post(self, kind: Kind, content: Content) -> None:
+        """Send a frame, once there is room for it."""
+        await self.call.window.take(size_of_content(content))
+        self.call.frames.post(kind, self.call.number, content)

@@ -1,0 +1,468 @@
+"""The server's end of a child: its process, its frames, and the work that it does.
+
+start   a socket pair and a page are made, the process starts, its replica says that it serves
+send    one frame for each call; the answers end the `RemoteWork` of that call
+lost    the process has ended: all its work ends, with `NotBegunError` if it had not begun
+stuck   its loop does not turn: it begins no more work, and work that it had not begun ends so
+
+User code in the child can write to the link. What the protocol does not have ends this link only:
+its process is killed, and replaced. An answer that cannot be read fails its call only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from copy import copy
+from secrets import token_hex
+from time import monotonic
+from typing import Any
+
+from anyio import CancelScope
+
+from ingress.core.base.types import ReplicaID
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.calls.channel import MAX_ITEMS
+from ingress.core.calls.loops import mailbox_of
+from ingress.core.calls.retries import NotBegunError
+from ingress.exceptions import ReplicaUnavailableError
+from ingress.serving.processes.errands import Errands, MakeHandle
+from ingress.serving.processes.errors import died, end_of, not_begun, unpickled_error, unreadable
+from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, decode, dumps
+from ingress.serving.processes.messages import (
+    OF_CALLS,
+    RESPONSE_BODY,
+    UPWARD,
+    Kind,
+    News,
+    message_of,
+    model_ids_of,
+    news_of,
+    response_messages,
+    trace_id_in,
+    unknown,
+)
+from ingress.serving.processes.output import Output
+from ingress.serving.processes.page import SharedPage
+from ingress.serving.processes.remote_call import RemoteCall
+from ingress.serving.processes.resources import EnvironmentOf
+from ingress.serving.processes.spawning import ChildProcess
+from ingress.serving.processes.window import Taken, Window
+
+_LAST_FRAMES_S = 0.1  # for frames of a child that has ended
+_SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
+_START_ENDS_S = 0.3  # for `__del__` after a cancelled constructor; a delete waits for 0.5 s
+_CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
+_MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
+
+logger = logging.getLogger("ingress")
+
+
+class RemoteWork:
+    """One call in a child, from its frame to its end. Owned by the loop of the frames."""
+
+    __slots__ = (
+        "_arrived", "_size", "_taken", "_waiter", "call", "can_move", "error", "frames", "is_over",
+        "number", "value", "window",
+    )  # fmt: skip
+
+    def __init__(self, kind: Kind, number: int, frames: Frames) -> None:
+        self.number = number
+        self.frames = frames
+        self.call = CURRENT_CALL.get(None)
+        self.window = Window()
+        self.is_over = False
+        # To another replica: no message of the client was taken for it.
+        self.can_move = kind != Kind.ASK
+        self.value: object = None
+        self.error: BaseException | None = None
+        self._arrived: list[Any] = []  # messages of a response, or items
+        self._size = 0  # of what has arrived, in bytes
+        self._taken = Taken()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
+        """Take a frame of the process that does the work."""
+        try:
+            if kind == Kind.ANSWER:
+                self._arrived += response_messages(content, buffers)
+                self.end()
+            elif kind == Kind.DONE:
+                self.end(decode(content, buffers) if content else None)
+            elif kind == Kind.FAILED:
+                error = unpickled_error(content)
+                if isinstance(error, NotBegunError) and not self.can_move:
+                    error = error.for_caller()
+                self.end(error=error)
+            elif kind == Kind.CREDIT:
+                self.window.give(content)
+            elif kind == Kind.TRACE:
+                if self.call is not None:
+                    self.call.trace_id = trace_id_in(content)
+            else:
+                self._add(kind, content, buffers)
+        except FrameError:
+            raise
+        except Exception as problem:  # of user code, which reading may call
+            self.fail(unreadable(_CONTENTS.get(kind, "the response"), problem))
+            if kind in (Kind.ANSWER, Kind.DONE):
+                self.end()
+
+    def _add(self, kind: int, content: memoryview, buffers: Buffers) -> None:
+        """Take a message of a response, a complete response, or an item."""
+        if kind == Kind.RESPONSE:
+            self._arrived += response_messages(content, buffers)
+        else:
+            self._size += len(content) + sum(map(len, buffers))
+            if kind == Kind.CHUNK:
+                body = bytes(content)
+                self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
+            elif kind == Kind.OUTPUT:
+                self._arrived.append(message_of(content, buffers))
+            elif kind == Kind.ITEM:
+                self._arrived.append(decode(content, buffers))
+            else:
+                raise unknown(kind)
+        if len(self._arrived) > _MOST_ARRIVED:
+            raise FrameError("more messages of a call than there was room for")
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Have `take` raise an error, although the work goes on."""
+        self.error = error
+        self._wake()
+
+    def end(self, value: object = None, error: BaseException | None = None) -> None:
+        self.value = value
+        if error is not None:  # else it may be that of an item that could not be read
+            self.error = error
+        self.is_over = True
+        self.window.close()
+        self._wake()
+
+    def give(self) -> None:
+        """Tell the child that what was taken last is used up."""
+        if not self.is_over:
+            self._taken.tell(self.frames, self.number)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Any]:
+        """Return what has arrived, and nothing at the end. Raises the work's error."""
+        while not self._arrived:
+            if self.error is not None:
+                raise self.error
+            if self.is_over:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        taken, self._arrived = self._arrived, []
+        self._taken.add(len(taken), self._size)
+        self._size = 0
+        return taken
+
+    async def outcome(self) -> Any:
+        """Return the value of work without messages, or raise its error."""
+        while not self.is_over:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    async def leave(self, failure: BaseException | None) -> None:
+        """Stop work that is not over, because of `failure`, and wait until it has ended."""
+        call = self.call
+        if isinstance(failure, asyncio.CancelledError) or (call and call.is_interrupted):
+            reason = None if call is None else call.error
+            self.frames.post(Kind.CANCEL, self.number, b"" if reason is None else dumps(reason))
+        else:  # its consumer takes no more
+            self.frames.post(Kind.CLOSE, self.number)
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Wait until the work has ended, whatever arrives, even while cancellations arrive."""
+        # Shielded, because a cancelled AnyIO scope cancels again on every turn of the loop.
+        with CancelScope(shield=True):
+            while not self.is_over:
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                except asyncio.CancelledError:
+                    pass
+
+
+class Link:
+    """The server's end of one child. Owned by the loop of its frames; any thread reads `end`.
+
+    end        the description of the process's end, "" while it runs
+    module     of the user's class, for a fork server
+    model_ids  the ids of the models that the child has or is loading
+    on_lost    is called when the process has ended, unless it was stopped
+    on_news    is called with the counters of the child
+    mark       tells log records from other lines of its output
+    """
+
+    __slots__ = (
+        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last",
+        "_make_handle", "_odd_kinds", "_output", "_page", "_replica_id", "_started", "_works",
+        "end", "mark", "model_ids", "module", "on_lost", "on_news",
+    )  # fmt: skip
+
+    def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
+        self._replica_id = replica_id
+        self._make_handle = make_handle
+        self._errands: Errands | None = None
+        self._page: SharedPage | None = None
+        self._child: ChildProcess | None = None
+        self._frames: Frames | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._is_stopping = False
+        self._odd_kinds: set[int] = set()  # of news that could not be read
+        self._last = 0
+        self._works: dict[int, RemoteWork | RemoteCall] = {}
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_news: Callable[[News], None] = lambda news: None
+        self.mark = token_hex(8)
+        self._output = Output(self.mark)
+        self.module = ""
+        self.end = ""
+        self.model_ids: frozenset[str] = frozenset()
+
+    @property
+    def pid(self) -> int:
+        """The process's id; 0 before it has started."""
+        return 0 if self._child is None else self._child.pid
+
+    @property
+    def last_words(self) -> str:
+        """The last lines that the child wrote, "" if there are none. Thread-safe."""
+        lines = self._output.last_lines
+        return "\nThe last lines of its output:\n" + "\n".join(lines) if lines else ""
+
+    @property
+    def stood_s(self) -> float:
+        """The seconds for which the child's user loop has not turned; 0 before it serves.
+
+        Thread-safe.
+        """
+        page = self._page
+        if page is None or self.end or self._is_stopping:
+            return 0.0
+        try:
+            turned_at = page.turned_at
+        except ValueError:  # the page was closed meanwhile
+            return 0.0
+        return monotonic() - turned_at if turned_at else 0.0
+
+    async def start(self, specification: bytes, environment_of: EnvironmentOf) -> None:
+        """Start the process, and return once its replica serves. Raises the error of its start."""
+        loop = asyncio.get_running_loop()
+        started, self._ended = loop.create_future(), loop.create_future()
+        self._started = started
+        env_vars, give_back = environment_of()
+        try:
+            self._start(specification, env_vars, give_back)
+        except BaseException:  # there is no child, which would do so at its end
+            give_back()
+            self._give_up()
+            raise
+        await started
+
+    def _start(
+        self, specification: bytes, env_vars: Mapping[str, str], give_back: Callable[[], None]
+    ) -> None:
+        mailbox = mailbox_of(asyncio.get_running_loop())
+
+        def on_exit() -> None:
+            give_back()  # before the replacement starts
+            mailbox.post(self._on_exit)
+
+        ours, theirs = socket.socketpair()
+        try:
+            page = self._page = SharedPage()
+            frames = self._frames = Frames(ours, self._on_frame, self._on_lost, lambda: page.beats)
+            self._errands = Errands(frames, self._make_handle, self._call_of)
+            frames.post_inline(Kind.START, specification)
+            name, module, output = str(self._replica_id), self.module, self._output
+            self._child = ChildProcess(name, module, theirs, page, env_vars, output, on_exit)
+        except BaseException:  # there are too many threads, or the specification is too large
+            theirs.close()
+            raise
+
+    def _give_up(self) -> None:
+        """Close what a start has made that did not come to a process."""
+        frames, page = self._frames, self._page
+        self._frames = self._page = self._errands = None
+        if frames is not None:
+            frames.close()
+        if page is not None:
+            page.close()
+
+    async def stop(self) -> None:
+        """Have the child run the user's shutdown code, and wait for its end."""
+        self._is_stopping = True
+        if self._frames is None or self._ended is None:
+            return  # it was never started
+        started = self._started
+        if started is None or not started.done() or started.cancelled():
+            # There is no instance while it imports a module, and no `__del__` to wait for. A
+            # constructor that blocks its loop never reads the order.
+            page = None if self.end else self._page  # closed with the process's end
+            has_loop = page is not None and page.beats > 0
+            wait_s = _START_ENDS_S if has_loop else 0.0
+            asyncio.get_running_loop().call_later(wait_s, self.kill)
+        self._frames.post(Kind.STOP, 0)
+        await self._ended
+
+    def kill(self) -> None:
+        """End the process, if it runs. Thread-safe."""
+        self._is_stopping = True
+        if self._child is not None:
+            self._child.kill()
+
+    def join(self) -> None:
+        """Wait for the end of a process that was killed. Thread-safe."""
+        if self._child is not None:
+            self._child.join()
+
+    def send(self, kind: Kind, content: Content) -> RemoteWork:
+        """Send the frame of some work."""
+        assert self._frames is not None
+        self._last += 1
+        work = RemoteWork(kind, self._last, self._frames)
+        if self.end:
+            work.end(error=died(self._replica_id, self.end, NotBegunError))
+        else:
+            # May raise: there is no work then.
+            self._frames.post(kind, self._last, content, at_once=not self._works)
+            self._works[self._last] = work
+        return work
+
+    def send_call(self, work: RemoteCall, content: Content) -> None:
+        """Send the frame of a call that no task waits for. The process has not ended."""
+        assert self._frames is not None
+        self._last += 1
+        # May raise: there is no work then.
+        self._frames.post(Kind.CALL, self._last, content, at_once=not self._works)
+        work.number, work.frames = self._last, self._frames
+        self._works[self._last] = work
+
+    def hand_over(self) -> None:
+        """Have the child begin no more work, and end the work that it has not begun."""
+        if not self.end and not self._is_stopping and self._page is not None:
+            self._page.end_begins()
+            # Race with a child that begins work at this moment, see `SharedPage.begin`: a processor
+            # may show its writes later than it reads. A child that is held up in between has
+            # shown its write. Refusals of work that ends here arrive for nothing.
+            asyncio.get_running_loop().call_later(_SEEN_S, self._move)
+
+    def _move(self) -> None:
+        if not self.end and self._page is not None and (unbegun := self._unbegun(self._page)):
+            logger.warning(
+                "%s: the requests that it has not begun go to other replicas: %d",
+                *(self._replica_id, len(unbegun)),
+            )
+            self._end_works(unbegun, not_begun(self._replica_id))
+
+    def _unbegun(self, page: SharedPage) -> list[int]:
+        """Return the numbers of the work that user code in the child cannot have seen."""
+        last_begun, being_read = page.last_begun, page.being_read
+        works = self._works.items()
+        return [n for n, each in works if n > last_begun and n != being_read and each.can_move]
+
+    def _end_works(self, numbers: list[int], error: ReplicaUnavailableError) -> None:
+        for work in [self._works.pop(each) for each in numbers]:
+            try:
+                work.end(error=copy(error))  # each is raised, and has a traceback of its own
+            except Exception:  # the other calls must end, too
+                logger.exception("%s: a call did not end with its replica", self._replica_id)
+
+    def _call_of(self, number: int) -> Call | None:
+        work = self._works.get(number)
+        return None if work is None else work.call
+
+    # Frames of the child.
+
+    def _on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
+        work = self._works.get(number)
+        if work is None and number >= UPWARD:
+            assert self._errands is not None
+            self._errands.on_frame(kind, number, content, buffers)
+        elif work is None and not number:
+            self._on_frame_of_child(kind, content)
+        elif work is None:
+            if number > self._last:
+                raise FrameError(f"a frame of call {number}, which it did not get")
+            if kind not in OF_CALLS:  # else user code sends although its call has ended
+                raise unknown(kind)
+        else:
+            work.on_frame(kind, content, buffers)
+            if work.is_over:
+                del self._works[number]
+
+    def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
+        if kind in (Kind.MODELS, Kind.NEWS):
+            try:
+                if kind == Kind.MODELS:
+                    self.model_ids = model_ids_of(content)
+                else:
+                    self.on_news(news_of(content))
+            except Exception as problem:  # the counters before it stay
+                if kind not in self._odd_kinds:
+                    self._odd_kinds.add(kind)
+                    text = unreadable("news of its process", problem)
+                    logger.error("%s: %s", self._replica_id, text)
+        elif kind not in (Kind.READY, Kind.FAILED):
+            raise unknown(kind)
+        elif self._started is None or self._started.done():
+            pass  # the start was given up
+        elif kind == Kind.READY:
+            self._started.set_result(None)
+        else:
+            self._started.set_exception(unpickled_error(content))
+
+    # The end of the child.
+
+    def _on_exit(self) -> None:
+        """Note that the process has ended; its last frames may be on their way."""
+        if self._frames is not None and self._frames.is_open:
+            # A process that user code started may hold the socket open.
+            asyncio.get_running_loop().call_later(_LAST_FRAMES_S, self._frames.close)
+        else:
+            self._lose()
+
+    def _on_lost(self) -> None:
+        """Note that the connection is closed: the process ends, or has ended."""
+        child = self._child
+        if child is not None and not child.has_ended:
+            # It cannot serve without a connection; `_on_exit` follows.
+            asyncio.get_running_loop().call_later(_LAST_FRAMES_S, child.kill)
+        else:
+            self._lose()
+
+    def _lose(self) -> None:
+        child, page = self._child, self._page
+        if self.end or child is None or page is None:
+            return
+        fault = None if self._frames is None else self._frames.fault
+        self.end = end_of(child.pid, child.code, child.failure, fault)
+        if self._errands is not None:
+            self._errands.stop()
+        self._end_works(self._unbegun(page), died(self._replica_id, self.end, NotBegunError))
+        page.close()
+        self._end_works([*self._works], died(self._replica_id, self.end, ReplicaUnavailableError))
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(RuntimeError(self.end + self.last_words))
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        if not self._is_stopping:
+            is_foreseen = fault is None or isinstance(fault, FrameError)
+            exc_info = None if is_foreseen else fault
+            logger.error("%s: %s", self._replica_id, self.end, exc_info=exc_info)
+            self.on_lost()

@@ -1,0 +1,319 @@
+"""The kinds of frames between a server and a child, and their contents.
+
+    down  START        first: a `ReplicaSpec`
+          CALL         metadata, method, args, kwargs: one call by handle
+          STREAM       the same, of a generator
+          HTTP         metadata, scope, first part of the body, whether more follows
+          INPUT        a message of the client: more body, a WebSocket's message, the disconnect
+          CANCEL       the work of a call is not wanted any more; with the error of its caller
+          ASK          a request to the replica itself: "check_health", "reconfigure",
+                       "add_threads", or "look", with a function that is called beside its loop
+          STOP         run the user's shutdown code, and end
+    both  CREDIT       messages and bytes that the receiver of INPUT, OUTPUT or ITEM has taken
+          CLOSE        the receiver of OUTPUT or ITEM takes no more
+    up    READY        the replica serves; without a call
+          RESPONSE     a complete response: status, headers, body; the work goes on
+          ANSWER       the same, and the work has ended
+          OUTPUT       one message of a response, or of a WebSocket
+          CHUNK        the bytes of one chunk of a response's body
+          ITEM         one item of a generator
+          TRACE        the id of the trace that an HTTP request has in the child
+          MODELS       the ids of the replica's models
+          NEWS         the replica's counters, and new stalls: `News`; at most 4 times a second
+          DONE         the work has ended, with its value
+          FAILED       the work has ended, with its error
+
+A child that calls other deployments sends CALL and STREAM, too, with the deployment, the number of
+the call that it works for, and the numbers of the calls that wait for the answer; the frames of
+these calls go the other way round. WAIT says that a call begins or ceases to wait for an answer.
+
+A call has exactly one ANSWER, DONE or FAILED, its last frame: then the slot is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache
+from math import isfinite
+from struct import Struct
+from time import monotonic
+from types import FunctionType
+from typing import NamedTuple, Protocol, TypeAlias
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from starlette.types import Message, Scope
+
+from ingress.core.base.counters import BatchCount, LaneLoad, Latency
+from ingress.core.base.snapshot import UserMetric
+from ingress.core.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
+from ingress.core.calls.tracing import SpanHeaders
+from ingress.serving.processes.frames import (
+    Buffers,
+    Content,
+    FrameError,
+    decode,
+    encode,
+    loads,
+    outside,
+)
+from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.metrics import user_metrics
+from ingress.telemetry.watchdog import Stall
+
+UPWARD = 1 << 63  # numbers of calls from here on are those that a child makes
+
+
+class Kind(IntEnum):
+    """The kind of a frame: its number in the frame's head."""
+
+    START = 1
+    CALL = 2
+    STREAM = 3
+    HTTP = 4
+    INPUT = 5
+    CANCEL = 6
+    ASK = 7
+    STOP = 8
+    CREDIT = 9
+    CLOSE = 10
+    WAIT = 11
+    READY = 16
+    RESPONSE = 17
+    OUTPUT = 18
+    CHUNK = 19
+    ITEM = 20
+    MODELS = 21
+    DONE = 22
+    FAILED = 23
+    ANSWER = 24
+    NEWS = 25
+    TRACE = 26
+
+
+OF_CALLS = frozenset(
+    (Kind.CREDIT, Kind.RESPONSE, Kind.OUTPUT, Kind.CHUNK, Kind.ITEM, Kind.TRACE,
+     Kind.DONE, Kind.FAILED, Kind.ANSWER)
+)  # fmt: skip
+"""The kinds of the frames that answer a call."""
+
+CREDIT = Struct("<IQ")  # messages and bytes
+
+
+def unknown(kind: int) -> FrameError:
+    """Return the error of a frame whose kind its receiver does not take."""
+    return FrameError(f"a frame of the kind {kind}, which does not belong there")
+
+
+class Code(Protocol):
+    """A reference to the class or function of a deployment."""
+
+    def resolve(self) -> type | FunctionType:
+        """Import or unpickle it. Raises `ImportError` if this process cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """The specification of a replica in a child.
+
+    `code` refers to the user's class or function; `arguments` are its pickled constructor
+    arguments. `make_replica` is `Replica`, or a class that records it.
+    """
+
+    replica_id: ReplicaID
+    make_replica: type[Replica]
+    code: Code
+    arguments: bytes
+    max_ongoing: int
+    num_cpus: float
+    lanes: Mapping[str, int] = field(default_factory=dict)
+    sync_in_threadpool: bool = False
+    stall_threshold_s: float | None = None
+    user_config: object = None
+    place: Place | None = None
+    log_levels: Mapping[str, int] = field(default_factory=dict)
+    log_mark: str = ""
+
+
+class News(NamedTuple):
+    """The counters of a replica in a child, and the stalls since the last news."""
+
+    stalls: dict[str, Latency]
+    batches: dict[str, BatchCount]
+    batch_queues: dict[str, int]
+    model_gets: int
+    model_times: dict[str, Latency]
+    lanes: dict[str, LaneLoad]
+    thread_waits: dict[str, Latency]
+    metrics: list[UserMetric]
+    new_stalls: list[Stall]
+
+
+def news_of(content: memoryview) -> News:
+    """Return the counters that a child has sent. Raises `ValueError` if they are none.
+
+    Each is checked: the status and `/metrics` add them to those of other replicas.
+    """
+    told = loads(content)
+    try:
+        _news_type().validate_python(told)  # only checked: an int may stand for a float, and stays
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(f"{error.error_count()} of its values are none, as {place!r}") from None
+    news = News(*told)
+    for latencies in (news.stalls, news.model_times, news.thread_waits):
+        for each in latencies.values():
+            Latency().merge(each)
+    for batch in news.batches.values():
+        BatchCount().merge(batch)
+    for metric in news.metrics:
+        user_metrics.check(metric)
+    return news
+
+
+@cache
+def _news_type() -> TypeAdapter[News]:
+    return TypeAdapter(News, config=ConfigDict(revalidate_instances="always", strict=True))
+
+
+def model_ids_of(content: memoryview) -> frozenset[str]:
+    """Return the ids of models that a child has sent. Raises `ValueError` if they are none."""
+    ids = loads(content)
+    if type(ids) is not frozenset or not all(isinstance(each, str) for each in ids):
+        raise ValueError(f"the ids of its models are {ids!r:.100}")
+    return ids
+
+
+def trace_id_in(content: memoryview) -> str:
+    """Return the id of a trace. Raises `ValueError` if it is none."""
+    trace_id = str(content, "ascii")
+    if not trace_id.isalnum():  # it is a part of log records and of `/metrics`
+        raise ValueError(f"{trace_id!r:.100} is no trace id")
+    return trace_id
+
+
+Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, str, int, SpanHeaders]
+"""Request id, route, application, method, model id, seconds until the deadline, session id,
+priority, and the span."""
+
+
+def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
+    """Return a call's metadata as it travels. The two processes may have different clocks."""
+    deadline = metadata.deadline
+    return (
+        metadata.request_id,
+        metadata.route,
+        metadata.app_name,
+        metadata.method_name,
+        metadata.multiplexed_model_id,
+        None if deadline is None else deadline - monotonic(),
+        metadata.session_id,
+        metadata.priority,
+        span,
+    )
+
+
+def check(envelope: Sequence[object]) -> None:
+    """Raise `TypeError` for an envelope that a child has not made as `envelope_of` does."""
+    *texts, left_s, session_id, priority, span = envelope
+    if (
+        not all(isinstance(each, str) for each in (*texts, session_id))
+        or not (left_s is None or (isinstance(left_s, float) and isfinite(left_s)))
+        or not isinstance(priority, int)
+        or not isinstance(span, dict | None)
+    ):
+        raise TypeError(f"a call's metadata are {envelope!r:.200}")
+
+
+def metadata_of(
+    envelope: Envelope, deployment: DeploymentID, *, is_http: bool, is_streaming: bool
+) -> RequestMetadata:
+    """Return the metadata of a call that has arrived, with the deadline on this process's clock."""
+    request_id, route, app_name, method_name, model_id, left_s, session_id, priority, _ = envelope
+    deadline = None if left_s is None else monotonic() + left_s
+    return RequestMetadata(
+        request_id,
+        deployment,
+        method_name,
+        route,
+        model_id,
+        is_http,
+        is_streaming,
+        app_name,
+        deadline,
+        session_id,
+        priority,
+    )
+
+
+# Keys of a scope that cross. `state` is of the server's lifespan, a child has its own; `extensions`
+# stay, because most are promises of the server that only its own process can keep.
+_HTTP = (
+    "method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme",
+    "http_version", "root_path",
+)  # fmt: skip
+_WEBSOCKET = (*_HTTP[1:], "subprotocols")
+
+
+def scope_as_sent(scope: Scope) -> tuple[object, ...]:
+    """Return the values of a scope that cross."""
+    keys = _HTTP if scope["type"] == "http" else _WEBSOCKET
+    return (scope["type"], *[scope.get(key) for key in keys])
+
+
+def scope_of(values: tuple[object, ...]) -> Scope:
+    """Return the scope that the values came from."""
+    keys = _HTTP if values[0] == "http" else _WEBSOCKET
+    return {"type": values[0], **dict(zip(keys, values[1:], strict=True))}
+
+
+RESPONSE_START = "http.response.start"
+RESPONSE_BODY = "http.response.body"
+
+
+def message_as_sent(message: Message) -> Content:
+    """Return an ASGI message as a content. Raises `TypeError` if it cannot be pickled."""
+    body = message.get("body")
+    if body is None:
+        return encode(message)
+    return encode({**message, "body": outside(bytes(body))})
+
+
+def message_of(content: memoryview, buffers: Buffers) -> Message:
+    """Return the message that `message_as_sent` was given."""
+    message: Message = decode(content, buffers)
+    if type(message) is not dict:
+        raise ValueError(f"{message!r:.100} is no message")
+    if buffers and "body" in message:
+        message["body"] = _body(message["body"])
+    return message
+
+
+def _body(value: bytes | bytearray | memoryview) -> bytes:
+    """Return a body that arrived. Raises `TypeError` for a number, of which `bytes` makes zeros."""
+    return value if type(value) is bytes else bytes(memoryview(value))
+
+
+def response_as_sent(start: Message, body: bytes) -> Content:
+    """Return a complete response as a content."""
+    headers = list(start.get("headers", ()))
+    try:
+        return encode((start["status"], headers, outside(body)))
+    except TypeError:  # views of bytes, which ASGI does not forbid
+        return encode((start["status"], plain(headers), outside(body)))
+
+
+def plain(headers: Iterable[Sequence[bytes | bytearray | memoryview]]) -> list[tuple[bytes, bytes]]:
+    return [(bytes(name), bytes(value)) for name, value in headers]
+
+
+def response_messages(content: memoryview, buffers: Buffers) -> tuple[Message, Message]:
+    """Return the two messages of a complete response."""
+    status, headers, body = decode(content, buffers)
+    if not isinstance(status, int) or not isinstance(headers, list):
+        raise ValueError(f"{status!r:.20} is no status, or {headers!r:.100} no headers")
+    return (
+        {"type": RESPONSE_START, "status": status, "headers": headers},
+        {"type": RESPONSE_BODY, "body": _body(body), "more_body": False},
+    )

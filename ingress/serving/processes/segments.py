@@ -1,0 +1,189 @@
+"""Segments of shared memory, through which large contents cross between two processes.
+
+    sender                                            receiver
+    copies the content into a segment that is free    maps a segment when it first comes
+    sends its number, the first time its descriptor   makes views of it, which user code gets
+    finds the segment free again                  <-  marks it free when the last view is gone
+
+A segment has no name: it goes with the last process that has mapped it, also if that is killed. It
+is used again, because the system takes longer to hand out a page of memory than to copy one. The
+sender drops a segment that has been free for a while.
+
+    byte 0      1 while the receiver has views of the segment
+    byte 64     the content
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import pickle
+import weakref
+from collections.abc import Sequence
+from struct import Struct
+
+from ingress.exceptions import RayServeException
+from ingress.serving.processes.page import has_final_size, new_file
+
+IDLE_S = 0.5  # until a segment that is free may be dropped
+_START = 64
+_COPIED = 1 << 20  # bytes at a time: other threads may take the GIL between two copies
+_PLACE = Struct("<IQQ")
+_FREE, _USED = 0, 1
+
+
+class _Segment:
+    """One segment, as its sender has it. `is_fresh` until it has been idle for a while."""
+
+    __slots__ = ("is_fresh", "memory", "number", "size")
+
+    def __init__(self, number: int, size: int, memory: mmap.mmap) -> None:
+        self.number = number
+        self.size = size
+        self.memory = memory
+        self.is_fresh = True
+
+
+class Segments:
+    """The segments of a sender. Owned by the loop of its frames."""
+
+    __slots__ = ("_last", "_segments")
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._segments: list[_Segment] = []
+
+    def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[bytes, int]:
+        """Copy a content, which is in pieces, into a segment.
+
+        Returns the name of the place, for `Received.take`, and the descriptor of the segment, or -1
+        if the receiver has the segment. The caller closes the descriptor. Raises `OSError` if there
+        is no memory or no descriptor left.
+        """
+        length = sum(map(len, pieces))
+        segment, descriptor = self._with_room(length + _START)
+        offset = _START
+        with memoryview(segment.memory) as memory:
+            for piece in pieces:
+                view = memoryview(piece)
+                for start in range(0, len(piece), _COPIED):
+                    copied = view[start : start + _COPIED]
+                    memory[offset : offset + len(copied)] = copied
+                    offset += len(copied)
+        segment.memory[0] = _USED
+        segment.is_fresh = True
+        return _PLACE.pack(segment.number, segment.size, length), descriptor
+
+    def _with_room(self, size: int) -> tuple[_Segment, int]:
+        """Return a free segment of at least this size, and its descriptor if it is new, else -1."""
+        fitting = [each for each in self._segments if each.size >= size and each.memory[0] == _FREE]
+        if fitting:
+            return min(fitting, key=lambda each: each.size), -1
+        size = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())  # pages that are unused take none
+        descriptor = new_file(size)
+        self._last += 1
+        segment = _Segment(self._last, size, mmap.mmap(descriptor, size))
+        self._segments.append(segment)
+        return segment, descriptor
+
+    def drop_idle(self) -> list[int]:
+        """Drop the segments that have been free since the last look; return their numbers."""
+        kept: list[_Segment] = []
+        dropped: list[_Segment] = []
+        for each in self._segments:
+            is_idle = each.memory[0] == _FREE and not each.is_fresh
+            (dropped if is_idle else kept).append(each)
+            each.is_fresh = False
+        self._segments = kept
+        return [each.number for each in dropped]
+
+    def lose(self, place: memoryview) -> None:
+        """Drop the segment of a place: its receiver could not map it, and never marks it free."""
+        lost, _, _ = _PLACE.unpack(place)
+        self._segments = [each for each in self._segments if each.number != lost]
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._segments)
+
+    def close(self) -> None:
+        """Drop all segments: the connection is closed."""
+        self._segments.clear()
+
+
+class Received:
+    """The segments that a receiver has mapped. Owned by the loop of its frames.
+
+    Views of them may be dropped in any thread.
+    """
+
+    __slots__ = ("_segments", "_views")
+
+    def __init__(self) -> None:
+        self._segments: dict[int, mmap.mmap] = {}
+        self._views: dict[int, weakref.ref[object]] = {}
+
+    def add(self, place: memoryview, descriptor: int) -> None:
+        """Map a segment that comes for the first time. The caller closes the descriptor.
+
+        Raises `OSError` if this process may have no more memory, or no more descriptors, and
+        `ValueError` if the segment is not as its place says.
+        """
+        number, size, _ = _PLACE.unpack(place)
+        if number in self._segments or size <= _START or not has_final_size(descriptor):
+            raise ValueError(f"segment {number} is no new one of {size} bytes")
+        self._segments[number] = mmap.mmap(descriptor, size)
+
+    def take(self, place: memoryview) -> memoryview:
+        """Return a read-only view of a content. Raises `LookupError` if there is no such place.
+
+        The segment is free again once the view, and all that was made of it, is gone.
+        """
+        number, _, length = _PLACE.unpack(place)
+        memory = self._segments[number]
+        room = len(memory) - _START
+        if length > room:
+            raise IndexError(f"{length} bytes in a segment of {room}")
+        # All of it, whatever is used: ctypes makes a type for each size.
+        whole = (ctypes.c_char * room).from_buffer(memory, _START)
+
+        def free(_: object) -> None:
+            # Any thread runs this, the garbage collector's too: one store, and no lock.
+            memory[0] = _FREE
+
+        self._views[number] = weakref.ref(whole, free)
+        return memoryview(whole).toreadonly().cast("B")[:length]
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Unmap segments that their sender uses no more."""
+        for number in numbers:
+            del self._segments[number], self._views[number]
+
+    def close(self) -> None:
+        """Unmap all segments that have no views: the connection is closed."""
+        self._segments.clear()
+        self._views.clear()
+
+
+class _Unreceived:
+    """The value of a content that did not arrive: reading its pickle raises an error."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _raise_unreceived, (self._reason,)
+
+
+def unreceived(error: OSError) -> bytes:
+    """Return a content for the place of one whose segment this process could not map."""
+    reason = f"{os.strerror(error.errno or 0)} in process {os.getpid()}"
+    if error.errno == errno.EMFILE:
+        reason += "; have its code close what it opens, or raise the limit (`ulimit -n`)"
+    return pickle.dumps(_Unreceived(reason))
+
+
+def _raise_unreceived(reason: str) -> None:
+    raise RayServeException(f"shared memory for a large content could not be opened: {reason}")

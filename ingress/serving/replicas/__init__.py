@@ -1,0 +1,14 @@
+"""Replicas and the queue before them: which replica runs which call, and when.
+
+    router             the queue of a deployment, and the slots of its replicas; start here
+    two_choices        the usual policy, which chooses a replica
+    choosing           runs them, and keeps the replicas that a call waits for
+    overload           the policy that orders, sheds and turns away calls under overload
+    replica            one replica: its loop, its threads, its running calls
+    user_code          the user's class or function in a replica
+    collectors         metrics that each replica registers, one in the process
+    replica_factories  what a replica makes its parts with
+    models, multiplex
+
+It imports `declaration`, `asgi` and what is below them; it knows nothing of HTTP servers.
+"""

@@ -1,0 +1,47 @@
+"""The record of a call that was slow or that failed, made when its user code has ended."""
+
+from __future__ import annotations
+
+from time import time
+
+from ingress.core.base.types import ReplicaID
+from ingress.core.calls.call import Call
+from ingress.core.calls.notable import NOTABLE, Ended
+from ingress.core.calls.tracing import trace_id_of
+from ingress.core.execution.mistakes import described
+from ingress.core.execution.unreadable import readable
+from ingress.exceptions import is_cancellation
+from ingress.telemetry.watchdog.stacks import raised_at
+
+_MOST_TEXT = 500  # of an error
+
+
+def note_end(
+    call: Call, replica_id: ReplicaID, ended: float, failure: BaseException | None
+) -> None:
+    """Keep a call. A call that was cancelled has not failed."""
+    error, place = "", None
+    if failure is not None and not call.settled and not is_cancellation(failure):
+        failure = readable(failure)
+        error = described(failure)[:_MOST_TEXT]
+        found = raised_at(failure)
+        place = (found.file, found.line, found.function) if found.file else None
+    deployment = replica_id.deployment_id
+    NOTABLE.add(
+        Ended(
+            call.title(),
+            call.metadata.request_id,
+            deployment.app_name,
+            deployment.name,
+            replica_id.unique_id,
+            call.started_at,
+            call.assigned_at,
+            call.began_at,
+            call.work.streamed_at,
+            ended,
+            error,
+            place,
+            trace_id_of(call),
+            time(),
+        )
+    )

@@ -1,0 +1,48 @@
+"""The record of a request that failed: one traceback, without the frames of the server."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import copy_context
+
+from ingress.context import REPLICA
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.execution.tracebacks import format_error
+from ingress.telemetry.logs.identity import RequestFilter
+
+FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
+"""Begins like uvicorn's own record of such a failure, which alerts may match."""
+
+_server_logger = logging.getLogger("uvicorn.error")
+_IDENTITY = RequestFilter()
+
+
+def log_failure(call: Call, error: BaseException) -> None:
+    """Log the error that failed a request, once. The server does not get the error.
+
+    `exc_info` has the whole error, for handlers that read it; the printed text is `format_error`'s.
+    """
+    if _server_logger.isEnabledFor(logging.ERROR):
+        # In the request's context, because the user's filters may read it.
+        copy_context().run(_log_failure, call, error)
+
+
+def _log_failure(call: Call, error: BaseException) -> None:
+    CURRENT_CALL.set(call)
+    replica = "-"
+    if call.runner is not None:
+        REPLICA.set(call.runner.context)
+        replica = str(call.runner.context.replica_id)
+    record = _server_logger.makeRecord(
+        _server_logger.name,
+        logging.ERROR,
+        __file__,
+        0,
+        FAILURE,
+        (call.metadata.request_id, call.current_route(), replica),
+        (type(error), error, error.__traceback__),
+        "log_failure",
+    )
+    record.exc_text = format_error(error)
+    _IDENTITY.filter(record)
+    _server_logger.handle(record)

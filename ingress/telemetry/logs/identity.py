@@ -1,0 +1,117 @@
+"""The identity of a log record: the request and the replica that its code worked for.
+
+    request_id              of a batch, those of all its requests, joined by commas
+    route                   the path template, such as "/items/{id}"
+    application, deployment, replica, multiplexed_model_id
+
+All are empty outside of a request. While applications run, `name_records` gives them to every
+record of the process, whatever its logger, by a record factory around the current one: no logger
+and no handler of the user's is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ingress.context import REPLICA
+from ingress.core.calls.call import CURRENT_CALL, current_calls
+
+FIELDS = (
+    "request_id", "route", "application", "deployment", "replica", "multiplexed_model_id",
+)  # fmt: skip
+
+MAX_FIELD = 256
+"""Maximum length, in characters, of a field that a client chooses freely."""
+
+
+def identity() -> dict[str, str]:
+    """Return the fields of a record that is made now, by name."""
+    call, replica = CURRENT_CALL.get(None), REPLICA.get(None)
+    fields = dict.fromkeys(FIELDS, "")
+    if replica is not None:
+        fields["application"] = replica.app_name
+        fields["deployment"] = replica.deployment
+        fields["replica"] = replica.replica_tag
+    if call is not None:
+        known = call.metadata
+        fields["route"] = call.current_route()
+        fields["multiplexed_model_id"] = printable(known.multiplexed_model_id)
+        fields["request_id"] = known.request_id
+        if call.members is not None:
+            fields["request_id"] = ",".join(each.metadata.request_id for each in current_calls())
+    return fields
+
+
+class RequestFilter(logging.Filter):
+    """A filter that adds the current request's and replica's identity to a record.
+
+    Fields that the record has already stay: those of `extra`, and those of another process.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fields = record.__dict__
+        if type(fields) is not _Attributes and "multiplexed_model_id" not in fields:
+            for name, value in identity().items():
+                fields.setdefault(name, value)
+        return True
+
+
+class _Attributes(dict[str, object]):
+    """The attributes of a record, with the fields of its identity.
+
+    `logging` asks with `in` whether an attribute is there, and refuses an `extra` of that name.
+    The fields do not count: a program that gives `extra={"request_id": ...}` keeps working, and its
+    own value wins.
+    """
+
+    __slots__ = ()
+
+    def __contains__(self, name: object) -> bool:
+        return name not in FIELDS and super().__contains__(name)
+
+    def __reduce__(
+        self,
+    ) -> tuple[object, ...]:  # a process without this package may unpickle the record
+        return dict, (dict(self),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Factory:
+    """A record factory that adds the identity to the records of another."""
+
+    previous: Callable[..., logging.LogRecord]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self.previous(*args, **kwargs)
+        fields = getattr(record, "__dict__", None)
+        if type(fields) is dict:  # else another one of these has made it
+            record.__dict__ = _Attributes({**identity(), **fields})
+        return record
+
+
+_lock = threading.Lock()
+
+
+def name_records() -> None:
+    """Give each record of this process its identity, from now on. Thread-safe."""
+    with _lock:
+        current = logging.getLogRecordFactory()
+        if not isinstance(current, _Factory):
+            logging.setLogRecordFactory(_Factory(current))
+
+
+def leave_records() -> None:
+    """Restore the record factory, unless another one has been put around it. Thread-safe."""
+    with _lock:
+        current = logging.getLogRecordFactory()
+        if isinstance(current, _Factory):
+            logging.setLogRecordFactory(current.previous)
+
+
+def printable(text: str) -> str:
+    """Return `text` without line breaks and control characters, fit for a line of a log."""
+    return (text if text.isprintable() else ascii(text)[1:-1])[:MAX_FIELD]

@@ -1,0 +1,174 @@
+"""Stalls of event loops: the record of each, and the log of the recent ones.
+
+A line of code is logged once a minute. The record is logged in the context of the request that
+blocked the loop, so that its fields are that request's, see `logs`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from time import monotonic
+
+from ingress.telemetry.watchdog.stacks import Place
+
+logger = logging.getLogger("ingress")
+
+RECENT = 100
+"""Number of stalls that `serve.stalls()` keeps."""
+
+QUIET_S = 60.0
+"""Pause between two log records of one line."""
+
+_LINES = 1000  # for which the last record is remembered
+_NAMED = 3  # threads or requests that a message names
+
+
+class StallReason(StrEnum):
+    """Why an event loop stalled."""
+
+    BLOCKED = "blocked"
+    """Code on the loop blocked it."""
+    IMPORT = "import"
+    """Code on the loop imported a module, which happens once in a process."""
+    GIL = "gil"
+    """Code in other threads held the GIL: Python runs one thread at a time."""
+    UNKNOWN = "unknown"
+    """Code on the loop held the GIL, and ended before the watchdog could take a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A thread that ran while a loop stalled; without a `place` if its work has ended."""
+
+    thread: str
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.thread} at {self.place}" if self.place.file else self.thread
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A stall of an event loop, and the code that caused it.
+
+    `place` is the innermost line of user code, whatever library call it waited in, and `method` is
+    the deployment's method around it. If the loop only waited for the GIL, both are those of the
+    first of `holders`, the other threads that ran. `imports` is the module whose import blocked the
+    loop, and `place` then the line that imports it. `calls` counts the calls of `method` that ran
+    in a row before the loop turned. `waited` counts the other requests in flight on the loop.
+    `began_at_s` is Unix time. The duration starts at the first heartbeat that the loop missed, so
+    it is short by up to a quarter of the threshold, or half if no request was in flight before.
+    `is_over` is false while the stall lasts.
+    """
+
+    began_at_s: float
+    duration_ms: float
+    reason: StallReason
+    loop: str
+    application: str
+    deployment: str
+    replica: str
+    method: str
+    request_ids: tuple[str, ...]
+    place: Place
+    waited: int
+    calls: int = 1
+    holders: tuple[Holder, ...] = ()
+    imports: str = ""
+    stack: tuple[Place, ...] = ()
+    is_over: bool = True
+
+    def __str__(self) -> str:
+        what = "stalled" if self.is_over else "has been stalled"
+        begin = f"The event loop of {self.loop} {what} for {self.duration_ms:.0f} ms"
+        several = "s" if self.waited > 1 else ""
+        end = f"Meanwhile {self.waited or 'no'} other request{several} waited."
+        holders = _some([str(each) for each in self.holders], "; ")
+        if self.reason is StallReason.GIL:
+            return (
+                f"{begin}, waiting for the GIL while other threads were at work: {holders}. {end} "
+                "Python runs one thread at a time: compute in another process, or in a library "
+                "that releases the GIL."
+            )
+        if self.reason is StallReason.UNKNOWN:
+            return (
+                f"{begin}. {end} Code on the loop held the GIL, in one C call or in the garbage "
+                "collector, so the watchdog could not take a sample."
+            )
+        whose = f" in {self.method}" if self.method else ""
+        if self.request_ids:
+            several = "s" if len(self.request_ids) > 1 else ""
+            whose += f" (request{several} {_some(self.request_ids)})"
+        if self.calls > 1:
+            whose += f", {self.calls} calls one after another"
+        if holders:
+            end += f" Other threads were at work, {holders}; the loop may have waited for the GIL."
+        place = self.place
+        at = str(place) if place.function != self.method else f"{place.file}:{place.line}"
+        if self.reason is StallReason.IMPORT:
+            return (
+                f"{begin}{whose}, importing {self.imports} at {at}{_source(place)}. {end} A module "
+                "is imported once in a process: import it at the top of your module, or in the "
+                "constructor, before requests come."
+            )
+        return (
+            f"{begin}{whose}, at {at}{_source(place)}. {end} Run blocking code in a "
+            "thread, `await asyncio.to_thread(...)` or a `def` with "
+            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1; compute in another process."
+        )
+
+
+@dataclass(slots=True)
+class StallLog:
+    """The recent stalls. Owned by the watchdog's thread; any thread may read `recent`."""
+
+    recent: deque[Stall] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # By line of code: when it was logged last, and the number of stalls there since.
+    _lines: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
+
+    def log(self, stall: Stall, context: Context, *, follows: bool = False) -> bool:
+        """Log a stall. Returns False if another stall at its line was logged just before.
+
+        `follows` says that this is the end of a stall that was logged while it lasted.
+        """
+        if (more := self._more(stall.place)) is None and not follows:
+            return False
+        again = f" ({more} more stalls at this line since the last record)" if more else ""
+        # An import happens once, so that there is no further stall to warn of.
+        level = logging.INFO if stall.reason is StallReason.IMPORT else logging.WARNING
+        context.run(logger.log, level, "%s%s", stall, again, extra={"stall": stall})
+        return True
+
+    def _more(self, place: Place) -> int | None:
+        """Return how many stalls of a line were skipped since its last record.
+
+        `None` if it is too early for the next record.
+        """
+        key = (place.file, place.line)
+        now = monotonic()
+        logged_at, more = self._lines.get(key, (-inf, 0))
+        if now - logged_at < QUIET_S:
+            self._lines[key] = logged_at, more + 1
+            return None
+        while len(self._lines) >= _LINES:
+            del self._lines[next(iter(self._lines))]
+        self._lines[key] = now, 0
+        return more
+
+
+def _some(names: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return between.join(names[:_NAMED]) + more
+
+
+def _source(place: Place) -> str:
+    linecache.checkcache(place.file)
+    text = linecache.getline(place.file, place.line).strip()
+    return f": `{text}`" if text else ""
