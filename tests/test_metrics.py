@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from fastapi import FastAPI, WebSocket
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 from prometheus_client.parser import text_string_to_metric_families as read_text
+from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.core.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
@@ -33,11 +35,12 @@ from ingress.core.base.snapshot import (
 )
 from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
+from ingress.engines.snapshots import snapshot_of
 from ingress.observe.admin.exposition import exposition
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.observe.admin.source import as_json
 from tests.programs import ROOT, write_module
-from tests.servers import bind, get, wait_until
+from tests.servers import PATIENCE_S, bind, get, served, wait_until
 from tests.test_admin import admin_port, serving
 from tests.test_admin import folder as folder
 
@@ -129,6 +132,38 @@ def test_a_server_has_rays_names_with_its_counts(folder: Path) -> None:
     assert by_name["ray_serve_deployment_error_counter_total"] == 1
     assert by_name["ray_serve_deployment_processing_latency_ms_count"] == 4
     assert by_name["ray_serve_deployment_replica_starts_total"] == 2
+
+
+def test_a_websocket_is_counted_under_101_and_is_no_error() -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Socket:
+        @app.websocket("/echo")
+        async def echo(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            await websocket.send_text(await websocket.receive_text())
+
+    def counted() -> list[tuple[dict[str, str], float]]:
+        found = samples(exposition(snapshot_of(local_engine())).decode())
+        return [
+            (dict(labels), number)
+            for (name, labels), number in found.items()
+            if name
+            in ("ray_serve_num_http_requests_total", "ray_serve_num_http_error_requests_total")
+            and ("method", "WS") in labels
+        ]
+
+    try:
+        with connect(f"ws://127.0.0.1:{served(bind(Socket))}/echo") as client:
+            client.send("hello")
+            assert client.recv(PATIENCE_S) == "hello"
+        wait_until(counted)
+        ((labels, number),) = counted()
+    finally:
+        serve.shutdown()
+    assert (labels["route"], labels["status_code"], number) == ("/echo", "101", 1)
 
 
 def test_a_batch_is_counted_with_its_size_the_time_it_waited_and_the_time_it_ran() -> None:

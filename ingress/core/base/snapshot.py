@@ -88,7 +88,8 @@ class ReplicaSnapshot:
 class HTTPCount:
     """The HTTP requests of one route template, method and status: their number and times.
 
-    Method "WS" is a WebSocket. Status 499: the client left before the answer.
+    Method "WS" is a WebSocket, status 101 if it was accepted. Status 499: the client left before
+    the answer.
     """
 
     route: str
