@@ -456,12 +456,17 @@ def fresh() -> Iterator[None]:
     serve.shutdown()
 
 
+async def others_come() -> None:
+    """Hold what the caller holds for so long that other requests want it meanwhile."""
+    await asyncio.sleep(0.001)
+
+
 @serve.deployment(num_replicas=2)
 class Locks:
     async def __call__(self, request: Any) -> str:
         async with lock, semaphore:
             await queue.put(1)
-            await asyncio.sleep(0.001)
+            await others_come()
             await queue.get()
         return where()
 
@@ -470,7 +475,7 @@ class Locks:
 class Locked:
     async def __call__(self, request: Any) -> str:
         async with lock:
-            await asyncio.sleep(0.001)
+            await others_come()
         return where()
 
 
@@ -496,7 +501,7 @@ class Served:
     @served_app.get("/")
     async def get(self) -> str:
         async with lock:
-            await asyncio.sleep(0.001)
+            await others_come()
         return where()
 
 
