@@ -250,8 +250,9 @@ class Reply:
     def _on_settled(self, call: Call) -> None:
         """Note the end of the call, in any thread.
 
-        Most calls end right after their answer was posted: then `_send_until_over` finds the end
-        without another post. Race with that look: if it comes first, it has itself called back.
+        Most calls end right after their answer was posted: then `respond` finds them settled, and
+        needs no other post. Race with that look: if it comes first, `respond` asks by
+        `when_settled`, under the call's lock, to be told of the end.
         """
         runner = call.runner
         if not (
