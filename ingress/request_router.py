@@ -23,11 +23,10 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ingress.core.base.types import DeploymentID, ReplicaID, new_request_id
 from ingress.core.calls.call import Call
-from ingress.core.calls.slots import Slots
 
 __all__ = [
     "ConsistentHashRouter",
@@ -49,6 +48,17 @@ logger = logging.getLogger("ingress")
 Ranks = Sequence[Sequence["RunningReplica"]]
 
 
+class Load(Protocol):
+    """The calls and models of a replica, as its router counts them."""
+
+    ongoing: int
+    max_ongoing: int
+    requested: dict[str, int]
+
+    @property
+    def model_ids(self) -> frozenset[str]: ...
+
+
 class RunningReplica:
     """A replica, as a policy sees it. Thread-safe to read.
 
@@ -58,9 +68,9 @@ class RunningReplica:
 
     __slots__ = ("replica_id", "slots")
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, replica_id: ReplicaID, slots: Load) -> None:
+        self.replica_id = replica_id
         self.slots = slots
-        self.replica_id: ReplicaID = slots.replica.context.replica_id
 
     def __repr__(self) -> str:
         return f"RunningReplica({self.replica_id}, {self.num_ongoing_requests} requests)"

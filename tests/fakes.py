@@ -14,12 +14,18 @@ from ingress.app.declaration.declaration import Application
 from ingress.context import ReplicaRuntime
 from ingress.core.base.types import DeploymentID, RequestMetadata, new_request_id
 from ingress.core.calls.call import NO_WORK, Call
-from ingress.core.calls.slots import Slots
+from ingress.serving.replicas.admission import Admission
 from ingress.testing import Latch
 from tests.servers import PATIENCE_S
 
 if TYPE_CHECKING:
     from ingress.serving.replicas.router import Router
+
+
+class FakeAdmission(Admission):
+    """The admission of a fake replica, which is late and computes as the test says."""
+
+    is_computing = False
 
 
 class FakeReplica:
@@ -31,9 +37,7 @@ class FakeReplica:
 
     def __init__(self, router: Router, max_ongoing: int = 1) -> None:
         self.router = router
-        self.slots = Slots(self, max_ongoing)
-        self.begun = 0
-        self.is_late = self.is_computing = False
+        self.slots = FakeAdmission(self, max_ongoing)
         self.model_ids: frozenset[str] = frozenset()
         self.started: list[Call] = []
         self.skipped: list[Call] = []
@@ -43,6 +47,10 @@ class FakeReplica:
         self.is_ending = False
         self.is_to_be_replaced = False
         self._lock = threading.Lock()
+
+    @property
+    def is_computing(self) -> bool:
+        return self.slots.is_computing
 
     @property
     def ongoing(self) -> int:
@@ -72,7 +80,7 @@ class FakeReplica:
             return
         with self._lock:
             call.began_at = monotonic()
-            self.begun += 1
+            self.slots.begun += 1
             self.started.append(call)
             self.running.add(call)
             self.most_running = max(self.most_running, len(self.running))

@@ -30,6 +30,7 @@ from ingress.core.calls.call import Call
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
 from ingress.exceptions import BackPressureError
 from ingress.serving.http.reply import HTTPReply
+from ingress.serving.replicas.admission import LATE_S
 from ingress.serving.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
@@ -41,7 +42,6 @@ from ingress.serving.replicas.overload import (
     UsualTimes,
     WaitingCalls,
 )
-from ingress.serving.replicas.replica import LATE_S
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, assign, bind, make_call, together
@@ -347,7 +347,7 @@ def late(max_ongoing: int = 10, max_queued: int = -1) -> tuple[Router, LateRepli
     router = Router(DeploymentID("D"), max_queued)
     replica = LateReplica(router, max_ongoing)
     router.add(replica)
-    replica.is_late = True
+    replica.slots.is_late = True
     return router, replica
 
 
@@ -368,7 +368,7 @@ def test_a_replica_that_is_late_is_given_one_call_at_a_time() -> None:
 def test_calls_without_a_deadline_wait_only_for_a_replica_that_computes(is_computing: bool) -> None:
     """A busy event loop gains nothing from calls that begin one after another."""
     router, replica = late()
-    replica.is_computing = is_computing
+    replica.slots.is_computing = is_computing
     calls = [make_call() for _ in range(5)]
     assign(router, *calls)
 
@@ -380,11 +380,11 @@ def test_calls_without_a_deadline_wait_only_for_a_replica_that_computes(is_compu
 
 def test_calls_go_on_when_a_replica_has_stopped_computing() -> None:
     router, replica = late()
-    replica.is_computing = True
+    replica.slots.is_computing = True
     calls = [make_call() for _ in range(3)]
     for call in calls[:2]:
         router.assign(call)
-    replica.is_computing = False
+    replica.slots.is_computing = False
     router.assign(calls[2])
 
     assert replica.handed == calls
@@ -426,7 +426,7 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_hold_a_late_replica_
     replica.begin()
 
     assert replica.handed == [second]
-    assert replica.slots.given - replica.begun == 1
+    assert replica.slots.given - replica.slots.begun == 1
 
 
 def test_a_late_replica_is_given_calls_without_a_deadline_as_any_other() -> None:
@@ -453,7 +453,7 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
             ended = 0
             while ended < 60 and not done.is_set():
                 while replica.handed:
-                    replica.is_late = random.random() < 0.8
+                    replica.slots.is_late = random.random() < 0.8
                     replica.begin()
                 for call in list(replica.running):
                     replica.finish(call)
@@ -471,7 +471,11 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
 
         assert all(call.settled for call in calls)
         assert replica.most_running <= 3
-        assert (router.num_queued, router.num_ongoing, replica.slots.given) == (0, 0, replica.begun)
+        assert (router.num_queued, router.num_ongoing, replica.slots.given) == (
+            0,
+            0,
+            replica.slots.begun,
+        )
 
 
 # Over HTTP.
@@ -726,7 +730,7 @@ def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
         router = Router(DeploymentID("D"))
         replica = FakeReplica(router, 1)
         router.add(replica)
-        replica.is_late = replica.is_computing = True
+        replica.slots.is_late = replica.slots.is_computing = True
         metadata = make_call(left_s=60).metadata
         reply = HTTPReply(metadata, router, {"type": "http"}, nothing, nothing)
         answer = asyncio.create_task(reply.respond())

@@ -20,7 +20,6 @@ import ingress as serve
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.deadlocks import check_deadlock
-from ingress.core.calls.slots import Slots
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -30,7 +29,7 @@ from ingress.exceptions import (
 )
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
-from tests.fakes import FakeReplica, assign, bind, make_call, together
+from tests.fakes import FakeAdmission, FakeReplica, assign, bind, make_call, together
 from tests.servers import ROUNDS
 
 pytestmark = pytest.mark.usefixtures("shutdown")
@@ -231,7 +230,7 @@ def test_refusing_settles_all_who_wait_and_all_who_come() -> None:
 def test_many_replicas_cost_a_request_no_more_than_few() -> None:
     """Count, instead of time, how often a request reads the load of a replica."""
 
-    class Counting(Slots):
+    class Counting(FakeAdmission):
         looks = 0
 
         def __getattribute__(self, name: str) -> Any:

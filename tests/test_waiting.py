@@ -635,7 +635,9 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     wait_until(lambda: runs)
     responses += [handle.remote(x) for x in range(1, 6)]
     (replica,) = engine.replicas()
-    wait_until(lambda: replica.begun == 6)  # a call that has not begun waits for another replica
+    wait_until(
+        lambda: replica.slots.begun == 6
+    )  # a call that has not begun waits for another replica
     match how:
         case "died":
             ending = threading.Thread(target=end_a_replica)

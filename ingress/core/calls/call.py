@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from ingress.context import ReplicaRuntime
-    from ingress.core.calls.slots import Slots
 
 
 class Queue(Protocol):
@@ -49,30 +48,11 @@ class Queue(Protocol):
 class Runner(Protocol):
     """The replica that a call runs on, as the call and the router see it.
 
-    slots         the router's record of the replica, which the router alone writes
-    begun         number of calls that it has begun
-    is_late       true while it begins calls late, because of other calls that it runs
-    is_computing  true while it is late because its threads compute, and the GIL is under pressure
-    model_ids     the ids of the models that it has or is loading
-
-    While `slots.position` is `HELD`, the replica counts a call that begins and then asks the router
-    for the next one, with `Router.resume`.
+    `is_computing` is true while its worker threads compute, and the GIL is under pressure.
     """
 
     @property
-    def slots(self) -> Slots: ...
-
-    @property
-    def begun(self) -> int: ...
-
-    @property
-    def is_late(self) -> bool: ...
-
-    @property
     def is_computing(self) -> bool: ...
-
-    @property
-    def model_ids(self) -> frozenset[str]: ...
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...

@@ -20,14 +20,14 @@ from typing import Any
 
 from ingress.app.asgi import route_template
 from ingress.context import REPLICA
-from ingress.core.calls.call import CURRENT_CALL, Call, Runner, Work
+from ingress.core.calls.call import CURRENT_CALL, Call, Work
 from ingress.core.calls.retries import NotBegunError
-from ingress.core.calls.slots import Slots
 from ingress.core.execution.execution import ExecutionPlan, Role
 from ingress.core.execution.threads import WorkerThreads
 from ingress.observe.timeline.recorder import Journey, Recorder, Timeline
 from ingress.serving.control.factories import Factories
 from ingress.serving.processes.process_replica import ProcessReplica
+from ingress.serving.replicas.admission import Admission, AdmittingRunner
 from ingress.serving.replicas.overload import Shed
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
@@ -66,16 +66,16 @@ class TracedRouter(Router):
         if not call.settled:
             self._recorder.stand_in_queue(call)
 
-    def release(self, replica: Runner, call: Call) -> None:
+    def release(self, replica: AdmittingRunner, call: Call) -> None:
         # First, while no other call can have the slot.
         self._recorder.give_back(call)
         super().release(replica, call)
 
-    def _give(self, slots: Slots, call: Call) -> None:
+    def _give(self, slots: Admission, call: Call) -> None:
         super()._give(slots, call)
         self._recorder.take_slot(call)
 
-    def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
+    def _next(self, slots: Admission, shed: list[Shed]) -> Call | None:
         call = super()._next(slots, shed)
         if call is not None:
             self._recorder.leave_queue(call)

@@ -154,8 +154,10 @@ def _note_worn(deployment: RunningDeployment, member: Member, now: float) -> Non
         return
     config, replica = deployment.config, member.replica
     most, most_mb = config.max_requests_per_replica, config.max_memory_mb
-    if most is not None and replica.begun >= most * (1 + EXTRA * member.extra):
-        member.worn = f"it has begun {replica.begun} requests (max_requests_per_replica={most})"
+    if most is not None and replica.slots.begun >= most * (1 + EXTRA * member.extra):
+        member.worn = (
+            f"it has begun {replica.slots.begun} requests (max_requests_per_replica={most})"
+        )
         logger.info("%s retires: %s", replica.replica_id, member.worn)
     elif most_mb is None:
         member.excess = ""

@@ -1,6 +1,7 @@
 """Replicas and the queue before them: which replica runs which call, and when.
 
-    router             the queue of a deployment, and the slots of its replicas; start here
+    router             the queue of a deployment; start here
+    admission          whether a replica may get a call now: its slots, its lateness
     two_choices        the usual policy, which chooses a replica
     choosing           runs them, and keeps the replicas that a call waits for
     overload           the policy that orders, sheds and turns away calls under overload

@@ -17,13 +17,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ingress.config import RequestRouterConfig
 from ingress.core.base.types import DeploymentID
-from ingress.core.calls.call import Call, Runner
+from ingress.core.calls.call import Call
 from ingress.core.calls.loops import EventLoopThread
-from ingress.core.calls.slots import Slots
 from ingress.exceptions import UserCodeExit
 from ingress.request_router import (
     ConsistentHashRouter,
@@ -36,6 +35,7 @@ from ingress.request_router import (
     RunningReplica,
     SyncRequestRouter,
 )
+from ingress.serving.replicas.admission import Admission, AdmittingRunner
 from ingress.serving.replicas.overload import HEAD_START_S, UsualTimes, WaitingCalls
 
 logger = logging.getLogger("ingress")
@@ -93,10 +93,10 @@ class RoutedCalls(WaitingCalls):
 
     def __init__(self, usual: UsualTimes) -> None:
         super().__init__(usual)
-        self._wanted: dict[Call, frozenset[Slots]] = {}
-        self._wanting: dict[Slots, OrderedDict[Call, None]] = {}
+        self._wanted: dict[Call, frozenset[Admission]] = {}
+        self._wanting: dict[Admission, OrderedDict[Call, None]] = {}
 
-    def want(self, call: Call, chosen: frozenset[Slots]) -> None:
+    def want(self, call: Call, chosen: frozenset[Admission]) -> None:
         """Note the replicas that a waiting call waits for, in place of those before."""
         self._forget(call, keeps=chosen)
         self._wanted[call] = chosen
@@ -110,7 +110,7 @@ class RoutedCalls(WaitingCalls):
     def waiting(self) -> list[Call]:
         return [*self._others[1], *self._calls, *self._others[-1]]
 
-    def next_for(self, slots: Slots) -> Call | None:
+    def next_for(self, slots: Admission) -> Call | None:
         """Remove the call that is served next by this replica, `None` if no call wants it."""
         calls = self._wanting.get(slots)
         if not calls:
@@ -133,7 +133,7 @@ class RoutedCalls(WaitingCalls):
         self._wanting.clear()
         return super().clear()
 
-    def _forget(self, call: Call, keeps: frozenset[Slots] = frozenset()) -> None:
+    def _forget(self, call: Call, keeps: frozenset[Admission] = frozenset()) -> None:
         for each in self._wanted.pop(call, frozenset()) - keeps:
             calls = self._wanting[each]
             del calls[call]
@@ -144,7 +144,7 @@ class RoutedCalls(WaitingCalls):
 class Place(Protocol):
     """`Router.place`: start a waiting call on a chosen replica; `False` while it has to wait."""
 
-    def __call__(self, call: Call, ranks: list[list[Slots]]) -> bool: ...
+    def __call__(self, call: Call, ranks: list[list[Admission]]) -> bool: ...
 
 
 class Chooser:
@@ -176,12 +176,12 @@ class Chooser:
         is_sync = isinstance(policy, SyncRequestRouter)
         self._home = None if is_sync else EventLoopThread(f"{name}-request-router")
 
-    def update(self, replicas: list[Runner]) -> None:
+    def update(self, replicas: list[AdmittingRunner]) -> None:
         """Take the replicas from now on, and choose again for the calls that wait.
 
         Called on the control loop only.
         """
-        candidates = [RunningReplica(each.slots) for each in replicas]
+        candidates = [RunningReplica(each.context.replica_id, each.slots) for each in replicas]
         if self._home is None:
             self._show(candidates)
             # Race with `ask` in other threads, which may have read the candidates before: it reads
@@ -269,9 +269,9 @@ class Chooser:
             self._home.stop(0.0)
 
 
-def _slots_of(ranks: Ranks) -> list[list[Slots]]:
+def _slots_of(ranks: Ranks) -> list[list[Admission]]:
     try:
-        return [[each.slots for each in group] for group in ranks]
+        return [[cast(Admission, each.slots) for each in group] for group in ranks]
     except (AttributeError, TypeError):
         raise TypeError(
             f"choose_replicas must return a list of lists of its candidates, got {ranks!r}"

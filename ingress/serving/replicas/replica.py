@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from time import monotonic, thread_time
+from time import monotonic
 from typing import Any, cast
 
 from anyio.to_thread import current_default_thread_limiter
@@ -40,16 +40,15 @@ from ingress.core.calls.loops import (
     running_loop,
 )
 from ingress.core.calls.notable import NOTABLE
-from ingress.core.calls.slots import HELD, Slots
 from ingress.core.calls.tracing import TRACING, note_exemplar, trace_begin
 from ingress.core.execution import execution
-from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.core.execution.lane_pools import ReplicaPools
 from ingress.core.execution.lanes import lanes_of
 from ingress.core.execution.loop_executor import LoopExecutor
 from ingress.core.execution.other_loop import note_other_loop
 from ingress.core.execution.threads import RESERVED_THREADS
 from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, needs_no_record
+from ingress.serving.replicas.admission import HELD, LATE_S, Admission
 from ingress.serving.replicas.ended_calls import note_end
 from ingress.serving.replicas.models import Models
 from ingress.serving.replicas.replica_factories import UNOBSERVED, ReplicaFactories
@@ -58,10 +57,6 @@ from ingress.telemetry.logs.identity import name_records
 from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import context_of
 
-LATE_S = 0.01  # between the assignment of a slot and the first line of user code
-CALLS_IN_TIME = 16  # one after another, until a replica is not late any more
-COMPUTING = 0.5  # of a processor, of all worker threads
-STILL_COMPUTING = 0.1  # once they compute: the loops may have most of a look
 MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs
 ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
@@ -96,10 +91,10 @@ class Replica:
     """
 
     __slots__ = (
-        "_anyio_threads", "_arriving", "_borrows", "_calls", "_clocks", "_executor", "_home",
-        "_in_time", "_is_computing", "_models", "_moved", "_reassign", "_release", "_resume",
+        "_anyio_threads", "_arriving", "_borrows", "_calls", "_executor", "_home",
+        "_models", "_moved", "_reassign", "_release", "_resume",
         "_stall_threshold_s",
-        "begun", "context", "errors", "is_checking", "is_late", "is_left_behind",
+        "context", "errors", "is_checking", "is_left_behind",
         "is_reconfiguring", "latencies",
         "loop", "pools", "replica_id", "slots", "stalls", "state", "thread", "unhealthy_reason",
         "user_code",
@@ -128,14 +123,8 @@ class Replica:
         self.errors: dict[tuple[str, str], int] = {}  # by route and type of the exception
         self.stalls: dict[str, Latency] = {}  # by method; written by the watchdog
         self.unhealthy_reason = ""
-        self.slots = Slots(self, max_ongoing)
-        self.begun = 0
-        self.is_late = False
         self.is_left_behind = False  # its stop left threads behind that user code blocks
         self.is_reconfiguring = False
-        self._in_time = 0
-        self._is_computing = False
-        self._clocks = 0.0, 0.0  # time, and CPU time of the user loop, when a call last began late
         self._release = release
         self._resume = resume
         self._reassign = reassign
@@ -152,6 +141,7 @@ class Replica:
         self.thread = self._home.ident  # `None` if the loop is borrowed
         declared = lanes_of(func_or_class, max_ongoing, lanes or {})
         self.pools = ReplicaPools(self._home, declared, factories.threads)
+        self.slots = Admission(self, max_ongoing, self.pools.have_computed)
         make_plan: MakePlan = partial(
             factories.plan,
             sync_in_threadpool=sync_in_threadpool,
@@ -453,50 +443,23 @@ class Replica:
             self._calls[call] = task or asyncio.current_task(self.loop)
             if self.state not in _ENDING:
                 call.began_at = now = monotonic()
-                self.begun += 1
+                slots = self.slots
+                slots.begun += 1
                 is_late = now - call.assigned_at > LATE_S
-                if is_late or self.is_late:
-                    self._note_late(is_late=is_late)
+                if is_late or slots.is_late:
+                    slots.note_begin(is_late=is_late)
                 # After the call was counted: see `Router._settle_position`.
-                if self.slots.position == HELD:
+                if slots.position == HELD:
                     self._resume(self)
                 return True
             del self._calls[call]
         self._turn_away(call)
         return False
 
-    def _note_late(self, *, is_late: bool) -> None:
-        """Notice whether the replica is late, when a call begins late, or in time again."""
-        if is_late:
-            self.is_late, self._in_time = self._delays_calls(), 0
-        else:
-            self._in_time += 1
-            # While threads compute, all free slots at once would start as many of them.
-            self.is_late = self._in_time < CALLS_IN_TIME or self._note_computing()
-
-    def _delays_calls(self) -> bool:
-        """Return whether calls begin late because of other calls of this replica.
-
-        While threads queue for the GIL, the replicas beside them begin late as well, and so does
-        one with many streams of short steps in its threads. To give those one call at a time would
-        only add to their delay.
-        """
-        now, ran_s = monotonic(), thread_time()
-        before, ran_before_s = self._clocks
-        self._clocks = now, ran_s
-        computes = self._note_computing()
-        return computes or not GIL_PRESSURE.is_high or ran_s - ran_before_s >= (now - before) / 2
-
-    def _note_computing(self) -> bool:
-        """Notice whether its worker threads compute, while the pressure on the GIL is high."""
-        least = STILL_COMPUTING if self._is_computing else COMPUTING
-        self._is_computing = GIL_PRESSURE.is_high and self.pools.have_computed(least)
-        return self._is_computing
-
     @property
     def is_computing(self) -> bool:
-        """True if each call must wait for the last to begin, also without a deadline."""
-        return self._is_computing and GIL_PRESSURE.is_high
+        """True while its worker threads compute, and the GIL is under pressure. Thread-safe."""
+        return self.slots.is_computing
 
     def _turn_away(self, call: Call) -> None:
         """Give back the slot of a call that will not run here, and send the call elsewhere.

@@ -9,11 +9,9 @@ is overload: `replicas.overload` gives calls with a deadline another order. The 
 few lines, in which the default policy chooses; others rank the replicas before, without it. It is
 never held while another lock is taken, and no callback of a call runs under it.
 
-A replica that begins calls late, because its event loop is busy or does not get the GIL, is held:
-it gets one call with a deadline at a time, the next when that one begins. The calls it cannot begin
-yet wait in the queue, where they can still go to another replica, be overtaken or be shed. While
-threads queue for the GIL, this goes for all calls: more computing threads would only wait for each
-other.
+`Admission` says whether a replica may get a call now. One that begins calls late is held: the calls
+that it cannot begin yet wait in the queue, where they can still go to another replica, be overtaken
+or be shed.
 """
 
 from __future__ import annotations
@@ -31,10 +29,16 @@ from ingress.config import BackpressureConfig, RequestRouterConfig
 from ingress.core.base.counters import HTTPCounts
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls import retries
-from ingress.core.calls.call import Call, Runner
+from ingress.core.calls.call import Call
 from ingress.core.calls.deadlocks import check_deadlock
-from ingress.core.calls.slots import FULL, HELD, REMOVED, Slots
 from ingress.exceptions import BackPressureError, DeploymentUnavailableError
+from ingress.serving.replicas.admission import (
+    FULL,
+    HELD,
+    REMOVED,
+    Admission,
+    AdmittingRunner,
+)
 from ingress.serving.replicas.choosing import Chooser, RoutedCalls, policy_of
 from ingress.serving.replicas.overload import Shed, UsualTimes, WaitingCalls
 from ingress.serving.replicas.two_choices import TwoChoices
@@ -74,14 +78,14 @@ class Router:
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
         self.num_rejected = self.num_shed = self.num_retries = self.num_expired = 0
         self.http = HTTPCounts()
-        self.replicas: list[Runner] = []
+        self.replicas: list[AdmittingRunner] = []
         self._policy = TwoChoices()
         self._lock = threading.Lock()
         # Of the replicas with a free slot, in no order. The proxy looks whether there is one.
-        self.available: list[Slots] = []
+        self.available: list[Admission] = []
         # Of the replicas with all slots free; the last one is chosen next.
-        self._idle: OrderedDict[Slots, None] = OrderedDict()
-        self._last: Slots | None = None  # of the replica chosen last
+        self._idle: OrderedDict[Admission, None] = OrderedDict()
+        self._last: Admission | None = None  # of the replica chosen last
         self._usual = UsualTimes()
         self._chooser: Chooser | None = None
         self._waiting = WaitingCalls(self._usual)
@@ -97,7 +101,7 @@ class Router:
                 waiting.waiting,
             )
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
-        self._held: set[Slots] = set()  # of the replicas that are late
+        self._held: set[Admission] = set()  # of the replicas that are late
         self._holders: set[Call] = set()  # the calls that have a slot
         self._refuses: str | None = None
 
@@ -113,7 +117,7 @@ class Router:
     def assign(self, call: Call) -> None:
         """Start the call on a replica now, queue it, or settle it as refused."""
         refused: Exception | None = None
-        replica: Runner | None = None
+        replica: AdmittingRunner | None = None
         call.queue = self
         with self._lock:
             if self._refuses is not None:
@@ -141,7 +145,7 @@ class Router:
         # Replicas are held for calls with a deadline only: they may begin this call.
         if self._held and call.metadata.deadline is None:
             for slots in list(self._held):
-                if not slots.replica.is_computing:
+                if not slots.is_computing:
                     self.resume(slots.replica)
 
     def turns_away(self, deadline: float | None) -> BackPressureError | None:
@@ -180,7 +184,9 @@ class Router:
         )
         refused: Exception | None = None
         if call.runner is not None and call.runner.is_to_be_replaced:
-            self._take_out(call.runner)  # the control plane, which may be later, tells the policy
+            # The control plane, which may be later, tells the policy.
+            for lost in [each for each in list(self.replicas) if each is call.runner]:
+                self._take_out(lost)
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
@@ -202,7 +208,7 @@ class Router:
             self._resume(call)
 
     def _resume(self, call: Call) -> None:
-        replica: Runner | None = None
+        replica: AdmittingRunner | None = None
         with self._lock:
             if call not in self._resting:
                 return  # cancelled or refused meanwhile
@@ -220,7 +226,7 @@ class Router:
         elif call.is_awaited:
             check_deadlock(call)
 
-    def release(self, replica: Runner, call: Call) -> None:
+    def release(self, replica: AdmittingRunner, call: Call) -> None:
         """Take back the slot of a call whose work has ended, and hand it to the next call."""
         slots = replica.slots
         started: list[Call] = []
@@ -234,7 +240,7 @@ class Router:
             elif call.metadata.deadline is not None:
                 self._usual.add(call, monotonic())
             slots.ongoing -= 1
-            if self._waiting.size or replica.is_late or slots.position == HELD:
+            if self._waiting.size or slots.is_late or slots.position == HELD:
                 self._settle_position(slots, started, shed)
             else:
                 # A number of slots that was lowered may still be exceeded.
@@ -245,7 +251,7 @@ class Router:
         if started or shed:
             self._start(replica, started, shed)
 
-    def resume(self, replica: Runner) -> None:
+    def resume(self, replica: AdmittingRunner) -> None:
         """Hand a held replica the waiting calls it may have now. Thread-safe."""
         started: list[Call] = []
         shed: list[Shed] = []
@@ -253,18 +259,11 @@ class Router:
             self._settle_position(replica.slots, started, shed)
         self._start(replica, started, shed)
 
-    def _settle_position(self, slots: Slots, started: list[Call], shed: list[Shed]) -> None:
+    def _settle_position(self, slots: Admission, started: list[Call], shed: list[Shed]) -> None:
         """Give a replica the waiting calls that it can take, and update its position."""
         if slots.position == REMOVED:
             return
-        while (
-            self._waiting
-            and slots.ongoing < slots.max_ongoing
-            and (
-                not slots.is_behind()
-                or (self._waiting.has_patient and not slots.replica.is_computing)
-            )
-        ):
+        while self._waiting and slots.may_take(is_patient=self._waiting.has_patient):
             following = self._next(slots, shed)
             if following is None:
                 break
@@ -293,7 +292,7 @@ class Router:
         """Return the number of free slots that get no call now: their replicas are held."""
         return sum(slots.max_ongoing - slots.ongoing for slots in self._held)
 
-    def _start(self, replica: Runner, started: list[Call], shed: list[Shed]) -> None:
+    def _start(self, replica: AdmittingRunner, started: list[Call], shed: list[Shed]) -> None:
         for call in started:
             call.work.start(call, replica)
         if shed:
@@ -354,7 +353,7 @@ class Router:
             f"num_replicas of '{name}', or break the cycle."
         )
 
-    def add(self, replica: Runner) -> None:
+    def add(self, replica: AdmittingRunner) -> None:
         """Begin to use a replica that is ready: waiting calls get its slots at once."""
         started: list[Call] = []
         shed: list[Shed] = []
@@ -365,12 +364,12 @@ class Router:
         self._start(replica, started, shed)
         self._show_replicas()
 
-    def remove(self, replica: Runner) -> None:
+    def remove(self, replica: AdmittingRunner) -> None:
         """Give a replica no more calls; the calls it runs go on. No effect the second time."""
         self._take_out(replica)
         self._show_replicas()
 
-    def _take_out(self, replica: Runner) -> None:
+    def _take_out(self, replica: AdmittingRunner) -> None:
         slots = replica.slots
         with self._lock:
             if slots.position >= 0:
@@ -391,12 +390,12 @@ class Router:
         if self._chooser is not None:
             self._chooser.update(list(self.replicas))
 
-    def place(self, call: Call, ranks: list[list[Slots]]) -> bool:
+    def place(self, call: Call, ranks: list[list[Admission]]) -> bool:
         """Start a waiting call on the first chosen replica with a free slot. Thread-safe.
 
         Returns False if there is none: the call waits for the first of them that is free.
         """
-        replica: Runner | None = None
+        replica: AdmittingRunner | None = None
         with self._lock:
             assert isinstance(self._waiting, RoutedCalls)
             if call not in self._waiting:
@@ -410,7 +409,8 @@ class Router:
                 slots = min(chosen, key=lambda each: each.ongoing)
                 self._give(slots, call)
                 replica = slots.replica
-                self._hold_if_late(slots, call)
+                if slots.is_late:
+                    self._hold_if_late(slots, call)
         if replica is not None:
             call.work.start(call, replica)
         elif call.is_awaited:
@@ -433,7 +433,7 @@ class Router:
             self.max_queued_requests = max_queued_requests
             self._backpressure = backpressure or BackpressureConfig()
 
-    def resize(self, replica: Runner, max_ongoing: int) -> None:
+    def resize(self, replica: AdmittingRunner, max_ongoing: int) -> None:
         """Change a replica's number of slots. Calls beyond a lower number keep their slots."""
         slots = replica.slots
         started: list[Call] = []
@@ -454,7 +454,7 @@ class Router:
         if self._chooser is not None:
             self._chooser.close()
 
-    def _reserve(self, call: Call) -> Runner:
+    def _reserve(self, call: Call) -> AdmittingRunner:
         """Give the call a slot of an available replica, if possible not of its last replica."""
         available = self.available
         model_id = call.metadata.multiplexed_model_id
@@ -472,17 +472,16 @@ class Router:
                 awake = None  # its thread sleeps, or it is not available
             slots = self._last = self._policy.choose(available, awake)
         self._give(slots, call)
-        if slots.replica.is_late:
+        if slots.is_late:
             self._hold_if_late(slots, call)
         return slots.replica
 
-    def _hold_if_late(self, slots: Slots, call: Call) -> None:
+    def _hold_if_late(self, slots: Admission, call: Call) -> None:
         """Hold a replica that begins calls late, and was given one that should not wait there."""
-        replica = slots.replica
-        if replica.is_late and (call.metadata.deadline is not None or replica.is_computing):
+        if not slots.may_take(is_patient=call.metadata.deadline is None):
             self._settle_position(slots, [], [])
 
-    def _next(self, slots: Slots, shed: list[Shed]) -> Call | None:
+    def _next(self, slots: Admission, shed: list[Shed]) -> Call | None:
         """Give one of these slots to the next waiting call. Returns that call, or `None`."""
         waiting = self._waiting
         if isinstance(waiting, RoutedCalls):
@@ -493,7 +492,7 @@ class Router:
             self._give(slots, call)
         return call
 
-    def _give(self, slots: Slots, call: Call) -> None:
+    def _give(self, slots: Admission, call: Call) -> None:
         """Give one of these slots to a call, whatever its model."""
         if not slots.ongoing:
             self._idle.pop(slots, None)
@@ -507,7 +506,7 @@ class Router:
         if call.metadata.multiplexed_model_id:
             slots.count_model(call.metadata.multiplexed_model_id, 1)
 
-    def _add_idle(self, slots: Slots) -> None:
+    def _add_idle(self, slots: Admission) -> None:
         """Add a replica with all slots free to `_idle`, mostly as the next to be chosen.
 
         Many replicas take turns of several calls each: a thread that has just worked finds its
@@ -519,11 +518,11 @@ class Router:
         if len(self.replicas) >= _MANY and random() * _CALLS_A_TURN < 1:
             self._idle.move_to_end(slots, last=False)
 
-    def _add_available(self, slots: Slots) -> None:
+    def _add_available(self, slots: Admission) -> None:
         slots.position = len(self.available)
         self.available.append(slots)
 
-    def _remove_available(self, slots: Slots) -> None:
+    def _remove_available(self, slots: Admission) -> None:
         """Remove a replica in constant time: the last in the list takes its place."""
         last = self.available.pop()
         if last is not slots:
