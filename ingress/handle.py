@@ -60,7 +60,7 @@ class Directory(Protocol):
 
     def router(self, deployment_id: DeploymentID) -> CallRouter: ...
 
-    def methods(self, deployment_id: DeploymentID) -> list[str] | None: ...
+    def methods(self, deployment_id: DeploymentID) -> Names | None: ...
 
     def when_resolved(self, responses: list[DeploymentResponse], then: Callable[[], None]) -> None:
         """Call `then` once all responses are settled, on the router loop if there is one."""
@@ -89,6 +89,14 @@ def directory_here() -> Directory:
             "replica is made; get it in the constructor, with serve.get_app_handle(...)"
         )
     return _here
+
+
+class Names(Protocol):
+    """The names of methods: one can be asked for without a list of all."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
 
 
 class CallRouter(Queue, Protocol):
@@ -238,13 +246,7 @@ class DeploymentHandle:
             call.started_at = parent.started_at  # the error names the request's timeout
         # Looked up now, so that a handle outlives a redeployment.
         router = call.queue = self._directory.router(self._id)
-        given = (*args, *kwargs.values())
-        if DeploymentResponseGenerator in map(type, given):
-            raise RuntimeError(
-                "Streaming deployment handle results cannot be passed to downstream handle calls. "
-                "If you have a use case requiring this feature, iterate here and pass the items."
-            )
-        responses = [arg for arg in given if isinstance(arg, DeploymentResponse)]
+        responses = _responses_among((*args, *kwargs.values()))
         channel = Channel() if options.stream else None
 
         def submit() -> None:
@@ -282,7 +284,7 @@ class DeploymentHandle:
             methods = self._directory.methods(self._id)
             if methods is None or name in methods:
                 return self.options(method_name=name)
-            raise UnknownMethodError(absent_method(self._id.name, name, methods))
+            raise UnknownMethodError(absent_method(self._id.name, name, [*methods]))
         raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -318,6 +320,20 @@ class DeploymentHandle:
 
     def __deepcopy__(self, memo: object) -> DeploymentHandle:
         return self
+
+
+def _responses_among(arguments: tuple[Any, ...]) -> list[DeploymentResponse]:
+    """Return the responses that have to be awaited first. Raises `RuntimeError` for a stream."""
+    found = []
+    for each in arguments:
+        if type(each) is DeploymentResponseGenerator:
+            raise RuntimeError(
+                "Streaming deployment handle results cannot be passed to downstream handle calls. "
+                "If you have a use case requiring this feature, iterate here and pass the items."
+            )
+        if isinstance(each, DeploymentResponse):
+            found.append(each)
+    return found
 
 
 def _warn_of_shutdown(method: str) -> None:

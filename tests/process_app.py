@@ -36,7 +36,7 @@ logger.addHandler(_Stderr())  # as modules do: what a child logs must not be wri
 def pids(name: str, app_name: str = "default") -> list[int]:
     """Return the ids of the processes of a deployment's replicas that get calls."""
     router = local_engine().routers[DeploymentID(name, app_name)]
-    return [each.pid for each in list(router.replicas)]  # type: ignore[attr-defined]
+    return [each.host.pid for each in list(router.replicas)]  # type: ignore[attr-defined]
 
 
 class OddError(Exception):

@@ -60,7 +60,7 @@ ATTACKS: dict[str, Attack] = {
     "noise": lambda n: (b"\xff" * 64, []),
     "text": lambda n: (b"as to standard output\n" * 3, []),
     "zeros": lambda n: (bytes(1000), []),
-    "half-a-frame": lambda n: (frame(Kind.NEWS, 0, bytes(100))[:40], []),
+    "half-a-frame": lambda n: (frame(Kind.REPORT, 0, bytes(100))[:40], []),
     "half-a-head": lambda n: (bytes(3), []),
     "2-GB": lambda n: (frame(Kind.DONE, n, b"x", length=2 << 30), []),
     "a-kind-that-there-is-not": lambda n: (frame(99, n), []),
@@ -104,12 +104,12 @@ NEWS: dict[str, Attack] = {
     "models-without-names": lambda n: (
         frame(Kind.MODELS, 0, pickle.dumps(frozenset((1, "m")))), []
     ),
-    "no-counters": lambda n: (frame(Kind.NEWS, 0, pickle.dumps(("x",) * 9)), []),
-    "no-latency": lambda n: (frame(Kind.NEWS, 0, pickle.dumps(({"m": 5}, *NO_NEWS[1:]))), []),
+    "no-counters": lambda n: (frame(Kind.REPORT, 0, pickle.dumps(("x",) * 9)), []),
+    "no-latency": lambda n: (frame(Kind.REPORT, 0, pickle.dumps(({"m": 5}, *NO_NEWS[1:]))), []),
     "no-metric": lambda n: (
-        frame(Kind.NEWS, 0, pickle.dumps((*NO_NEWS[:7], ["metric"], []))), []
+        frame(Kind.REPORT, 0, pickle.dumps((*NO_NEWS[:7], ["metric"], []))), []
     ),
-    "no-pickle": lambda n: (frame(Kind.NEWS, 0, b"no pickle"), []),
+    "no-pickle": lambda n: (frame(Kind.REPORT, 0, b"no pickle"), []),
 }  # fmt: skip
 
 

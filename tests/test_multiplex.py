@@ -586,7 +586,7 @@ def test_a_cycle_that_a_thread_breaks_while_its_requests_leave_keeps_no_room(
             outcomes[type(error).__name__] += 1
     assert result(handle.remote(0)) == "0"
     (replica,) = local_engine().applications["default"].ingress.replicas
-    wait_until(lambda: not replica._models.in_use)
+    wait_until(lambda: not replica.context.models.in_use)
     serve.shutdown()
 
     assert outcomes["RequestCancelledError"]
@@ -1016,7 +1016,7 @@ def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
     replicas = local_engine().applications["default"].ingress.replicas
     assert [replica.slots.requested for replica in replicas] == [{}] * 4
     assert all(len(replica.model_ids) == 3 for replica in replicas)
-    assert all(not replica._models.in_use for replica in replicas)
+    assert all(not replica.context.models.in_use for replica in replicas)
 
 
 # The current model id.

@@ -197,7 +197,7 @@ def test_a_value_whose_arrival_exits_fails_its_call_only() -> None:
 def test_calls_go_on_after_four_thousand_million_of_them() -> None:
     handle = serve.run(in_isolation("Outer", "process"), route_prefix=None)
     (replica,) = local_engine().routers[DeploymentID("Outer", "default")].replicas
-    link: Link = replica._code.link  # type: ignore[attr-defined]
+    link: Link = replica.host._remote.link  # type: ignore[attr-defined]
     for last in (2**31 - 2, 2**32 - 2):
         link._last = last  # to count that far takes days
 
@@ -540,7 +540,7 @@ def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
         wait_until(lambda: any(each.ongoing for each in left))
         (victim,) = (each for each in left if each.ongoing)
         left.remove(victim)
-        os.kill(victim.pid, signal.SIGKILL)
+        os.kill(victim.host.pid, signal.SIGKILL)
 
     with pytest.raises(ReplicaUnavailableError, match="was killed by SIGKILL") as caught:
         response.result(timeout_s=PATIENCE_S)

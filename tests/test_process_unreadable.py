@@ -47,7 +47,7 @@ def test_news_that_cannot_be_read_are_told_once_and_change_nothing(
     assert status.deployments["Target"].status == "HEALTHY"
     assert asked(target, "pid") == pid
     errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
-    assert all("news of its process cannot be read" in each.getMessage() for each in errors)
+    assert all("a report of its process cannot be read" in each.getMessage() for each in errors)
     assert len(errors) <= 1  # for each kind, of all these tests
 
 

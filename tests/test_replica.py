@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from ingress.exceptions import (
 from ingress.handle import Invocation
 from ingress.serving.replicas.replica import Replica, ReplicaState
 from ingress.serving.replicas.router import Router
+from ingress.serving.replicas.thread_host import ThreadHost
 from ingress.testing import Latch
 from tests.fakes import bind, make_call
 from tests.servers import wait_until
@@ -102,14 +104,17 @@ class Rig:
         self.router = Router(D)
         self.replica = Replica(
             ReplicaID("0", D),
-            Model,
-            None,
+            partial(
+                ThreadHost,
+                func_or_class=Model,
+                bound_app=None,
+                num_cpus=1,
+                sync_in_threadpool=in_threads,
+                borrowed=None if borrowed is None else borrowed.loop,
+            ),
             max_ongoing=slots,
-            num_cpus=1,
-            sync_in_threadpool=in_threads,
             release=self.release,
             reassign=self.router.reassign,
-            borrowed=None if borrowed is None else borrowed.loop,
         )
         self.control = EventLoopThread("control")
         run_blocking(self.control.loop, self.replica.start((self.latches,), {}), PATIENCE_S)
@@ -377,11 +382,10 @@ def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
 
     replica = Replica(
         ReplicaID("0", D),
-        Sick,
-        None,
+        partial(
+            ThreadHost, func_or_class=Sick, bound_app=None, num_cpus=1, sync_in_threadpool=True
+        ),
         max_ongoing=1,
-        num_cpus=1,
-        sync_in_threadpool=True,
         release=lambda replica, call: None,
     )
     control = EventLoopThread("control")

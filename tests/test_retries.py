@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from ingress.exceptions import (
 from ingress.handle import Invocation
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
+from ingress.serving.replicas.thread_host import ThreadHost
 from tests.fakes import FakeReplica, Ledger, assign, make_call
 from tests.servers import (
     PATIENCE_S,
@@ -438,18 +440,23 @@ class Counts:
         return name
 
 
-def counting(router: Router, **options: Any) -> list[Replica]:
+def counting(router: Router, max_ongoing: int, **options: Any) -> list[Replica]:
     """Return two real replicas behind a router, which count the runs of calls."""
+    make_host = partial(
+        ThreadHost,
+        func_or_class=Counts,
+        bound_app=None,
+        num_cpus=1,
+        sync_in_threadpool=False,
+        **options,
+    )
     return [
         Replica(
             ReplicaID(str(number), D),
-            Counts,
-            None,
-            num_cpus=1,
-            sync_in_threadpool=False,
+            make_host,
+            max_ongoing=max_ongoing,
             release=router.release,
             reassign=router.reassign,
-            **options,
         )
         for number in range(2)
     ]
@@ -546,7 +553,7 @@ def test_what_a_stuck_replica_has_not_begun_runs_once_on_another(way: str) -> No
     assert [call.outcome() for call in calls] == list(range(5))
     ledger.leave.count_down()
     blocked.result(PATIENCE_S)
-    assert stuck._home.stop(PATIENCE_S)
+    assert not stuck.host.join(time.monotonic() + PATIENCE_S)
     assert set(ledger.runs.values()) == {1}
     wait_until(lambda: (stuck.ongoing, other.ongoing) == (0, 0))
     router.remove(other)

@@ -409,7 +409,7 @@ def test_a_stream_on_a_loop_that_stands_ends_with_its_application(
 
 def queued() -> int:
     members = local_engine().applications["default"].ingress.members
-    return sum(sum(each.replica.batch_queues.values()) for each in members)
+    return sum(sum(each.replica.host.counts().batch_queues.values()) for each in members)
 
 
 def test_items_whose_batch_has_not_begun_on_a_stuck_loop_go_to_another_replica(
@@ -536,16 +536,16 @@ def test_requests_of_a_process_that_is_stuck_go_elsewhere_or_end(
 
 def handed_over(handle: Any, victim: Any, numbers: range, delay_s: float) -> int:
     """Hand the calls of a stopped process over, which goes on meanwhile. Return how many moved."""
-    os.kill(victim.pid, signal.SIGSTOP)
+    os.kill(victim.host.pid, signal.SIGSTOP)
     calls = [handle.count.remote(number) for number in numbers]
     wait_until(lambda: sum(repr(c).endswith("pending)") for c in calls) == victim.ongoing)
     waiting = int(victim.ongoing)
-    goes_on = threading.Timer(delay_s, os.kill, (victim.pid, signal.SIGCONT))
+    goes_on = threading.Timer(delay_s, os.kill, (victim.host.pid, signal.SIGCONT))
     goes_on.start()
     victim.hand_over()
     answers = [result(each) for each in calls]
     goes_on.join()
-    os.kill(victim.pid, signal.SIGKILL)  # it would begin no other call
+    os.kill(victim.host.pid, signal.SIGKILL)  # it would begin no other call
     return waiting - answers.count(victim.replica_id.unique_id)
 
 

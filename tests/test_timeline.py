@@ -136,7 +136,8 @@ def test_without_a_recorder_nothing_of_it_is_there() -> None:
     router = local_engine().router(handle.deployment_id)
     (replica,) = router.replicas
     assert isinstance(replica, Replica)
-    threads = replica.pools.default.threads
+    assert replica.host.pools is not None
+    threads = replica.host.pools.default.threads
     made = [type(each) for each in (router, replica, threads)]
     serve.shutdown()
 

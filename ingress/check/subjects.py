@@ -35,7 +35,7 @@ from ingress.core.execution.execution import (
     plan,
 )
 from ingress.core.execution.lanes import lanes_of
-from ingress.serving.replicas.user_code import public_methods
+from ingress.serving.replicas.user_code import PublicMethods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
 _OFFLOADS = {
@@ -158,7 +158,7 @@ def _callables(
     for name in ("__init__", "__del__"):
         yield getattr(target, name, object.__init__), Role.LIFECYCLE
     elsewhere = handed_on(sources)
-    for name in dict.fromkeys([*HOOKS, *public_methods(target)]):
+    for name in dict.fromkeys([*HOOKS, *PublicMethods(target)]):
         value = inspect.getattr_static(target, name, None)
         value = getattr(value, "__func__", value)
         if not callable(value) or inspect.isclass(value) or code_of(value) in routes:

@@ -168,11 +168,7 @@ class Applications:
                 if failed.is_answered and not self.take(start, FAILED):
                     failed = None
             if not start.is_ready:
-                self._give_back_logging(application.name)
-                self._give_back_routers(application)
-                is_ending = start.reason in (DELETED, SHUT_DOWN)
-                await controller.roll_back(application, serving, is_ending=is_ending)
-                await controller.stop(application, timeout_s=0.0, kept=serving)
+                await self._undo(start, serving)
         finally:
             telling.cancel()
             if failed is not None:
@@ -185,6 +181,15 @@ class Applications:
             raise error
         if replaced is not None:
             await self.stop(replaced, replaced_by=application)
+
+    async def _undo(self, start: Start, serving: RunningApplication | None) -> None:
+        """End the replicas of a start that has failed or was ended, and let `serving` go on."""
+        application, controller = start.application, self._controller()
+        self._give_back_logging(application.name)
+        self._give_back_routers(application)
+        is_ending = start.reason in (DELETED, SHUT_DOWN)
+        await controller.roll_back(application, serving, is_ending=is_ending)
+        await controller.stop(application, timeout_s=0.0, kept=serving)
 
     def _updated_by(self, application: RunningApplication) -> RunningApplication | None:
         """Return the running application of which a new one is an update, `None` if there is none.

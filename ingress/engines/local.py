@@ -43,7 +43,7 @@ from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.http.retrying import RequestLimits
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
-from ingress.serving.replicas.user_code import public_methods
+from ingress.serving.replicas.user_code import PublicMethods
 from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
 from ingress.telemetry.logs.options import LOGS
@@ -453,14 +453,14 @@ class LocalEngine:
         failed = self.apps.failed.get(deployment_id.app_name)
         return failed is not None and failed.has(deployment_id)
 
-    def methods(self, deployment_id: DeploymentID) -> list[str] | None:
+    def methods(self, deployment_id: DeploymentID) -> PublicMethods | None:
         """Return the methods that a handle may call; `None` for a function: any name calls it."""
         router = self.router(deployment_id)
         for replica in list(router.replicas):
             instance = replica.context.servable_object
-            return public_methods(instance) if not isinstance(instance, FunctionType) else None
+            return PublicMethods(instance) if not isinstance(instance, FunctionType) else None
         target = self._declared(deployment_id)  # it has no replica at the moment
-        return public_methods(target) if isinstance(target, type) else None
+        return PublicMethods(target) if isinstance(target, type) else None
 
     def _declared(self, deployment_id: DeploymentID) -> type | FunctionType | None:
         """Return the class or function of a deployment that runs."""

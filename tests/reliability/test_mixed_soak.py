@@ -242,9 +242,9 @@ def left_behind(root: Any) -> dict[str, Any]:
         found[f"queue of {name}"] = [*router._waiting._calls, *router._resting, *router._holders]
         for replica in deployment.replicas:
             found[f"slots of {replica}"] = replica.ongoing
-            found[f"calls of {replica}"] = dict(replica._calls)
+            found[f"calls of {replica}"] = dict(replica.running)
             found[f"models asked of {replica}"] = dict(replica.slots.requested)
-            found[f"models used of {replica}"] = dict(replica._models.in_use)
+            found[f"models used of {replica}"] = dict(replica.context.models.in_use)
             found[f"batches of {replica}"] = dict(replica.context.batches)
     return {what: there for what, there in found.items() if there}
 

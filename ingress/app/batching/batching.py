@@ -94,10 +94,8 @@ def batch(
         )
     if not isinstance(per_item_errors, bool):
         raise TypeError(f"per_item_errors must be True or False, got {per_item_errors!r}")
-    if batch_size_fn is not None and not callable(batch_size_fn):
-        raise TypeError(f"batch_size_fn must be a callable or None, got {batch_size_fn!r}")
-    if batch_size_fn is not None and execution.kind(batch_size_fn) is not Kind.FUNCTION:
-        raise TypeError(f"batch_size_fn must be a plain `def`, got {batch_size_fn!r}")
+    if batch_size_fn is not None:
+        _check_size_fn(batch_size_fn)
 
     def decorate(func: Any) -> Any:
         if isinstance(func, (staticmethod, classmethod)):
@@ -118,6 +116,13 @@ def batch(
         return Batcher(handler, limits).decorated()
 
     return decorate if _func is None else decorate(_func)
+
+
+def _check_size_fn(func: object) -> None:
+    if not callable(func):
+        raise TypeError(f"batch_size_fn must be a callable or None, got {func!r}")
+    if execution.kind(func) is not Kind.FUNCTION:
+        raise TypeError(f"batch_size_fn must be a plain `def`, got {func!r}")
 
 
 def warn_of_capacity(deployment: str, func_or_class: type | FunctionType, max_ongoing: int) -> None:

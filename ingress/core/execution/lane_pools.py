@@ -33,12 +33,9 @@ _END = object()
 
 
 class ReplicaPools:
-    """The pools of one replica. Owned by its user loop. `lanes` has the declaration and pools.
+    """The pools of one replica. Owned by its user loop. `lanes` has the declaration and pools."""
 
-    `told` are the loads and waits of the same lanes in a process of their own.
-    """
-
-    __slots__ = ("_all", "_named", "default", "lanes", "told")
+    __slots__ = ("_all", "_named", "default", "lanes")
 
     def __init__(
         self, home: Home, declared: Lanes, make_threads: MakeThreads = WorkerThreads
@@ -51,15 +48,12 @@ class ReplicaPools:
         self._named[SERIAL_LANE] = SerialPool(home, make_threads)
         self.lanes = replace(declared, pools=self._named)
         self._all = [self.default, *self._named.values()]
-        self.told: tuple[dict[str, LaneLoad], dict[str, Latency]] | None = None
 
     def loads(self) -> dict[str, LaneLoad]:
         """Return the current load of each lane, and of the serial thread if the class uses it.
 
         Thread-safe.
         """
-        if self.told is not None:
-            return self.told[0]
         has_serial = self.lanes.is_serial
         return {
             name: pool.load()
@@ -69,8 +63,6 @@ class ReplicaPools:
 
     def waits(self) -> dict[str, Latency]:
         """Return the waits of calls for a thread, by lane, "" for no lane. Thread-safe."""
-        if self.told is not None:
-            return self.told[1]
         return {
             name: pool.waits.copy() for name, pool in self.by_lane().items() if pool.waits.total_ms
         }

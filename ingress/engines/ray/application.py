@@ -15,7 +15,7 @@ from ingress.engines.ray.code import pickled_arguments, reference_to
 from ingress.engines.ray.lowering import options_for_ray
 from ingress.engines.ray.messages import ReplicaSpec
 from ingress.engines.ray.replica import HTTPReplica, RayReplica
-from ingress.serving.replicas.user_code import public_methods
+from ingress.serving.replicas.user_code import PublicMethods
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _callable_names(target: type | FunctionType) -> list[str] | None:
     """
     if not inspect.isclass(target):
         return None
-    names = {*public_methods(target)}
+    names = {*PublicMethods(target)}
     for cls in target.__mro__:
         if (code := getattr(vars(cls).get("__init__"), "__code__", None)) is not None:
             names.update(name for name in code.co_names if not name.startswith("_"))

@@ -53,17 +53,17 @@ class ReplicaMetrics:
                 logger.exception("could not publish the metrics of %s", self._replica.replica_id)
 
     def _publish(self) -> None:
-        replica = self._replica
-        for function, count in dict(replica.context.batch_counts).items():
+        replica, counts = self._replica, self._replica.host.counts()
+        for function, count in counts.batches.items():
             self._count("serve_batches_processed", count.batches, function=function)
             self._count("serve_batched_calls", count.calls, function=function)
-        times = replica.model_times
+        times = counts.model_times
         if LOAD in times:
             self._set("serve_num_multiplexed_models", len(replica.model_ids), {})
             self._count("serve_multiplexed_models_load_counter", times[LOAD].count)
             if UNLOAD in times:
                 self._count("serve_multiplexed_models_unload_counter", times[UNLOAD].count)
-        for lane, load in replica.pools.loads().items():
+        for lane, load in counts.lanes.items():
             self._set("serve_lane_calls", load.ongoing, {"lane": lane, "state": "ongoing"})
             self._set("serve_lane_calls", load.queued, {"lane": lane, "state": "queued"})
 

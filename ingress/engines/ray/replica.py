@@ -15,6 +15,7 @@ import logging
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 from ray import serve as ray_serve
@@ -43,6 +44,7 @@ from ingress.serving.http.request_head import REQUEST_ID_HEADER, content_length,
 from ingress.serving.http.websocket import WebSocketReply
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
+from ingress.serving.replicas.thread_host import ThreadHost
 from ingress.telemetry.metrics.user_metrics import use_theirs
 
 logger = logging.getLogger("ingress")
@@ -104,16 +106,19 @@ class RayReplica:
         self._router = Router(self._deployment)
         self._replica = Replica(
             replica_id,
-            target,
-            None if app_spec is None else app_spec.bind(target),
+            partial(
+                ThreadHost,
+                func_or_class=target,
+                bound_app=None if app_spec is None else app_spec.bind(target),
+                num_cpus=spec.num_cpus,
+                lanes=spec.lanes,
+                sync_in_threadpool=settings.run_sync_in_threadpool,
+                borrowed=borrowed,
+                stall_threshold_s=settings.stall_threshold_s,
+            ),
             max_ongoing=self._config.max_ongoing_requests,
-            num_cpus=spec.num_cpus,
-            lanes=spec.lanes,
-            sync_in_threadpool=settings.run_sync_in_threadpool,
             release=self._router.release,
             resume=self._router.resume,
-            borrowed=borrowed,
-            stall_threshold_s=settings.stall_threshold_s,
         )
         self._replica.context.place = _place(ray_serve.get_replica_context().rank)
         self._model_ids = ModelIds(self._replica)

@@ -27,7 +27,7 @@ from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.core.base.settings import NATIVE_THREADS, OMP_NUM_THREADS, Settings
 from ingress.core.execution.execution import ExecutionMode, Role, plan
 from ingress.core.execution.lanes import lanes_of
-from ingress.serving.replicas.user_code import public_methods
+from ingress.serving.replicas.user_code import PublicMethods
 
 FOLLOW_OMP = ("BLIS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Variables of libraries that read `OMP_NUM_THREADS` if their own variable is not set."""
@@ -232,7 +232,7 @@ def _called(built: BuiltDeployment) -> Iterator[tuple[Callable[..., object], Rol
     target = built.deployment.func_or_class
     funcs: list[Callable[..., object]] = [target]
     if inspect.isclass(target):
-        names = {*public_methods(target), "__call__"} - _SELDOM
+        names = {*PublicMethods(target), "__call__"} - _SELDOM
         funcs = [getattr(target, name) for name in names if name in dir(target)]
     for func in funcs:
         if isinstance(batcher := getattr(func, "__ingress_batcher__", None), Batcher):

@@ -25,7 +25,7 @@ from ingress.core.execution.lanes import lanes_of
 from ingress.observe.inspection.budget import ThreadBudget, thread_budget
 from ingress.observe.inspection.members import parts_of
 from ingress.observe.inspection.sources import Use, mentions
-from ingress.serving.replicas.replica import ANYIO_RESERVE
+from ingress.serving.replicas.thread_host import ANYIO_RESERVE
 
 _ANYIO_DEFAULT = 40  # AnyIO's threads for a loop outside ingress
 

@@ -24,7 +24,7 @@ from ingress.app.asgi import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.core.execution.execution import Role
-from ingress.serving.replicas.user_code import public_methods
+from ingress.serving.replicas.user_code import PublicMethods
 
 logger = logging.getLogger("ingress")
 
@@ -49,7 +49,7 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
     served = {id(part.func) for part in parts}
     if inspect.isfunction(target.__init__):
         parts.insert(0, Part("constructor", target.__init__, Role.LIFECYCLE))
-    for name in [*_calls(target), *public_methods(target)]:
+    for name in [*_calls(target), *PublicMethods(target)]:
         member = getattr(target, name)
         if id(getattr(member, "__func__", member)) in served or inspect.isclass(member):
             continue

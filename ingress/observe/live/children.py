@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from ingress.observe.live.documents import ReplicaNow
-from ingress.observe.live.running import STOOD_S, Running
-from ingress.serving.processes.process_replica import ProcessReplica
+from ingress.observe.live.running import STOOD_S, Running, stood_s
+from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 
 logger = logging.getLogger("ingress")
@@ -30,10 +30,11 @@ def ask(replicas: Sequence[Replica]) -> Answers:
 
 
 def _asked(replica: Replica) -> Callable[[float], ReplicaNow | None] | None:
-    if not isinstance(replica, ProcessReplica) or replica.is_ending or replica.stood_s > STOOD_S:
+    host = replica.host
+    if not isinstance(host, ProcessHost) or replica.is_ending or stood_s(host) > STOOD_S:
         return None
     try:
-        return replica.look(_seen_there, timeout_s=ANSWER_S)
+        return host.look(_seen_there, timeout_s=ANSWER_S)
     except RuntimeError:  # its loop has ended
         return None
 

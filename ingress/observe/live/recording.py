@@ -20,7 +20,7 @@ from ingress.core.calls.notable import NOTABLE, Ended
 from ingress.observe.live.documents import Recording
 from ingress.observe.timeline.chrome import as_json, merged
 from ingress.observe.timeline.recorder import Journey, Run, Timeline, Track, standstills_of
-from ingress.serving.processes.process_replica import ProcessReplica
+from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.watchdog.stacks import current_frames, running_task, worker_context
 
@@ -41,9 +41,9 @@ def record(replicas: Iterable[Replica], seconds: float) -> str | None:
         replicas = list(replicas)
         patience_s = seconds + ASK_S
         answers = [
-            (each, each.look(_recorded_there, seconds, timeout_s=patience_s))
+            (each, each.host.look(_recorded_there, seconds, timeout_s=patience_s))
             for each in replicas
-            if isinstance(each, ProcessReplica)
+            if isinstance(each.host, ProcessHost)
         ]
         timelines = [_Recording(replicas).run(seconds)]
         for replica, answer in answers:
@@ -95,12 +95,13 @@ class _Recording:
         names = {each.ident: each.name for each in threading.enumerate()}
         try:
             for replica in self._replicas:
-                frame = frames.get(replica.thread or 0)
-                if replica.thread is not None and frame is not None:
+                thread = replica.host.thread
+                frame = frames.get(thread or 0)
+                if thread is not None and frame is not None:
                     _, context = running_task(replica.loop, frame)
                     call = None if context is None else context.get(CURRENT_CALL)
                     if call is not None:
-                        self._ran(replica.thread, names, call, now, is_loop=True)
+                        self._ran(thread, names, call, now, is_loop=True)
             for ident, frame in frames.items():
                 context = worker_context(frame)
                 call = None if context is None else context.get(CURRENT_CALL)

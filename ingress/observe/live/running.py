@@ -33,6 +33,7 @@ from ingress.observe.live.documents import (
     ThreadRun,
     Threads,
 )
+from ingress.serving.replicas.host import Host, Isolation
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
 from ingress.telemetry.watchdog.clocks import ThreadClocks
@@ -79,7 +80,7 @@ class Running:
         now = monotonic()
         frames = current_frames()
         threads = {each.ident: each for each in threading.enumerate() if each.ident is not None}
-        loops = {id(each): each.thread or WATCHDOG.thread_of(each.loop) for each in replicas}
+        loops = {id(each): each.host.thread or WATCHDOG.thread_of(each.loop) for each in replicas}
         busy = self._busy(set(loops.values()) - {0}, now)
         stalls: dict[tuple[str, str, str], list[Stall]] = {}
         for stall in WATCHDOG.stalls():
@@ -134,8 +135,9 @@ class _Look:
 
     def as_json(self) -> ReplicaNow:
         replica = self._replica
-        lanes = {name: self._pool(pool) for name, pool in replica.pools.by_lane().items()}
-        loads = replica.pools.loads()
+        pools, loads = replica.host.pools, replica.host.counts().lanes
+        named = {} if pools is None else pools.by_lane()
+        lanes = {name: self._pool(named.get(name)) for name in ("", *loads)}
         loop = self._loop()
         calls = sorted(replica.calls.items(), key=lambda each: each[0].started_at)
         return {
@@ -143,7 +145,7 @@ class _Look:
             "deployment": replica.context.deployment,
             "replica": replica.context.replica_tag,
             "state": replica.state.value,
-            "pid": replica.pid if replica.pid not in (0, os.getpid()) else None,
+            "pid": pid if (pid := replica.host.pid) not in (0, os.getpid()) else None,
             "slots": replica.slots.max_ongoing,
             "ongoing": replica.ongoing,
             "loop": loop,
@@ -178,18 +180,21 @@ class _Look:
         stands_ms = max(
             (each.duration_ms for each in self._stalls if not each.is_over), default=0.0
         )
-        if replica.stood_s > STOOD_S:  # in a process that cannot tell the line meanwhile
-            stands_ms = replica.stood_s * 1e3
+        isolation = replica.host.isolation
+        if isolation is Isolation.PROCESS and (found := stood_s(replica.host)) > STOOD_S:
+            stands_ms = found * 1e3  # it cannot tell the line meanwhile
         return {
             "thread": "" if thread is None else thread.name,
-            "is_shared": replica.borrows_loop,
+            "is_shared": isolation is Isolation.NONE,
             "busy": None if self._busy is None else round(min(1.0, self._busy), 3),
             "stands_ms": round(stands_ms, 1),
             "runs": runs,
         }
 
-    def _pool(self, pool: WorkerPool) -> Threads:
+    def _pool(self, pool: WorkerPool | None) -> Threads:
         """Return the threads of a lane, or the others, and the calls that run in them."""
+        if pool is None:  # in another process
+            return {"limit": self._replica.slots.max_ongoing, "alive": 0, "queued": 0, "runs": []}
         threads, unfinished = pool.threads.at_work()
         runs: list[ThreadRun] = []
         for thread in threads:
@@ -232,6 +237,12 @@ class _Look:
             "line": line_of(place),
             "is_orphan": call.settled,
         }
+
+
+def stood_s(host: Host) -> float:
+    """Return the seconds for which the user loop of a process has not turned."""
+    standing = host.standing()
+    return 0.0 if standing is None else monotonic() - standing[0]
 
 
 def line_of(place: Place) -> Line | None:

@@ -20,14 +20,16 @@ from typing import Any
 
 from ingress.app.asgi import route_template
 from ingress.context import REPLICA
+from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call, Work
 from ingress.core.calls.retries import NotBegunError
 from ingress.core.execution.execution import ExecutionPlan, Role
 from ingress.core.execution.threads import WorkerThreads
 from ingress.observe.timeline.recorder import Journey, Recorder, Timeline
 from ingress.serving.control.factories import Factories
-from ingress.serving.processes.process_replica import ProcessReplica
+from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.admission import Admission, AdmittingRunner
+from ingress.serving.replicas.host import Host
 from ingress.serving.replicas.overload import Shed
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
@@ -43,7 +45,7 @@ def record(recorder: Recorder, factories: Factories) -> Factories:
         factories,
         router=partial(TracedRouter, recorder),
         replica=partial(TracedReplica, recorder),
-        process_replica=partial(TracedProcessReplica, recorder),
+        process_host=TracedProcessHost,
         threads=partial(TracedThreads, recorder),
         plan=partial(_plan, recorder, factories.plan),
     )
@@ -111,7 +113,7 @@ class _Traced(Replica):
 
 
 class TracedReplica(_Traced):
-    """A replica that records its calls."""
+    """A replica that records its calls; a child records, too."""
 
     __slots__ = ("_recorder",)
 
@@ -119,15 +121,37 @@ class TracedReplica(_Traced):
         super().__init__(*args, **kwargs)
         self._recorder = recorder
 
+    async def start(self, *args: Any, **kwargs: Any) -> None:
+        await super().start(*args, **kwargs)
+        if isinstance(self.host, ProcessHost):
+            self._recorder.join(self, partial(_ask, self.host))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Keep what a child has recorded, and end the replica, all in `timeout_s`."""
+        deadline = monotonic() + timeout_s
+        if isinstance(self.host, ProcessHost):
+            timeline: Timeline | None = None
+            try:
+                if not self.is_lost:
+                    asked = _ask(self.host, min(ASK_S, timeout_s / 2))
+                    timeline = await asyncio.to_thread(asked)
+            except Exception as error:
+                logger.warning("%s is missing in the trace: %r", self.replica_id, error)
+            self._recorder.leave_for_good(self, timeline)
+        await super().stop(max(0.0, deadline - monotonic()))
+
 
 class ReplicaInChild(_Traced):
     """A replica in a child process: its recorder is its own, because no router is there."""
 
     __slots__ = ("_recorder",)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, replica_id: ReplicaID, make_host: Callable[..., Host], **kwargs: Any
+    ) -> None:
         self._recorder = Recorder()
-        super().__init__(*args, **kwargs, factories=record(self._recorder, Factories()))
+        factories = record(self._recorder, Factories())
+        super().__init__(replica_id, partial(make_host, factories=factories), **kwargs)
 
     async def serve(self, call: Call) -> object:
         kind = "request" if call.work.scope is not None else "call"
@@ -144,37 +168,18 @@ class ReplicaInChild(_Traced):
         return replace(timeline, process=f"{self.replica_id}, process {timeline.pid}")
 
 
-class TracedProcessReplica(_Traced, ProcessReplica):
-    """A replica in a child process, seen from the server's: the child records, too."""
+class TracedProcessHost(ProcessHost):
+    """A child that records its calls."""
 
-    __slots__ = ("_recorder",)
+    __slots__ = ()
     made_there = ReplicaInChild
 
-    def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._recorder = recorder
+    def direct(self, call: Call) -> bool:
+        return False  # in a task, where `serve` records it
 
-    def _begin(self, call: Call) -> None:
-        Replica._begin(self, call)  # in a task, where `serve` records it
 
-    async def start(self, *args: Any, **kwargs: Any) -> None:
-        await super().start(*args, **kwargs)
-        self._recorder.join(self, self._ask)
-
-    def _ask(self, timeout_s: float = ASK_S) -> Callable[[], Timeline]:
-        return self.look(ReplicaInChild.timeline, timeout_s=timeout_s)
-
-    async def stop(self, timeout_s: float) -> None:
-        """Keep what the child has recorded, and end it, all in `timeout_s`."""
-        deadline = monotonic() + timeout_s
-        timeline: Timeline | None = None
-        try:
-            if not self.is_lost:
-                timeline = await asyncio.to_thread(self._ask(min(ASK_S, timeout_s / 2)))
-        except Exception as error:
-            logger.warning("%s is missing in the trace: %r", self.replica_id, error)
-        self._recorder.leave_for_good(self, timeline)
-        await super().stop(max(0.0, deadline - monotonic()))
+def _ask(host: ProcessHost, timeout_s: float = ASK_S) -> Callable[[], Timeline]:
+    return host.look(ReplicaInChild.timeline, timeout_s=timeout_s)
 
 
 class TracedThreads(WorkerThreads):

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 from ingress.handle import DeploymentHandle
 from ingress.serving.http.proxy import HTTPProxy
-from ingress.serving.processes.process_replica import ProcessReplica
+from ingress.serving.processes.process_host import ProcessHost
+from ingress.serving.replicas.host import Host
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.replica_factories import ReplicaFactories
 from ingress.serving.replicas.router import Router
+from ingress.serving.replicas.thread_host import ThreadHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Factories(ReplicaFactories):
     handle: Callable[..., DeploymentHandle] = DeploymentHandle
     router: Callable[..., Router] = Router
     replica: Callable[..., Replica] = Replica
-    process_replica: Callable[..., Replica] = ProcessReplica
+    thread_host: Callable[..., Host] = ThreadHost
+    process_host: Callable[..., Host] = ProcessHost
 
 
 Instrument = Callable[[Factories], Factories]

@@ -17,9 +17,9 @@ from ingress.core.base.process import process_facts
 from ingress.core.execution.mistakes import described
 from ingress.serving.control.plan import Phase
 from ingress.serving.control.running import SHORT_LIFE_S, Member, RunningDeployment
+from ingress.serving.replicas.host import Isolation
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
-from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
     Place,
@@ -56,7 +56,7 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
             _tell(member, now, member.started_at, "starting")
         elif member.phase is Phase.AWAY and member.replica.is_reconfiguring:
             _tell(member, now, member.away_at, "reconfiguring")
-    deployment.left = [each for each in deployment.left if not each.has_left()]
+    deployment.left = [each for each in deployment.left if not each.host.has_left()]
 
 
 async def _ask(deployment: RunningDeployment, member: Member) -> None:
@@ -97,12 +97,15 @@ def _note_stuck(member: Member, now: float, after_s: float) -> None:
     if member.stuck or member.suspected < LOOKS:
         return
     member.stuck = f"{reason} at {place}" if (place := _place(member.replica)) else reason
-    fate = "its loop is not its own, so it cannot be replaced"
-    if member.replica.is_killable:
-        fate = "its process is ended, and another replica takes its place"
-    elif not member.replica.borrows_loop:
-        fate = "it gets no more calls, and another replica takes its place"
+    fate = _FATES[member.replica.host.isolation]
     logger.error("%s is stuck: %s; %s", member.replica.replica_id, member.stuck, fate)
+
+
+_FATES = {
+    Isolation.NONE: "its loop is not its own, so it cannot be replaced",
+    Isolation.THREAD: "it gets no more calls, and another replica takes its place",
+    Isolation.PROCESS: "its process is ended, and another replica takes its place",
+}
 
 
 def _stands(member: Member, now: float, after_s: float) -> str:
@@ -110,21 +113,16 @@ def _stands(member: Member, now: float, after_s: float) -> str:
 
     Timed here: the watchdog forgives a stall whenever the machine keeps it waiting itself.
     """
-    if member.replica.is_killable:
-        return _stood(after_s) if member.replica.stood_s > after_s else ""
-    standing = WATCHDOG.standing(member.replica.loop)
+    host = member.replica.host
+    standing = host.standing()
     if standing is None:
         member.stands = None
         return ""
     beats, stack = standing
     if member.stands is None or member.stands[0] != beats:  # it has turned since
         member.stands = beats, now
-    if now - member.stands[1] <= after_s or stack.is_debugged or member.replica.may_stand:
+    if now - member.stands[1] <= after_s or stack.is_debugged or host.may_stand:
         return ""
-    return _stood(after_s)
-
-
-def _stood(after_s: float) -> str:
     return f"its event loop has not turned for more than {after_s:g} s"
 
 
@@ -168,7 +166,7 @@ def _note_worn(deployment: RunningDeployment, member: Member, now: float) -> Non
 
 async def _note_memory(deployment: RunningDeployment, member: Member, most_mb: float) -> None:
     """Note whether the process of a replica has too much memory."""
-    facts = await asyncio.to_thread(process_facts, member.replica.pid)
+    facts = await asyncio.to_thread(process_facts, member.replica.host.pid)
     if member.phase is not Phase.SERVING or deployment.is_stopping:
         return
     has_mb, now = facts.rss_bytes / 1e6, asyncio.get_running_loop().time()
@@ -189,9 +187,9 @@ async def _note_memory(deployment: RunningDeployment, member: Member, most_mb: f
 
 def _place(replica: Replica) -> str:
     """Return the line of user code that keeps a replica from going on, "" if it is not found."""
-    if replica.is_killable:
+    if replica.host.isolation is Isolation.PROCESS:
         return ""  # it is in another process
-    standing = WATCHDOG.standing(replica.loop)
+    standing = replica.host.standing()
     if standing is not None and standing[1].is_users:
         return str(standing[1].place)
     for frame in current_frames().values():
@@ -218,11 +216,12 @@ def _tell(member: Member, now: float, since: float, activity: str) -> None:
 def place_of_start(replica: Replica) -> Place:
     """Return the line that a constructor, lifespan or `reconfigure` of a replica is at."""
     frames = current_frames()
-    stack = read(None if replica.thread is None else frames.get(replica.thread))
+    thread = replica.host.thread
+    stack = read(None if thread is None else frames.get(thread))
     return stack.place if stack.is_users else _awaited(replica.loop)
 
 
-_STARTS = ("Replica._start", "Lifespan._run", "Replica._reconfigure")
+_STARTS = ("ThreadHost._start", "Lifespan._run", "Replica._reconfigure")
 """The coroutines that start a replica's user code, or change its `user_config`."""
 
 

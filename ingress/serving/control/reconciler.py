@@ -194,14 +194,13 @@ class Reconciler:
         """Count a replica whose loop has ended; `decide` drops it."""
         replica = member.replica
         if member.phase is Phase.STARTING:
-            error = RuntimeError("user code closed the event loop of its replica")
-            self._on_failed_start(deployment, error)
+            self._on_failed_start(deployment, RuntimeError(replica.host.end))
             if deployment.failed is not None:  # there is no decision
                 self._drop(deployment, member)
             return
         if member.phase is Phase.AWAY and replica.is_reconfiguring:
             self._on_failed_reconfigure(deployment, member, "ended its replica")
-        text = f"{replica.gone_error()}{replica.last_words}"
+        text = f"{replica.gone_error()}{replica.host.last_output}"
         deployment.note_loss(now - member.started_at, text, now)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -227,29 +226,32 @@ class Reconciler:
         config, router = deployment.config, deployment.router
         number = deployment.next_number
         deployment.next_number += 1
-        make_replica = deployment.factories.replica
+        make_host = deployment.factories.thread_host
         if config.isolation == "process":
             control = mailbox_of(asyncio.get_running_loop())
-            make_replica = partial(
-                deployment.factories.process_replica,
+            make_host = partial(
+                deployment.factories.process_host,
                 built=deployment.built,
                 make_handle=self._make_handle,
                 on_lost=partial(control.post, self.look, deployment),
             )
-        replica = make_replica(
+        replica = deployment.factories.replica(
             ReplicaID(str(number), router.deployment_id),
-            deployment.built.deployment.func_or_class,
-            deployment.bound_app,
+            partial(
+                make_host,
+                func_or_class=deployment.built.deployment.func_or_class,
+                bound_app=deployment.bound_app,
+                num_cpus=config.num_cpus,
+                lanes=config.lanes,
+                sync_in_threadpool=self._settings.run_sync_in_threadpool,
+                borrowed=deployment.borrowed,
+                stall_threshold_s=self._settings.stall_threshold_s,
+                factories=deployment.factories,
+            ),
             max_ongoing=config.max_ongoing_requests,
-            num_cpus=config.num_cpus,
-            lanes=config.lanes,
-            sync_in_threadpool=self._settings.run_sync_in_threadpool,
             release=router.release,
             reassign=router.reassign,
             resume=router.resume,
-            borrowed=deployment.borrowed,
-            stall_threshold_s=self._settings.stall_threshold_s,
-            factories=deployment.factories,
         )
         desired = deployment.desired
         taken = {each.rank for each in deployment.members if each.phase is not Phase.LEAVING}
@@ -314,7 +316,7 @@ class Reconciler:
         """Give a replica the limits that were changed while it started or was away."""
         max_ongoing = deployment.config.max_ongoing_requests
         if member.replica.slots.max_ongoing != max_ongoing:
-            member.replica.add_threads(max_ongoing)
+            member.replica.host.add_threads(max_ongoing)
             deployment.router.resize(member.replica, max_ongoing)
 
     def resize(self, deployment: RunningDeployment) -> None:
@@ -458,4 +460,4 @@ class Reconciler:
 
     async def _end(self, replica: Replica, timeout_s: float) -> None:
         await replica.stop(timeout_s)
-        replica_ended(source_of(replica.context, replica.pid))
+        replica_ended(source_of(replica.context, replica.host.pid))

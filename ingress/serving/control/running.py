@@ -35,6 +35,7 @@ from ingress.serving.control.plan import (
 )
 from ingress.serving.control.scaling import Scaler
 from ingress.serving.http.proxy import Condition, HTTPProxy
+from ingress.serving.replicas.host import Isolation
 from ingress.serving.replicas.replica import Replica, ReplicaState
 from ingress.serving.replicas.router import Router
 
@@ -73,7 +74,7 @@ class Member:
     check_at: float = 0.0
     check: asyncio.Task[None] | None = None
     stuck: str = ""
-    stands: tuple[int, float] | None = None
+    stands: tuple[float, float] | None = None
     suspected: int = 0
     orphaned_at: float | None = None
     orphans_at: float = 0.0
@@ -100,8 +101,9 @@ class Member:
     def fact(self) -> Fact:
         # A loop that other replicas share, or the server's, cannot be replaced with its replica. A
         # process is ended: it does not come back.
-        killable = self.replica.is_killable
-        is_stuck = bool(self.stuck) and not (self.replica.borrows_loop or killable)
+        isolation = self.replica.host.isolation
+        killable = isolation is Isolation.PROCESS
+        is_stuck = bool(self.stuck) and isolation is Isolation.THREAD
         # The start of a lost process fails and is counted: dropped before that, it would be tried
         # again without a pause.
         fails = killable and self.phase is Phase.STARTING
@@ -540,6 +542,6 @@ def _details(member: Member) -> ReplicaDetails:
         dict(replica.latencies),
         replica.orphans,
         dict(replica.stalls),
-        replica.pools.loads(),
+        replica.host.counts().lanes,
         member.failed_checks,
     )

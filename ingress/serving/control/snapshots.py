@@ -70,20 +70,21 @@ def http_counts(counts: HTTPCounts) -> list[HTTPCount]:
 
 
 def _replica_snapshot(member: Member, process: str) -> ReplicaSnapshot:
-    replica = member.replica
+    replica, host = member.replica, member.replica.host
+    inside = host.counts()
     return ReplicaSnapshot(
         replica.replica_id.unique_id,
         process,
-        replica.pid,
+        host.pid,
         replica.state.value,
         replica.ongoing,
         replica.slots.max_ongoing,
         replica.orphans,
         replica.unhealthy_reason or member.stuck,
         member.failed_checks,
-        replica.pools.loads(),
+        inside.lanes,
         sorted(replica.model_ids),
-        replica.batch_queues,
+        inside.batch_queues,
         replica.counts(),
     )
 
@@ -101,8 +102,8 @@ def child_processes(
     Their names begin with that of the server's process: each worker has a Model#0.
     """
     return [
-        process_snapshot(f"{process}/{name}/{replica.replica_id}", replica.pid)
+        process_snapshot(f"{process}/{name}/{replica.replica_id}", replica.host.pid)
         for deployment in list(application.deployments.values())
         for replica in deployment.replicas
-        if replica.pid not in (0, os.getpid())
+        if replica.host.pid not in (0, os.getpid())
     ]

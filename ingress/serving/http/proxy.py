@@ -181,23 +181,11 @@ class HTTPProxy:
         attempts: Attempts | None = None
         if is_listed:
             last_deadline = client_deadline(inner, now)
-            attempts = Attempts(
-                inner,
-                timeout_s=limits.timeout_s,
-                budget=self._budget,
-                last_deadline=last_deadline,
-            )
+            attempts = Attempts(inner, limits.timeout_s, self._budget, last_deadline)
             inner = attempts.scope()
         kind = HTTPReply if scope["type"] == "http" else WebSocketReply
-        reply = kind(
-            metadata,
-            router,
-            inner,
-            receive,
-            send,
-            has_body=not is_bodiless,
-            limits=limits.http,
-        )
+        args = metadata, router, inner, receive, send
+        reply = kind(*args, has_body=not is_bodiless, limits=limits.http)
         reply.attempts = attempts
         if is_logged:
             note_reply(send, reply)

@@ -50,7 +50,6 @@ class Attempts:
     def __init__(
         self,
         scope: Scope,
-        *,
         timeout_s: float | None,
         budget: RetryBudget,
         last_deadline: float | None,

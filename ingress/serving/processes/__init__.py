@@ -1,16 +1,16 @@
 """Replicas in child processes: `@serve.deployment(isolation="process")`.
 
     the server's process                                 a child process for each replica
-    Router -> ProcessReplica -> RemoteCode  == frames ==   Host -> Replica -> user code
+    Router -> Replica -> RemoteCode  == frames ==          FrameServer -> Replica -> user code
 
-    process_replica  the runner that the router knows; start here
+    process_host     the host of the replica that the router knows; start here
     remote_code      the user code of that runner: it sends what `UserCode` would do
     link             the server's end of a child: its process, its frames, its end
     child            the main function of a child
-    host             the calls in a child
+    frame_server     the calls in a child
     hosted_call      one of these calls, and the messages of its request
     directory        handles in a child: the calls that it makes
-    errands          the same calls, in the server's process
+    child_calls      the same calls, in the server's process
     frames           the framing: messages over an inherited socket pair, pickled, in both
                      directions
     messages         the kinds of frames and their contents
@@ -23,7 +23,7 @@
     resources        the environment of a child: variables, native threads, GPUs
     spawning         the operating system's side: start a process, wait for its end
 
-A child runs the same `Replica` as the server's process does for a replica in a thread: lanes,
+A child runs a `Replica` with a `ThreadHost`, as the server's process does: lanes,
 batches, models, lifespans and the watchdog work there as here. The router's slots are counted here.
 Pickle crosses inherited socket pairs only.
 """

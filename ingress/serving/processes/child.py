@@ -25,6 +25,7 @@ from ingress.core.execution.gil_pressure import EXPECTED_S, GIL_PRESSURE
 from ingress.handle import DeploymentHandle, use_here
 from ingress.serving.processes.code import ByValue
 from ingress.serving.processes.errors import pickled_error
+from ingress.serving.processes.frame_server import BEAT_S, FrameServer, give_back
 from ingress.serving.processes.frames import (
     LARGE,
     Frames,
@@ -33,11 +34,11 @@ from ingress.serving.processes.frames import (
     receive_blocking,
     send_blocking,
 )
-from ingress.serving.processes.host import BEAT_S, Host, give_back
 from ingress.serving.processes.messages import Kind, ReplicaSpec
 from ingress.serving.processes.output import LogLines, take_over
 from ingress.serving.processes.page import SharedPage
 from ingress.serving.replicas.replica import Replica
+from ingress.serving.replicas.thread_host import ThreadHost
 
 logger = logging.getLogger("ingress")
 
@@ -57,14 +58,14 @@ def main(descriptor: int, page: int) -> None:
             os.sched_setaffinity(0, cores)  # before there is another thread, which inherits it
         _, content = receive_blocking(end)
         spec: ReplicaSpec = loads(content)
-        replica, host, stopping = _made(spec, SharedPage(page))
+        replica, server, stopping = _made(spec, SharedPage(page))
     except EOFError:
         return  # the parent has given the start up
     except BaseException as error:
         send_blocking(end, Kind.FAILED, pickled_error(error, LARGE))
         return
-    has_started = run_blocking(replica.loop, _serve(replica, host, end, spec))
-    _wait(stopping, host)
+    has_started = run_blocking(replica.loop, _serve(replica, server, end, spec))
+    _wait(stopping, server)
     asyncio.run(replica.stop(STOP_S))
     if not has_started:  # the server waits for the end of a failed start, and Python takes its time
         sys.stdout.flush()
@@ -72,16 +73,16 @@ def main(descriptor: int, page: int) -> None:
         os._exit(0)
 
 
-def _wait(stopping: SimpleQueue[None], host: Host) -> None:
+def _wait(stopping: SimpleQueue[None], server: FrameServer) -> None:
     """Wait for the order to stop. A loop that loads a model may stand meanwhile."""
     while True:
         try:
             return stopping.get(timeout=BEAT_S)
         except Empty:
-            host.excuse()
+            server.excuse()
 
 
-def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQueue[None]]:
+def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, FrameServer, SimpleQueue[None]]:
     """Return the replica of a specification, which has not started, and the orders to stop it."""
     GIL_PRESSURE.adapts = Settings.from_environment().adapt_switch_interval
     # A frame costs its loop one wait for the GIL, and the server's loop is in another process:
@@ -95,31 +96,36 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, Host, SimpleQue
     target = spec.code.resolve()
     take_over(logs, spec.log_levels)
     app_spec = getattr(target, "__ingress_spec__", None)
-    replica: Replica = spec.make_replica(
+    replica = spec.make_replica(
         spec.replica_id,
-        target,
-        None if app_spec is None else app_spec.bind(target),
+        partial(
+            ThreadHost,
+            func_or_class=target,
+            bound_app=None if app_spec is None else app_spec.bind(target),
+            num_cpus=spec.num_cpus,
+            lanes=spec.lanes,
+            sync_in_threadpool=spec.sync_in_threadpool,
+            stall_threshold_s=spec.stall_threshold_s,
+        ),
         max_ongoing=spec.max_ongoing,
-        num_cpus=spec.num_cpus,
-        lanes=spec.lanes,
-        sync_in_threadpool=spec.sync_in_threadpool,
         release=give_back,
-        stall_threshold_s=spec.stall_threshold_s,
     )
     replica.context.place = spec.place
     stopping: SimpleQueue[None] = SimpleQueue()
     page.close_descriptor()
-    return replica, Host(replica, page, partial(stopping.put, None)), stopping
+    return replica, FrameServer(replica, page, partial(stopping.put, None)), stopping
 
 
-async def _serve(replica: Replica, host: Host, end: socket.socket, spec: ReplicaSpec) -> bool:
+async def _serve(
+    replica: Replica, server: FrameServer, end: socket.socket, spec: ReplicaSpec
+) -> bool:
     """Begin to take frames, and start the replica; return whether that worked.
 
     Runs on the user loop.
     """
 
     def leave() -> None:
-        fault = host.frames.fault
+        fault = server.frames.fault
         if fault is not None:  # user code has taken bytes from the socket, say
             logger.error("%s: its server sent %s", replica.replica_id, fault, exc_info=fault)
         if not replica.is_ending:
@@ -127,25 +133,25 @@ async def _serve(replica: Replica, host: Host, end: socket.socket, spec: Replica
 
     def handle(name: str) -> DeploymentHandle:
         app_name = replica.replica_id.deployment_id.app_name
-        return host.directory.handle(DeploymentID(name, app_name))
+        return server.directory.handle(DeploymentID(name, app_name))
 
-    host.frames = host.directory.frames = Frames(end, host.on_frame, leave)
-    use_here(host.directory)
-    host.begin_start()
+    server.frames = server.directory.frames = Frames(end, server.on_frame, leave)
+    use_here(server.directory)
+    server.begin_start()
     try:
         given_args, given_kwargs = loads(spec.arguments)
         args, kwargs = fill(given_args, given_kwargs, handle)
         await replica.start(args, kwargs, spec.user_config)
     except Exception as error:
-        host.frames.post(Kind.FAILED, 0, pickled_error(error))
+        server.frames.post(Kind.FAILED, 0, pickled_error(error))
     except asyncio.CancelledError:
         pass  # by the order to stop, for which the main thread looks next
     else:
-        host.beat()
-        host.frames.post(Kind.READY, 0)
+        server.beat()
+        server.frames.post(Kind.READY, 0)
         return True
     finally:
-        host.starting = None
+        server.starting = None
     return False
 
 

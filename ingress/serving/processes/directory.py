@@ -1,6 +1,6 @@
 """Handles in a child: calls of other deployments, which the server's process makes for it.
 
-    handle.remote() -> ServerRouter.assign -> a task on the user loop -> CALL or STREAM -> `Errands`
+    handle.remote() -> ServerRouter.assign -> a task there -> CALL or STREAM -> ChildCalls
                        the answer settles the call, as for a replica in this process
 
 Numbers of these calls begin at `messages.UPWARD`, so that they differ from those of calls that the

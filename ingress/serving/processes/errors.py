@@ -11,7 +11,7 @@ from ingress.core.calls.retries import NotBegunError
 from ingress.core.execution.execution import contained
 from ingress.core.execution.mistakes import last_line as described
 from ingress.core.execution.tracebacks import explanation_of, format_error
-from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
+from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.serving.processes.code import culprit
 from ingress.serving.processes.frames import FrameError, dumps, loads
 
@@ -125,14 +125,4 @@ def not_begun(replica_id: ReplicaID) -> NotBegunError:
     return NotBegunError(
         f"Replica {replica_id} of {replica_id.deployment_id} is stuck, and has not begun the "
         "request; send it again."
-    )
-
-
-def died(
-    replica_id: ReplicaID, end: str, kind: type[ReplicaUnavailableError]
-) -> ReplicaUnavailableError:
-    """Return the error of a call whose replica's process ended, of a kind."""
-    return kind(
-        f"Replica {replica_id} of {replica_id.deployment_id} died before it answered: {end}; send "
-        "the request again if that is safe."
     )

@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable, Mapping
 from copy import copy
 from secrets import token_hex
-from time import monotonic
 from typing import Any
 
 from anyio import CancelScope
@@ -28,18 +27,18 @@ from ingress.core.calls.channel import MAX_ITEMS
 from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
-from ingress.serving.processes.errands import Errands, MakeHandle
-from ingress.serving.processes.errors import died, end_of, not_begun, unpickled_error, unreadable
+from ingress.serving.processes.child_calls import ChildCalls, MakeHandle
+from ingress.serving.processes.errors import end_of, not_begun, unpickled_error, unreadable
 from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, decode, dumps
 from ingress.serving.processes.messages import (
     OF_CALLS,
     RESPONSE_BODY,
     UPWARD,
     Kind,
-    News,
+    Report,
     message_of,
     model_ids_of,
-    news_of,
+    report_of,
     response_messages,
     trace_id_in,
     unknown,
@@ -50,6 +49,7 @@ from ingress.serving.processes.remote_call import RemoteCall
 from ingress.serving.processes.resources import EnvironmentOf
 from ingress.serving.processes.spawning import ChildProcess
 from ingress.serving.processes.window import Taken, Window
+from ingress.serving.replicas.host import gone_error
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 _SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
@@ -203,31 +203,50 @@ class Link:
     module     of the user's class, for a fork server
     model_ids  the ids of the models that the child has or is loading
     on_lost    is called when the process has ended, unless it was stopped
-    on_news    is called with the counters of the child
+    on_end     is called as soon as the process has ended
+    on_report  is called with the counters of the child
     mark       tells log records from other lines of its output
     """
 
     __slots__ = (
-        "_child", "_ended", "_errands", "_frames", "_is_stopping", "_last",
-        "_make_handle", "_odd_kinds", "_output", "_page", "_replica_id", "_started", "_works",
-        "end", "mark", "model_ids", "module", "on_lost", "on_news",
+        "_child",
+        "_child_calls",
+        "_ended",
+        "_frames",
+        "_is_stopping",
+        "_last",
+        "_make_handle",
+        "_odd_kinds",
+        "_output",
+        "_page",
+        "_replica_id",
+        "_started",
+        "_works",
+        "end",
+        "mark",
+        "model_ids",
+        "module",
+        "on_end",
+        "on_lost",
+        "on_report",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
         self._replica_id = replica_id
         self._make_handle = make_handle
-        self._errands: Errands | None = None
+        self._child_calls: ChildCalls | None = None
         self._page: SharedPage | None = None
         self._child: ChildProcess | None = None
         self._frames: Frames | None = None
         self._started: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._is_stopping = False
-        self._odd_kinds: set[int] = set()  # of news that could not be read
+        self._odd_kinds: set[int] = set()  # of reports that could not be read
         self._last = 0
         self._works: dict[int, RemoteWork | RemoteCall] = {}
         self.on_lost: Callable[[], None] = lambda: None
-        self.on_news: Callable[[News], None] = lambda news: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_report: Callable[[Report], None] = lambda report: None
         self.mark = token_hex(8)
         self._output = Output(self.mark)
         self.module = ""
@@ -240,25 +259,24 @@ class Link:
         return 0 if self._child is None else self._child.pid
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last lines that the child wrote, "" if there are none. Thread-safe."""
         lines = self._output.last_lines
         return "\nThe last lines of its output:\n" + "\n".join(lines) if lines else ""
 
     @property
-    def stood_s(self) -> float:
-        """The seconds for which the child's user loop has not turned; 0 before it serves.
+    def turned_at(self) -> float | None:
+        """The time at which the child's user loop last turned; `None` if it does not serve.
 
         Thread-safe.
         """
         page = self._page
         if page is None or self.end or self._is_stopping:
-            return 0.0
+            return None
         try:
-            turned_at = page.turned_at
+            return page.turned_at or None
         except ValueError:  # the page was closed meanwhile
-            return 0.0
-        return monotonic() - turned_at if turned_at else 0.0
+            return None
 
     async def start(self, specification: bytes, environment_of: EnvironmentOf) -> None:
         """Start the process, and return once its replica serves. Raises the error of its start."""
@@ -287,7 +305,7 @@ class Link:
         try:
             page = self._page = SharedPage()
             frames = self._frames = Frames(ours, self._on_frame, self._on_lost, lambda: page.beats)
-            self._errands = Errands(frames, self._make_handle, self._call_of)
+            self._child_calls = ChildCalls(frames, self._make_handle, self._call_of)
             frames.post_inline(Kind.START, specification)
             name, module, output = str(self._replica_id), self.module, self._output
             self._child = ChildProcess(name, module, theirs, page, env_vars, output, on_exit)
@@ -298,7 +316,7 @@ class Link:
     def _give_up(self) -> None:
         """Close what a start has made that did not come to a process."""
         frames, page = self._frames, self._page
-        self._frames = self._page = self._errands = None
+        self._frames = self._page = self._child_calls = None
         if frames is not None:
             frames.close()
         if page is not None:
@@ -337,7 +355,7 @@ class Link:
         self._last += 1
         work = RemoteWork(kind, self._last, self._frames)
         if self.end:
-            work.end(error=died(self._replica_id, self.end, NotBegunError))
+            work.end(error=gone_error(self._replica_id, self.end, NotBegunError))
         else:
             # May raise: there is no work then.
             self._frames.post(kind, self._last, content, at_once=not self._works)
@@ -392,8 +410,8 @@ class Link:
     def _on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         work = self._works.get(number)
         if work is None and number >= UPWARD:
-            assert self._errands is not None
-            self._errands.on_frame(kind, number, content, buffers)
+            assert self._child_calls is not None
+            self._child_calls.on_frame(kind, number, content, buffers)
         elif work is None and not number:
             self._on_frame_of_child(kind, content)
         elif work is None:
@@ -407,16 +425,16 @@ class Link:
                 del self._works[number]
 
     def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
-        if kind in (Kind.MODELS, Kind.NEWS):
+        if kind in (Kind.MODELS, Kind.REPORT):
             try:
                 if kind == Kind.MODELS:
                     self.model_ids = model_ids_of(content)
                 else:
-                    self.on_news(news_of(content))
+                    self.on_report(report_of(content))
             except Exception as problem:  # the counters before it stay
                 if kind not in self._odd_kinds:
                     self._odd_kinds.add(kind)
-                    text = unreadable("news of its process", problem)
+                    text = unreadable("a report of its process", problem)
                     logger.error("%s: %s", self._replica_id, text)
         elif kind not in (Kind.READY, Kind.FAILED):
             raise unknown(kind)
@@ -452,13 +470,16 @@ class Link:
             return
         fault = None if self._frames is None else self._frames.fault
         self.end = end_of(child.pid, child.code, child.failure, fault)
-        if self._errands is not None:
-            self._errands.stop()
-        self._end_works(self._unbegun(page), died(self._replica_id, self.end, NotBegunError))
+        self.on_end()
+        if self._child_calls is not None:
+            self._child_calls.stop()
+        self._end_works(self._unbegun(page), gone_error(self._replica_id, self.end, NotBegunError))
         page.close()
-        self._end_works([*self._works], died(self._replica_id, self.end, ReplicaUnavailableError))
+        self._end_works(
+            [*self._works], gone_error(self._replica_id, self.end, ReplicaUnavailableError)
+        )
         if self._started is not None and not self._started.done():
-            self._started.set_exception(RuntimeError(self.end + self.last_words))
+            self._started.set_exception(RuntimeError(self.end + self.last_output))
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
         if not self._is_stopping:

@@ -19,7 +19,7 @@
           ITEM         one item of a generator
           TRACE        the id of the trace that an HTTP request has in the child
           MODELS       the ids of the replica's models
-          NEWS         the replica's counters, and new stalls: `News`; at most 4 times a second
+          REPORT       the replica's counters, and new stalls: `Report`; at most 4 times a second
           DONE         the work has ended, with its value
           FAILED       the work has ended, with its error
 
@@ -58,6 +58,7 @@ from ingress.serving.processes.frames import (
     loads,
     outside,
 )
+from ingress.serving.replicas.host import HostCounts
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.metrics import user_metrics
 from ingress.telemetry.watchdog import Stall
@@ -88,7 +89,7 @@ class Kind(IntEnum):
     DONE = 22
     FAILED = 23
     ANSWER = 24
-    NEWS = 25
+    REPORT = 25
     TRACE = 26
 
 
@@ -136,45 +137,50 @@ class ReplicaSpec:
     log_mark: str = ""
 
 
-class News(NamedTuple):
-    """The counters of a replica in a child, and the stalls since the last news."""
+class Report(NamedTuple):
+    """The counters of a child: those of its host, and the stalls since the last report."""
 
-    stalls: dict[str, Latency]
     batches: dict[str, BatchCount]
     batch_queues: dict[str, int]
     model_gets: int
     model_times: dict[str, Latency]
     lanes: dict[str, LaneLoad]
     thread_waits: dict[str, Latency]
+    stalls: dict[str, Latency]
     metrics: list[UserMetric]
     new_stalls: list[Stall]
 
+    @property
+    def counts(self) -> HostCounts:
+        models = self.model_gets, self.model_times
+        return HostCounts(self.batches, self.batch_queues, *models, self.lanes, self.thread_waits)
 
-def news_of(content: memoryview) -> News:
+
+def report_of(content: memoryview) -> Report:
     """Return the counters that a child has sent. Raises `ValueError` if they are none.
 
     Each is checked: the status and `/metrics` add them to those of other replicas.
     """
     told = loads(content)
     try:
-        _news_type().validate_python(told)  # only checked: an int may stand for a float, and stays
+        _report_type().validate_python(told)  # only checked: an int may stand for a float
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise ValueError(f"{error.error_count()} of its values are none, as {place!r}") from None
-    news = News(*told)
-    for latencies in (news.stalls, news.model_times, news.thread_waits):
+    report = Report(*told)
+    for latencies in (report.stalls, report.model_times, report.thread_waits):
         for each in latencies.values():
             Latency().merge(each)
-    for batch in news.batches.values():
+    for batch in report.batches.values():
         BatchCount().merge(batch)
-    for metric in news.metrics:
+    for metric in report.metrics:
         user_metrics.check(metric)
-    return news
+    return report
 
 
 @cache
-def _news_type() -> TypeAdapter[News]:
-    return TypeAdapter(News, config=ConfigDict(revalidate_instances="always", strict=True))
+def _report_type() -> TypeAdapter[Report]:
+    return TypeAdapter(Report, config=ConfigDict(revalidate_instances="always", strict=True))
 
 
 def model_ids_of(content: memoryview) -> frozenset[str]:

@@ -21,7 +21,7 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import span_headers
 from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
-from ingress.serving.processes.errands import MakeHandle
+from ingress.serving.processes.child_calls import MakeHandle
 from ingress.serving.processes.errors import unsendable
 from ingress.serving.processes.frames import Content, dumps, encode, outside, size_of_content
 from ingress.serving.processes.link import Link, RemoteWork

@@ -5,10 +5,12 @@
     two_choices        the usual policy, which chooses a replica
     choosing           runs them, and keeps the replicas that a call waits for
     overload           the policy that orders, sheds and turns away calls under overload
-    replica            one replica: its loop, its threads, its running calls
+    replica            one replica: the calls that it runs
+    host               where its user code runs, and what is known of it there
+    thread_host        a host in this process: a loop, worker threads, models
     user_code          the user's class or function in a replica
     collectors         metrics that each replica registers, one in the process
-    replica_factories  what a replica makes its parts with
+    replica_factories  what a host makes its parts with
     models, multiplex
 
 It imports `declaration`, `asgi` and what is below them; it knows nothing of HTTP servers.

@@ -69,14 +69,7 @@ def multiplexed(
                 except TypeError as error:
                     raise TypeError(_one_id(func, str(error))) from None
             *owner, model_id = args
-            if not isinstance(model_id, str):
-                raise TypeError(f"The model ID must be a string, got {model_id!r}.")
-            if not model_id:
-                raise ValueError(
-                    "The model ID cannot be empty. A request names it in the header "
-                    "serve_multiplexed_model_id, a caller with "
-                    "handle.options(multiplexed_model_id=...)."
-                )
+            _check_id(model_id)
             replica = REPLICA.get(None)
             if replica is None or replica.models is None:
                 raise RuntimeError(
@@ -99,6 +92,16 @@ def get_multiplexed_model_id() -> str:
     """
     call = CURRENT_CALL.get(None)
     return "" if call is None else call.metadata.multiplexed_model_id
+
+
+def _check_id(model_id: object) -> None:
+    if not isinstance(model_id, str):
+        raise TypeError(f"The model ID must be a string, got {model_id!r}.")
+    if not model_id:
+        raise ValueError(
+            "The model ID cannot be empty. A request names it in the header "
+            "serve_multiplexed_model_id, a caller with handle.options(multiplexed_model_id=...)."
+        )
 
 
 def _one_id(func: Callable[..., Any], problem: str) -> str:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -192,7 +192,7 @@ class UserCode:
 
     def methods(self) -> list[str]:
         """Return the public names a handle may call."""
-        return public_methods(self._instance)
+        return [*PublicMethods(self._instance)]
 
     def _plan(self, method: str) -> ExecutionPlan:
         """Make the plan of a method at its first call."""
@@ -205,7 +205,7 @@ class UserCode:
                     fix = " For HTTP, define `__call__`, or use @serve.ingress(app) and routes."
                 raise UnknownMethodError(
                     f"Tried to call a method '{method}' that does not exist. "
-                    f"Available methods: {public_methods(self._instance)}.{fix}"
+                    f"Available methods: {self.methods()}.{fix}"
                 )
         plan = self._plans[method] = self._make_plan(target, Role.METHOD)
         return plan
@@ -216,13 +216,23 @@ def _attributes(cls: type) -> set[str]:
     return {name for base in cls.__mro__ if base is not object for name in vars(base)}
 
 
-def public_methods(target: Any) -> list[str]:
-    """Return the names of the callables of a class or instance that do not begin with `_`."""
-    cls = target if inspect.isclass(target) else type(target)
-    # Looked up on the class, so that no property of the user's runs.
-    found = {name for name in dir(cls) if callable(getattr(cls, name, None))}
-    found |= {name for name, value in getattr(target, "__dict__", {}).items() if callable(value)}
-    return sorted(name for name in found if not name.startswith("_"))
+class PublicMethods:
+    """The names of the callables of a class or instance that do not begin with `_`, in order."""
+
+    __slots__ = ("_cls", "_own")
+
+    def __init__(self, target: Any) -> None:
+        self._cls = target if inspect.isclass(target) else type(target)
+        self._own: Mapping[str, Any] = getattr(target, "__dict__", {})
+
+    def __contains__(self, name: str) -> bool:
+        # Looked up on the class, so that no property of the user's runs; not on its metaclass.
+        is_of_class = any(name in vars(base) for base in self._cls.__mro__)
+        found = getattr(self._cls, name, None) if is_of_class else None
+        return not name.startswith("_") and (callable(found) or callable(self._own.get(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(name for name in {*dir(self._cls), *self._own} if name in self))
 
 
 def spare_second_del(instance: Any) -> None:

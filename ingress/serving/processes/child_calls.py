@@ -36,7 +36,7 @@ FindCall = Callable[[int], Call | None]
 _PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
 
 
-class Errands:
+class ChildCalls:
     """The calls of one child that are in flight. Owned by the loop of the frames.
 
     `find_call` returns the call with a number, if the child still works for it. What the child

@@ -1,7 +1,7 @@
-"""A replica in a child: frames that arrive begin, feed and cancel its calls.
+"""The server of a child's frames: those that arrive begin, feed and cancel the replica's calls.
 
-The host fulfils for a child the part that a router and a proxy have in the server's process. The
-parent's router counts the slots, so a call that arrives has one.
+It has for a child the part that a router and a proxy have in the server's process. The parent's
+router counts the slots, so a call that arrives has one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -46,14 +45,14 @@ BEAT_S = 0.25
 logger = logging.getLogger("ingress")
 
 
-class Host:
+class FrameServer:
     """The calls of a child's replica. Owned by the user loop.
 
     `stop()` ends the process, in another thread. `starting` is the task of the replica's start.
     """
 
     __slots__ = (
-        "_calls", "_last_stall", "_models", "_news", "_page", "_stop", "_tasks", "directory",
+        "_calls", "_last_stall", "_models", "_page", "_reported", "_stop", "_tasks", "directory",
         "frames", "replica", "starting",
     )  # fmt: skip
 
@@ -67,7 +66,9 @@ class Host:
         self._calls: dict[int, HostedCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: frozenset[str] = frozenset()
-        self._news = dumps(({}, {}, {}, 0, {}, {}, {}, [], []))  # the last that the parent knows
+        self._reported = dumps(
+            ({}, {}, 0, {}, {}, {}, {}, [], [])
+        )  # the last that the parent knows
         self._last_stall: Stall | None = None
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
@@ -85,7 +86,7 @@ class Host:
             if self.starting is not None:
                 self.starting.cancel()
             try:
-                self._tell_news()  # the last
+                self._report()  # the last
             finally:
                 self._stop()
         elif (call := self._calls.get(number)) is not None:  # else it has ended meanwhile
@@ -97,34 +98,26 @@ class Host:
         self._page.begin_loop()
 
     def beat(self) -> None:
-        """Show the parent, now and again and again, that the user loop turns, and the news."""
+        """Show the parent, now and again and again, that the user loop turns, and report."""
         self._page.beat(monotonic())
-        self.replica.loop.call_later(BEAT_S, self.beat)  # first: the news may raise
-        self._tell_news()
+        self.replica.loop.call_later(BEAT_S, self.beat)  # first: a report may raise
+        self._report()
 
     def _tell_models(self) -> None:
         if self.replica.model_ids != self._models:
             self._models = self.replica.model_ids
             self.frames.post(Kind.MODELS, 0, dumps(self._models))
 
-    def _tell_news(self) -> None:
+    def _report(self) -> None:
         self._tell_models()
         stalls = [each for each in WATCHDOG.stalls() if each.is_over]
         new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
-        replica = self.replica
-        pools = replica.pools.loads(), replica.pools.waits()
-        batches = replica.context.batch_counts  # worker threads write it, and the watchdog stalls
-        counts = (
-            copied(replica.stalls),
-            {each: replace(batches[each]) for each in list(batches)},
-            *(replica.batch_queues, replica.model_gets, replica.model_times, *pools),
-            series.collected(),
-        )
-        news = dumps((*counts, new))
-        if news != self._news:
-            self.frames.post(Kind.NEWS, 0, news)
+        counts = (*self.replica.host.counts(), copied(self.replica.stalls), series.collected())
+        report = dumps((*counts, new))
+        if report != self._reported:
+            self.frames.post(Kind.REPORT, 0, report)
             # Without the stalls, so that they are not told again.
-            self._news = dumps((*counts, []))
+            self._reported = dumps((*counts, []))
             self._last_stall = stalls[-1] if stalls else None
 
     def excuse(self) -> None:
@@ -132,7 +125,7 @@ class Host:
 
         A model is being loaded, or `reconfigure` runs.
         """
-        if self.replica.may_stand:
+        if self.replica.host.may_stand:
             self._page.turn(monotonic())
 
     def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
@@ -257,7 +250,7 @@ class Host:
             if what == "check_health":
                 await self.replica.check_health()
             elif what == "add_threads":
-                self.replica.add_threads(argument)
+                self.replica.host.add_threads(argument)
             else:
                 await self.replica.reconfigure(argument)
         except Exception as error:

@@ -1,0 +1,250 @@
+"""The host of a replica in a child process.
+
+To the router and to calls its replica is one like any other: slots, cancellations, deadlines and
+counts are the same code, on the loop that requests arrive on. Only its user code is remote. The
+control loop replaces it once its child has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any, ClassVar, TypeVar
+
+from ingress.app.asgi import BoundApp
+from ingress.app.declaration.build import BuiltDeployment
+from ingress.context import ReplicaRuntime
+from ingress.core.base.counters import LaneLoad
+from ingress.core.calls.call import Call
+from ingress.core.calls.loops import BorrowedLoop, run_on, start_on
+from ingress.core.calls.tracing import TRACING
+from ingress.core.execution.execution import SERIAL_LANE, contained
+from ingress.core.execution.lanes import lanes_of
+from ingress.handle import Invocation
+from ingress.serving.processes.child_calls import MakeHandle
+from ingress.serving.processes.code import (
+    ByPath,
+    ByValue,
+    accept_main,
+    pickled_arguments,
+    reference_to,
+)
+from ingress.serving.processes.frames import dumps, loads, pickle_by_value
+from ingress.serving.processes.messages import ReplicaSpec, Report
+from ingress.serving.processes.output import levels
+from ingress.serving.processes.remote_call import RemoteCall
+from ingress.serving.processes.remote_code import RemoteCode
+from ingress.serving.processes.resources import EnvironmentOf, environment_of, visible
+from ingress.serving.replicas.host import HostCounts, Isolation
+from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.metrics import series
+from ingress.telemetry.watchdog import WATCHDOG
+from ingress.telemetry.watchdog.stacks import EMPTY, Stack
+
+T = TypeVar("T")
+ANSWER_S = 1.0
+
+
+class ProcessHost:
+    """A child process with the user's instance.
+
+    built        the deployment of its replica
+    make_handle  returns the handles for the calls that the child makes
+    on_lost      is called, on the loop of the frames, when the process has ended by itself
+    borrowed     the loop of the frames, at best the one that requests arrive on; user code has
+                 another
+
+    It fulfils the `Host` protocol. The other arguments are those of `ThreadHost`, in the child.
+    """
+
+    __slots__ = (
+        "_counts", "_home", "_prepare", "_remote", "_replica", "context", "loop", "mailbox",
+        "user_code",
+    )  # fmt: skip
+    isolation = Isolation.PROCESS
+    thread = pools = models = None
+    made_there: ClassVar[type[Replica]] = Replica
+    """The class of the replica in the child."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        max_ongoing: int,
+        func_or_class: Callable[..., Any],
+        bound_app: BoundApp | None,
+        *,
+        built: BuiltDeployment,
+        make_handle: MakeHandle,
+        on_lost: Callable[[], None],
+        lanes: Mapping[str, int] | None = None,
+        borrowed: asyncio.AbstractEventLoop,
+        factories: object = None,  # the child has its own
+        **options: Any,
+    ) -> None:
+        self._replica = replica
+        self._home = BorrowedLoop(str(replica.replica_id), borrowed, replica.on_dead)
+        self.loop, self.mailbox = borrowed, self._home.mailbox
+        declared = lanes_of(func_or_class, max_ongoing, lanes or {})
+        loads = {name: LaneLoad(limit, 0, 0) for name, limit in declared.limits.items()}
+        if declared.is_serial:
+            loads[SERIAL_LANE] = LaneLoad(1, 0, 0)
+        self._counts = HostCounts({}, {}, 0, {}, loads, {})
+        # For the names of its methods: there is no instance in this process.
+        self.context = ReplicaRuntime(replica.replica_id, func_or_class, loop=borrowed)
+        self._remote = RemoteCode(replica.replica_id, bound_app, make_handle)
+        self.user_code: Any = self._remote
+        self._prepare = partial(
+            _prepared,
+            built,
+            make_replica=self.made_there,
+            replica_id=replica.replica_id,
+            max_ongoing=max_ongoing,
+            lanes=lanes or {},
+            **options,
+        )
+        link = self._remote.link
+        link.on_report, link.on_end, link.on_lost = self._take_report, replica.lose, on_lost
+        link.module = func_or_class.__module__
+
+    @property
+    def pid(self) -> int:
+        return self._remote.link.pid
+
+    @property
+    def end(self) -> str:
+        return self._remote.link.end
+
+    @property
+    def last_output(self) -> str:
+        return self._remote.link.last_output
+
+    @property
+    def model_ids(self) -> frozenset[str]:
+        return self._remote.link.model_ids
+
+    def counts(self) -> HostCounts:
+        return self._counts
+
+    def standing(self) -> tuple[float, Stack] | None:
+        turned_at = self._remote.link.turned_at
+        return None if turned_at is None else (turned_at, EMPTY)
+
+    @property
+    def may_stand(self) -> bool:
+        return False
+
+    def holder(self) -> Call | None:
+        return None  # its process is killed
+
+    def have_computed(self, share: float) -> bool:
+        return False  # they do not want the GIL of this process
+
+    async def start(self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any) -> None:
+        # In a thread: this looks for the module of the user's class, and counts GPUs.
+        self._remote.specification, self._remote.environment_of = await asyncio.to_thread(
+            self._prepare,
+            user_config=user_config,
+            place=self.context.place,
+            log_levels=levels(),
+            log_mark=self._remote.link.mark,
+        )
+        await run_on(self.loop, self._remote.start(args, kwargs, user_config))
+
+    def _take_report(self, report: Report) -> None:
+        """Take the counters of the child."""
+        self._counts = report.counts
+        self._replica.stalls.update(report.stalls)
+        series.take(series.source_of(self.context, self.pid), report.metrics)
+        WATCHDOG.note(report.new_stalls)
+
+    def look(
+        self, look: Callable[..., T], *arguments: object, timeout_s: float
+    ) -> Callable[..., T]:
+        """Begin to call `look(replica, *arguments)` in the child, in a thread beside its loop.
+
+        `look` is a function of a module. Returns a function that waits for the result, and raises
+        `TimeoutError` if there is none in `timeout_s`, or the error that `look` raised. It takes a
+        shorter time to wait, if there is one. Both are thread-safe, and not for the loop of the
+        frames.
+        """
+        answer = start_on(self.loop, self._remote.look(look, arguments, timeout_s))
+        # Longer, because that loop may stand still itself.
+        return lambda wait_s=timeout_s + ANSWER_S: loads(answer.result(wait_s))
+
+    def add_threads(self, max_ongoing: int) -> None:
+        self.mailbox.post(self._remote.add_threads, max_ongoing)
+
+    def hand_over(self) -> None:
+        self.mailbox.post(self._remote.link.hand_over)
+
+    def direct(self, call: Call) -> bool:
+        # Where the child's answer is all there is to wait for. A call that cannot begin has a task
+        # nevertheless: it frees a slot, and the next one would begin in recursion.
+        work, deadline, replica = call.work, call.metadata.deadline, self._replica
+        if (
+            not isinstance(work, Invocation)
+            or work.channel is not None
+            or TRACING.tracer is not None  # the waits get spans, in the task
+            or (deadline is not None and monotonic() >= deadline)
+        ):
+            return False
+        remote = RemoteCall(loop=self.loop)
+        if replica.takes(call) and replica.admit(call, remote):
+            remote.begin(call, self._end_call)
+            try:
+                # A copy: the call's context is entered if a replica that has ended turned it away.
+                call.context.copy().run(self._remote.send, remote, work)
+            except BaseException as error:  # of user code, which pickling may call
+                # Later, for the reason above.
+                self.loop.call_soon(remote.end, None, error)
+        return True
+
+    def _end_call(self, work: RemoteCall) -> None:
+        """End a call without a task, as `Replica.serve` and its caller end the others."""
+        call, error, replica = work.call, work.error, self._replica
+        if error is None:
+            replica.end(call, None)
+            call.settle(work.value)
+        elif isinstance(error, asyncio.CancelledError):
+            replica.end(call, error)
+            replica.settle_cancelled(call, error)
+        else:
+            error = contained(error, str(replica.replica_id), is_task=False)
+            replica.end(call, error)
+            assert isinstance(error, Exception)
+            replica.fail(call, error)
+
+    async def stop(self) -> None:
+        await self._remote.stop()
+
+    def join(self, deadline: float) -> list[str]:
+        self._remote.link.kill()
+        self._remote.link.join()
+        return []
+
+    def has_left(self) -> bool:
+        return True
+
+
+def _prepared(built: BuiltDeployment, **options: Any) -> tuple[bytes, EnvironmentOf]:
+    """Return the specification of a child, and the function that makes its environment.
+
+    Raises `TypeError` for what cannot be sent to it.
+    """
+    if sys.platform == "win32":
+        raise RuntimeError(
+            f'deployment {built.name!r} has isolation="process", which Windows does not support; '
+            "leave it out"
+        )
+    code = reference_to(built)
+    if isinstance(code, ByPath) and code.main:
+        accept_main()
+    if isinstance(code, ByValue):
+        pickle_by_value()
+    specification = dumps(ReplicaSpec(code=code, arguments=pickled_arguments(built), **options))
+    config = built.deployment.config
+    gpus = visible() if config.num_gpus else []
+    return specification, partial(environment_of, config, built.name, gpus)
