@@ -141,7 +141,7 @@ def _children() -> set[int]:
 
 def _serving() -> set[int]:
     return {
-        each.pid  # type: ignore[attr-defined]
+        each.host.pid  # type: ignore[attr-defined]
         for router in list(local_engine().routers.values())
         for each in list(router.replicas)
     }

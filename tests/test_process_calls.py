@@ -213,7 +213,7 @@ def stopped(name: str) -> list[Any]:
     """Return the replicas of a deployment, whose processes stand still from now on."""
     replicas = list(local_engine().routers[DeploymentID(name, "default")].replicas)
     for each in replicas:
-        stop(each.pid)  # type: ignore[attr-defined]
+        stop(each.host.pid)  # type: ignore[attr-defined]
     return replicas
 
 
@@ -235,8 +235,8 @@ def test_a_call_that_goes_to_another_replica_is_no_error_of_its_route() -> None:
     responses = [handle.remote(number) for number in range(6)]
     wait_until(lambda: one.ongoing and two.ongoing)
 
-    os.kill(one.pid, signal.SIGKILL)
-    os.kill(two.pid, signal.SIGCONT)
+    os.kill(one.host.pid, signal.SIGKILL)
+    os.kill(two.host.pid, signal.SIGCONT)
 
     assert [each.result(timeout_s=PATIENCE_S) for each in responses] == list(range(6))
     assert [sum(each.errors.values()) for each in (one, two)] == [0, 0]

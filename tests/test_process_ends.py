@@ -65,7 +65,7 @@ def test_a_child_that_ends_takes_its_own_requests_and_is_replaced() -> None:
 def test_requests_that_a_killed_child_had_not_begun_go_to_another() -> None:
     url = f"http://127.0.0.1:{served(process_app.api)}"
     victim = local_engine().routers[DeploymentID("Api", "default")].replicas[0]
-    pid: int = victim.host.pid
+    pid: int = victim.host.pid  # type: ignore[attr-defined]
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(REQUESTS) as pool:
         answers = [pool.submit(httpx.get, f"{url}/pid", timeout=60) for _ in range(REQUESTS)]
