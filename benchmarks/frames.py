@@ -5,6 +5,10 @@ time, over uvicorn's protocol in this process as `benchmarks.steps`. A coroutine
 entered again, and counts again. Functions that fewer than half of the requests enter are left out:
 they belong to timers. The stall watchdog is off, because what it does depends on the load.
 
+A climb is a call of a function in a module that the caller's module does not import, directly or by
+way of others: the imports are an order of the modules, without circles, and the caller stands
+lower. A reader cannot look its name up, but has to know who passed the object in.
+
     stream of 3    an `async def` endpoint that returns a StreamingResponse of three chunks
     with a handle  an `async def` endpoint that awaits a call of another deployment
 """
@@ -25,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import grimp
 import uvloop
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
@@ -86,9 +91,10 @@ class Endpoints:
 
 @dataclass
 class Count:
-    """The frames of one request, by function: `module:name`."""
+    """The frames of one request, by function: `module:name`; and its calls between modules."""
 
     functions: dict[str, float]
+    calls: list[tuple[str, str, float]]
 
     @property
     def frames(self) -> int:
@@ -98,25 +104,46 @@ class Count:
     def modules(self) -> int:
         return len({each.partition(":")[0] for each in self.functions})
 
+    def climbs(self) -> dict[tuple[str, str], float]:
+        """Return the calls of modules that the caller's module does not import."""
+        graph = grimp.build_graph("ingress", exclude_type_checking_imports=True)
+        return {
+            (caller, called): times
+            for caller, called, times in self.calls
+            if _dotted(called) not in graph.find_upstream_modules(_dotted(caller))
+        }
+
+
+def _dotted(path: str) -> str:
+    module = "ingress." + path.removesuffix(".py").replace("/", ".")
+    return module.removesuffix(".__init__")
+
 
 def count(target: str, flags: str) -> Count:
     """Count the frames in a separate process, because an application reads its flags once."""
     command = [sys.executable, "-m", "benchmarks.frames", "--target", target]
     env = {**os.environ, **FLAGS[flags], "INGRESS_STALL_THRESHOLD_MS": "0"}
     ran = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
-    return Count(json.loads(ran.stdout))
+    return Count(*json.loads(ran.stdout))
 
 
-async def _count_here(target: str) -> dict[str, float]:
+async def _count_here(target: str) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
     from benchmarks.steps import cost_us, started
 
     found: Counter[str] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
     counting = threading.Event()
 
     def enter(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and counting.is_set() and code.co_filename.startswith(PACKAGE):
-            found[f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}"] += 1
+            called = code.co_filename.removeprefix(PACKAGE)
+            found[f"{called}:{code.co_qualname}"] += 1
+            above = frame.f_back
+            while above is not None and not above.f_code.co_filename.startswith(PACKAGE):
+                above = above.f_back
+            if above is not None:
+                calls[above.f_code.co_filename.removeprefix(PACKAGE), called] += 1
 
     threading.setprofile(enter)
     sys.setprofile(enter)
@@ -130,8 +157,10 @@ async def _count_here(target: str) -> dict[str, float]:
         await cost_us(config, target, 1, REQUESTS)
         counting.clear()
     sys.setprofile(None)
-    each = {name: times / REQUESTS for name, times in found.items()}
-    return {name: times for name, times in sorted(each.items()) if times >= 0.5}
+    least = REQUESTS / 2
+    functions = {n: times / REQUESTS for n, times in sorted(found.items()) if times >= least}
+    between = [(*pair, times / REQUESTS) for pair, times in calls.items() if times >= least]
+    return functions, [each for each in between if each[0] != each[1]]
 
 
 def main() -> int:
@@ -144,7 +173,11 @@ def main() -> int:
     for name, target in TARGETS.items():
         for flags in FLAGS:
             counted = count(target, flags)
-            print(f"{name}, {flags}: {counted.frames} frames in {counted.modules} modules")
+            climbs = round(sum(counted.climbs().values()))
+            print(
+                f"{name}, {flags}: {counted.frames} frames in {counted.modules} modules, "
+                f"{climbs} climbs"
+            )
     return 0
 
 
